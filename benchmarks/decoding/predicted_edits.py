@@ -3,18 +3,19 @@
     python -m benchmarks.decoding.predicted_edits edits.jsonl --output predicted.json
 
 Each recording is a prompt that holds a file in a block of code, and the file as it was rewritten.
-Outputs are replayed with the file in the prompt; without it there, and with it, a third of it, or a
-stale version of it as a prediction instead; and with the file of another recording as a prediction,
-which is wrong. Ratios are of tokens per step, with 90% intervals by bootstrap over recordings, and of
-median draft times. All ways take turns, recording by recording, each with a drafter of its own.
+Outputs are replayed with a text in place of the file in the prompt (the file, a third of it, a stale
+version of it, nothing), and with the same text as a prediction instead. Last, a wrong prediction is
+added: the file of a recording far away. Ratios are of tokens per step, with 90% intervals by
+bootstrap over recordings. All ways take turns, recording by recording, each with a drafter of its
+own.
 """
 
 import json
-import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.commands.bench import circumstances
+from decoder.budget.cost_store import describe_machine, versions
 from decoder.commands.trace_command import print_table
 from indexer.sources.recordings import RecordingTally, read_records
 from retriever.drafter import DraftRequest, Prediction, TokenIds
@@ -32,28 +33,45 @@ from retriever.limits import Limits, checked_tokens
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
 
-IN_PROMPT: Final = "in the prompt"
-NOWHERE: Final = "nowhere"
-WHOLE: Final = "predicted instead"
-THIRD: Final = "a third predicted instead"
-STALE: Final = "a stale version predicted instead"
-BOTH: Final = "in the prompt and predicted"
-WRONG: Final = "in the prompt, another file predicted"
-WRONG_ALONE: Final = "nowhere, another file predicted"
 _DRAWS: Final = 2000
 _BLOCK: Final = re.compile(r"```[^\n]*\n(.*)\n```", re.DOTALL)
 _LINES_KEPT: Final = 12
-"""Lines of a stale version between two that are not as they are."""
+"""Of so many lines of a stale version one is not as it is in the file."""
 
-COMPARED: Final = {
-    WHOLE: IN_PROMPT,
-    BOTH: IN_PROMPT,
-    THIRD: NOWHERE,
-    STALE: IN_PROMPT,
-    WRONG: IN_PROMPT,
-    WRONG_ALONE: NOWHERE,
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a drafter is told of the file.
+
+    Attributes:
+        in_prompt: the text in its place in the prompt.
+        predicted: the text that is predicted; empty for none.
+        over: the way that it is compared with.
+    """
+
+    in_prompt: str
+    predicted: str = ""
+    over: str = ""
+
+
+NOTHING: Final = "nothing"
+FILE: Final = "the file"
+THIRD: Final = "a third"
+STALE: Final = "a stale version"
+WRONG: Final = "another file"
+
+WAYS: Final = {
+    "no file": Way(NOTHING),
+    "file in the prompt": Way(FILE),
+    "file predicted": Way(NOTHING, FILE, "file in the prompt"),
+    "file in the prompt and predicted": Way(FILE, FILE, "file in the prompt"),
+    "third in the prompt": Way(THIRD),
+    "third predicted": Way(NOTHING, THIRD, "third in the prompt"),
+    "stale version in the prompt": Way(STALE),
+    "stale version predicted": Way(NOTHING, STALE, "stale version in the prompt"),
+    "file in the prompt, another predicted": Way(FILE, WRONG, "file in the prompt"),
+    "no file, another predicted": Way(NOTHING, WRONG, "no file"),
 }
-"""The way that each is compared with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,15 +79,13 @@ class Edit:
     """A recording as token ids.
 
     Attributes:
-        prompt: with the file.
-        rest: the prompt without the file.
-        predicted: what is predicted, by the way.
+        prompts: by the text in place of the file.
+        texts: by their names.
         output: what was written.
     """
 
-    prompt: TokenIds
-    rest: TokenIds
-    predicted: dict[str, TokenIds]
+    prompts: dict[str, TokenIds]
+    texts: dict[str, TokenIds]
     output: TokenIds
 
 
@@ -92,14 +108,13 @@ class Counted:
 
 def stale_version(text: str, seed: int) -> str:
     """Return a file as it was before other changes: lines dropped, moved and written otherwise."""
-    drawn = random.Random(seed)
+    drawn = np.random.default_rng(seed)
     lines: list[str] = []
     for number, line in enumerate(text.splitlines()):
+        change = drawn.choice(("drop", "insert", "rename", "move"))
         if number % _LINES_KEPT != _LINES_KEPT - 1:
             lines.append(line)
-            continue
-        change = drawn.choice(("drop", "insert", "rename", "move"))
-        if change == "insert":
+        elif change == "insert":
             lines += [line, f"{line[: len(line) - len(line.lstrip())]}value_{number} = {number}"]
         elif change == "rename":
             lines.append(re.sub(r"[a-z_]{4,}", f"name_{number}", line, count=1))
@@ -121,41 +136,36 @@ def read_edits(path: Path, encoder: ChatEncoder, limit: int | None) -> list[Edit
         block = _BLOCK.search(row["prompt"])
         if block is not None:
             found.append((row["prompt"], block.group(1), row["output"]))
-    edits = []
-    for number, (prompt, text, output) in enumerate(found[:limit]):
-        another = found[(number + 1) % len(found)][1]
-        texts = {
-            WHOLE: text,
-            BOTH: text,
-            THIRD: third_of(text),
-            STALE: stale_version(text, number),
-            WRONG: another,
-            WRONG_ALONE: another,
-        }
-        edits.append(
-            Edit(
-                checked_tokens(encoder.encode_prompt(prompt), None),
-                checked_tokens(encoder.encode_prompt(prompt.replace(text, "")), None),
-                {
-                    way: checked_tokens(encoder.encode_output(each), None)
-                    for way, each in texts.items()
-                },
-                checked_tokens(encoder.encode_output(output), None),
-            )
-        )
-    return edits
+    return [
+        _edit(each, found[(number + len(found) // 2) % len(found)][1], number, encoder)
+        for number, each in enumerate(found[:limit])
+    ]
 
 
-def replayed(
-    drafter: EmbeddedDrafter,
-    prompt: TokenIds,
-    predictions: Sequence[Prediction],
-    output: TokenIds,
-    nodes: int,
-    counted: Counted,
+def _edit(recorded: tuple[str, str, str], another: str, number: int, encoder: ChatEncoder) -> Edit:
+    prompt, text, output = recorded
+    texts = {
+        NOTHING: "",
+        FILE: text,
+        THIRD: third_of(text),
+        STALE: stale_version(text, number),
+        WRONG: another,
+    }
+    placed = {name: prompt.replace(text, each) for name, each in texts.items() if name != WRONG}
+    return Edit(
+        {name: checked_tokens(encoder.encode_prompt(each), None) for name, each in placed.items()},
+        {name: checked_tokens(encoder.encode_output(each), None) for name, each in texts.items()},
+        checked_tokens(encoder.encode_output(output), None),
+    )
+
+
+def replay_edit(
+    drafter: EmbeddedDrafter, way: Way, edit: Edit, nodes: int, counted: Counted
 ) -> None:
     """Replay an output, and count it."""
-    drafter.open("edit", prompt, predictions=predictions)
+    prompt, output = edit.prompts[way.in_prompt], edit.output
+    text = edit.texts[way.predicted] if way.predicted else output[:0]
+    drafter.open("edit", prompt, predictions=[Prediction(text)] if len(text) else [])
     done = steps = 0
     committed = output[:0]
     while done < len(output):
@@ -170,29 +180,22 @@ def replayed(
     counted.counts.append((done, steps))
 
 
-def counted_at(
-    edits: Sequence[Edit], nodes: int, *, keeps: bool, shown: Callable[[int], object]
-) -> dict[str, Counted]:
+def counted_at(edits: Sequence[Edit], nodes: int, *, keeps: bool) -> dict[str, Counted]:
     """Replay all ways at a budget, recording by recording.
 
     Args:
         edits: the recordings.
         nodes: the budget of each draft.
         keeps: whether outputs serve later ones.
-        shown: called with the number of each recording.
     """
-    ways = {way: Counted() for way in (IN_PROMPT, NOWHERE, *COMPARED)}
+    ways = {name: Counted() for name in WAYS}
     limits = Limits() if keeps else Limits(generations_tokens=1)
-    drafters = {way: EmbeddedDrafter(limits=limits) for way in ways}
+    drafters = {name: EmbeddedDrafter(limits=limits) for name in ways}
     for drafter in drafters.values():
         drafter.warm()
-    for number, edit in enumerate(edits):
-        for way, counted in ways.items():
-            prompt = edit.prompt if way in {IN_PROMPT, BOTH, WRONG} else edit.rest
-            predicted = edit.predicted.get(way)
-            predictions = [] if predicted is None else [Prediction(predicted, "old file")]
-            replayed(drafters[way], prompt, predictions, edit.output, nodes, counted)
-        shown(number)
+    for edit in edits:
+        for name, counted in ways.items():
+            replay_edit(drafters[name], WAYS[name], edit, nodes, counted)
     return ways
 
 
@@ -213,34 +216,34 @@ def interval(counts: NDArray[np.int64], base: NDArray[np.int64]) -> tuple[float,
 def described(ways: dict[str, Counted]) -> dict[str, Any]:
     """Return the figures of all ways at one budget."""
     figures: dict[str, Any] = {}
-    for way, counted in ways.items():
-        figures[way] = {
+    for name, counted in ways.items():
+        figures[name] = {
             "tokens_per_step": rate(counted.array()),
             "draft_us": {
                 "p50": float(np.percentile(counted.draft_us, 50)),
                 "p99": float(np.percentile(counted.draft_us, 99)),
             },
         }
-        base = COMPARED.get(way)
-        if base is not None:
+        base = WAYS[name].over
+        if base:
             low, high = interval(counted.array(), ways[base].array())
-            ratio = figures[way]["tokens_per_step"] / figures[base]["tokens_per_step"]
-            figures[way]["ratio"] = {"over": base, "mean": ratio, "from": low, "to": high}
+            ratio = figures[name]["tokens_per_step"] / figures[base]["tokens_per_step"]
+            figures[name]["ratio"] = {"over": base, "mean": ratio, "from": low, "to": high}
     return figures
 
 
 def table_of(nodes: int, figures: dict[str, Any]) -> Table:
     """Return the figures of one budget for reading."""
-    table = Table("the file is", "tokens a step", "ratio", "90% interval", "over", "draft, us")
+    table = Table("way", "tokens a step", "ratio", "90% interval", "over", "draft, us")
     table.box, table.title = SIMPLE_HEAD, f"{nodes} nodes"
-    for way, each in figures.items():
+    for name, each in figures.items():
         ratio = each.get("ratio")
         cells = ("", "", "")
         if ratio is not None:
             span = f"{ratio['from']:.3f} to {ratio['to']:.3f}"
             cells = (f"{ratio['mean']:.3f}", span, ratio["over"])
         rate_, draft_us = f"{each['tokens_per_step']:.2f}", f"{each['draft_us']['p50']:.0f}"
-        table.add_row(way, rate_, *cells, draft_us)
+        table.add_row(name, rate_, *cells, draft_us)
     return table
 
 
@@ -258,7 +261,7 @@ def measure(
     edits = read_edits(traces, ChatEncoder(tokenizer), limit)
     figures: dict[str, Any] = {}
     for budget in nodes or [8, 32, 64]:
-        ways = counted_at(edits, budget, keeps=keep, shown=lambda _: None)
+        ways = counted_at(edits, budget, keeps=keep)
         figures[str(budget)] = described(ways)
         print_table(table_of(budget, figures[str(budget)]))
     report = {
@@ -266,7 +269,9 @@ def measure(
         "output_tokens": sum(len(edit.output) for edit in edits),
         "outputs_serve_later_ones": keep,
         "nodes": figures,
-        "circumstances": circumstances(None),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": describe_machine(),
+        "versions": versions(),
     }
     output.write_text(json.dumps(report, indent=2) + "\n")
 

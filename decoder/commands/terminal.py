@@ -28,6 +28,7 @@ _FEW: Final = {
     Source.PHRASES: "green",
     Source.CORPUS: "magenta",
     Source.MODEL: "cyan",
+    Source.PREDICTIONS: "red",
 }
 """For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
 

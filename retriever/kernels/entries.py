@@ -150,6 +150,10 @@ def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     )
 
 
+import os
+
+GATE = int(os.environ.get("GATE", "0"))
+NUM = int(os.environ.get("NUMO", "2"))
 @kernel()
 def collect_texts(
     store: NDArray[Any],
@@ -162,9 +166,10 @@ def collect_texts(
     """Write continuations in predicted texts and at cursors; return the first free row."""
     texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
     predicted = unpack(store[0], Chains)
-    end = chains.collect_chains(
-        predicted, unpack(store[0], Orders), query, source, False, depth, found, row
-    )
+    indexed = unpack(store[0], Orders)
+    num = NUM if GATE and not cursors.follows(texts) else indexed.orders.shape[0]
+    some = Orders(indexed.orders[:num], indexed.max_rows[:num])
+    end = chains.collect_chains(predicted, some, query, source, False, depth, found, row)
     cursors.set_text_cursors(texts, found.rows, row, end)
     return cursors.collect_text_cursors(
         texts, predicted.tokens, source, query, depth, found, row, end

@@ -161,8 +161,8 @@ class Foredraft:
             generation_config: of the call.
             on_tokens: is called with the tokens of each pass; a `streamer` of the call is told
                 each token, as well. Both are for one sequence.
-            predictions: what the outputs are expected to contain: of all rows, or a list of them for
-                each row. Drafts come from them, too, where the drafter takes any.
+            predictions: what the outputs are expected to contain: of all rows, or a list of them
+                for each row. Drafts come from them, too, where the drafter takes any.
             model_kwargs: further arguments of the model.
 
         Returns:
