@@ -9,7 +9,6 @@ from typing import Final, Protocol, Self, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.errors import InvalidRequestError
 from retriever.tree import DraftTree
 
 TokenIds = NDArray[np.int32]
@@ -51,7 +50,7 @@ def predictions_of(
         label: of what is returned.
 
     Raises:
-        InvalidRequestError: it has another shape; the message is fit for the caller.
+        ValueError: it has another shape; the message is fit for the caller.
     """
     text = _predicted_text(prediction)
     if not text:
@@ -63,18 +62,18 @@ def _predicted_text(prediction: object) -> str:
     if prediction is None:
         return ""
     if not isinstance(prediction, Mapping) or prediction.get("type") != "content":
-        raise InvalidRequestError(
+        raise ValueError(
             'prediction must be {"type": "content", "content": TEXT}: other types are not known'
         )
     content = prediction.get("content")
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise InvalidRequestError("prediction.content must be a text or a list of parts")
+        raise ValueError("prediction.content must be a text or a list of parts")  # noqa: TRY004  (a shape)
     for part in content:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
+            raise ValueError(
                 'prediction.content must have parts of the form {"type": "text", "text": TEXT}'
             )
     return "".join(part["text"] for part in content)

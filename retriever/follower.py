@@ -207,7 +207,7 @@ class Follower:
         sequence = self.sequence
         if not isinstance(drafter, PredictionDrafter):
             return False
-        predictions = self._predictions
+        predictions = self._known_of(sequence.predictions)
         try:
             drafter.open(name, sequence.prompt, remember=sequence.remember, predictions=predictions)
         except LimitExceededError as error:
@@ -215,15 +215,10 @@ class Follower:
             return False
         return True
 
-    @property
-    def _predictions(self) -> list[Prediction]:
-        """Those that the drafter can know."""
+    def _known_of(self, predictions: Iterable[Prediction]) -> list[Prediction]:
+        """Return those whose tokens the drafter can know."""
         end = self.limits.drafter_vocabulary
-        return [
-            each
-            for each in self.sequence.predictions
-            if end is None or _are_below(each.tokens, end)
-        ]
+        return [each for each in predictions if end is None or _are_below(each.tokens, end)]
 
     def tell_predictions(self) -> None:
         """Tell the session of predictions that have come since; a refusal costs them alone.
@@ -231,13 +226,14 @@ class Follower:
         Raises:
             RetrieverError: the session is not open, or the drafter does not answer.
         """
-        drafter, name = self._followers.drafter, self.name
-        if self._known_predictions is self.sequence.predictions or name is None:
+        drafter, name, predictions = self._followers.drafter, self.name, self.sequence.predictions
+        if self._known_predictions is predictions or name is None:
             return
-        self._known_predictions = self.sequence.predictions
-        if isinstance(drafter, PredictionDrafter):
+        added = self._known_of(predictions[len(self._known_predictions) :])
+        self._known_predictions = predictions
+        if added and isinstance(drafter, PredictionDrafter):
             try:
-                drafter.add_predictions(name, self._predictions)
+                drafter.add_predictions(name, added)
             except (LimitExceededError, NotPossibleError) as error:
                 _log.warning("drafts go on without more predictions: %s", error)
 

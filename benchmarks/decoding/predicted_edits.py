@@ -3,11 +3,11 @@
     python -m benchmarks.decoding.predicted_edits edits.jsonl --output predicted.json
 
 Each recording is a prompt that holds a file in a block of code, and the file as it was rewritten.
-Outputs are replayed with a text in place of the file in the prompt (the file, a third of it, a stale
-version of it, nothing), and with the same text as a prediction instead. Last, a wrong prediction is
-added: the file of a recording far away. Ratios are of tokens per step, with 90% intervals by
-bootstrap over recordings. All ways take turns, recording by recording, each with a drafter of its
-own.
+Outputs are replayed with a text in place of the file in the prompt (the file, a third of it, a
+stale version of it, nothing), and with the same text as a prediction instead. Last, a wrong
+prediction is added: the file of a recording far away. Ratios are of tokens per step, with 90%
+intervals by bootstrap over recordings. All ways take turns, recording by recording, each with a
+drafter of its own.
 """
 
 import json
@@ -247,7 +247,7 @@ def table_of(nodes: int, figures: dict[str, Any]) -> Table:
     return table
 
 
-def measure(
+def measure(  # noqa: PLR0913, PLR0917  (options)
     traces: Annotated[Path, typer.Argument(help="Edits: `prompt` with a file, and `output`.")],
     output: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")],
     nodes: Annotated[list[int] | None, typer.Option(help="Budgets; 8, 32 and 64.")] = None,

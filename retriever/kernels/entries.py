@@ -150,10 +150,6 @@ def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     )
 
 
-import os
-
-GATE = int(os.environ.get("GATE", "0"))
-NUM = int(os.environ.get("NUMO", "2"))
 @kernel()
 def collect_texts(
     store: NDArray[Any],
@@ -167,9 +163,7 @@ def collect_texts(
     texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
     predicted = unpack(store[0], Chains)
     indexed = unpack(store[0], Orders)
-    num = NUM if GATE and not cursors.follows(texts) else indexed.orders.shape[0]
-    some = Orders(indexed.orders[:num], indexed.max_rows[:num])
-    end = chains.collect_chains(predicted, some, query, source, False, depth, found, row)
+    end = chains.collect_chains(predicted, indexed, query, source, False, depth, found, row)
     cursors.set_text_cursors(texts, found.rows, row, end)
     return cursors.collect_text_cursors(
         texts, predicted.tokens, source, query, depth, found, row, end

@@ -105,7 +105,7 @@ def replay(
 def replay_one(
     drafter: Drafter, session: str, trace: Trace, budget_nodes: int, report: ReplayReport
 ) -> None:
-    """Replay one trace, with its predictions where the drafter takes any; count it in the report."""
+    """Replay one trace, with its predictions if the drafter takes any, and count it."""
     if trace.predictions and isinstance(drafter, PredictionDrafter):
         drafter.open(session, trace.prompt, predictions=trace.predictions)
     else:

@@ -25,9 +25,8 @@ from indexer.tokenizer import (
     vocabulary_of,
 )
 from retriever.drafter import Prediction, TokenIds, predictions_of
-from retriever.errors import InvalidRequestError, TraceError
-from retriever.limits import Limits, checked_tokens
-from retriever.sequences import checked_predictions
+from retriever.errors import LimitExceededError, TraceError
+from retriever.limits import Limits, check_predictions, checked_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -337,9 +336,10 @@ def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:
         found = _stated(stated, encoder)
         for number, each in enumerate(listed if isinstance(listed, list) else ()):
             found.append(_listed(each, f"prediction {number}", encoder))
-        return tuple(checked_predictions(found))
-    except InvalidRequestError as error:
+        check_predictions([len(each.tokens) for each in found], Limits())
+    except (ValueError, LimitExceededError) as error:
         raise UnusableError("invalid prediction", str(error)) from error
+    return tuple(each for each in found if len(each.tokens))
 
 
 def _stated(stated: Any, encoder: TextEncoder) -> list[Prediction]:

@@ -12,7 +12,7 @@ from retriever.kernels.cursors import collect_text_cursors, move_text_cursors, s
 from retriever.kernels.layout import MAX_MATCH, Scratch, TextCursors
 from retriever.tree import Source
 from tests.retriever.kernels.test_cursors import rows_in
-from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, NEAR, TextCursorTwin
+from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, TextCursorTwin
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(300, of=3000)
@@ -139,7 +139,7 @@ def test_what_predictions_expect_is_collected_as_the_twin_does() -> None:
             standing = [] if at is None else np.flatnonzero(places == at[0]).tolist()
             if standing and at is not None:
                 row = before[first + standing[0]]
-                row["match"], row["count"] = max(int(row["match"]), at[1]), NEAR
+                row["match"] = max(int(row["match"]), at[1])
                 marked += 1
             else:
                 added += twin.rows(tokens, query.tolist(), depth)

@@ -124,7 +124,7 @@ class TextCursorTwin:
         text = store[: self.end]
         if (expected := self.expected()) is not None:
             place, match = expected
-            return _rows_at(text, [(place, match, NEAR)], depth)
+            return _rows_at(text, [(place, match, 1.0)], depth)
         if self.place is None:
             return []
         offered: list[tuple[int, int, float]] = []
