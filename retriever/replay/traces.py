@@ -90,6 +90,7 @@ class ChatEncoder:
 
 NO_TRACE: Final = "no trace"
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
+_MAX_LABEL: Final = 64  # characters: no longer than a label may be, in any script
 _OTHERS: Final = frozenset(
     ("messages", "conversations", "conversation", "instruction", "question", "input", "system")
 )
@@ -203,12 +204,17 @@ _Prompt = _Text | tuple[Turn, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """A prompt and an output before they are encoded, and where they stand."""
+    """A prompt and an output before they are encoded, and where they stand.
+
+    Attributes:
+        is_last: whether what the record says was expected is this output.
+    """
 
     prompt: _Prompt
     output: _Text
     row: Any
     place: str
+    is_last: bool
 
 
 class _Reading:
@@ -224,8 +230,10 @@ class _Reading:
         """Yield the sides in all records."""
         for place, row in self._records():
             with self._skipping(place):
-                for prompt, output in take(row, self._path, self.tally):
-                    yield _Sides(prompt, output, row, place)
+                found = list(take(row, self._path, self.tally))
+                for number, (prompt, output) in enumerate(found, start=1):
+                    is_last = take is _sides and number == len(found)
+                    yield _Sides(prompt, output, row, place, is_last)
 
     def traces(self, recorded: Iterable[_Sides]) -> Iterator[_Traced]:
         """Yield the traces that sides are, with their records."""
@@ -263,7 +271,7 @@ class _Reading:
     def _trace(self, sides: _Sides) -> Trace:
         prompt = _prompt_ids(sides.prompt, self._encoder)
         output = _ids(sides.output, self._encoder.encode_output)
-        predictions = _predictions_in(sides.row, self._encoder)
+        predictions = _predictions_in(sides.row, self._encoder) if sides.is_last else ()
         most = Limits().max_sequence_tokens
         if len(prompt) + len(output) > most:
             raise UnusableError(
@@ -317,7 +325,7 @@ def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
 
 
 def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:
-    """Return what a record says that its output was expected to contain.
+    """Return what a record says that its output, the last one, was expected to contain.
 
     That is its `predictions`, a list of texts or of `{"text": …}` or `{"ids": […]}` with a `label`;
     or its `prediction`, also in its `request`: a text, or what OpenAI's API takes.
@@ -354,7 +362,7 @@ def _listed(stated: Any, label: str, encoder: TextEncoder) -> Prediction:
     fields = {"text": stated} if isinstance(stated, str) else stated
     if not isinstance(fields, dict) or ("text" in fields) == ("ids" in fields):
         raise UnusableError(NO_TRACE, '`predictions` are texts, {"text": …} or {"ids": […]}')
-    label = str(fields.get("label", label))
+    label = str(fields.get("label", label))[:_MAX_LABEL]
     if "ids" in fields:
         return Prediction(_checked(fields["ids"], "`predictions`"), label)
     if not isinstance(fields["text"], str):

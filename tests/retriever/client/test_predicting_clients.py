@@ -49,7 +49,7 @@ def ids(*tokens: int) -> TokenIds:
 
 
 class AwaitedPredicting(Awaited):
-    def open(self, session: str, prompt: Any, **options: Any) -> None:  # type: ignore[override]
+    def open(self, session: str, prompt: Any, **options: Any) -> None:
         on_loop(self.drafter.open(session, prompt, **options))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:

@@ -136,7 +136,7 @@ def test_rows_of_predictions_are_those_of_matches_and_cursors() -> None:
             found = rows_in(scratch, 0, end)
             twins = [twin.set([(place, row.match) for place, row in found]) for twin in twins]
             places = [place for place, _ in found]
-            expected = {twin.expected() for twin in twins} - {None}
+            expected = [at for twin in twins if (at := twin.expected()) is not None]
             standing = {place: match for place, match in expected if place in places}
             added = [
                 row
