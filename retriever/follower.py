@@ -576,6 +576,8 @@ class Followers:
         self._settle()
         if not (self.backoff.is_over() and self._ahead_backoff.is_over()):
             return
+        for follower, _, _ in asked:
+            self._tell_predictions(follower)
         following = [
             (follower, follower.request(most, min_probability), outcomes)
             for follower, most, outcomes in asked
@@ -621,6 +623,14 @@ class Followers:
         for follower in followers:
             with suppress(Exception):
                 self.give_up(follower)
+
+    def _tell_predictions(self, follower: Follower) -> None:
+        """Tell an open session of predictions that have come since, ahead of a request."""
+        start_s = self._clock()
+        try:
+            follower.tell_predictions()
+        except self._caught as error:
+            self._fail(error, start_s, [follower])
 
     def _draft_or_pick(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float

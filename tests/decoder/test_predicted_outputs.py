@@ -115,10 +115,12 @@ def test_each_of_many_has_its_own_predictions() -> None:
     assert accepted[1] == 0
 
 
-def test_predictions_may_come_while_an_output_does() -> None:
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_predictions_may_come_while_an_output_does(ahead: int) -> None:
     model, prompt = tiny_llama(), PROMPTS[1]
     truth = plainly(model, prompt, NEW_TOKENS)
-    generation = decoder_with(model, EmbeddedDrafter()).generate(prompt, NEW_TOKENS)
+    decoder = decoder_with(model, EmbeddedDrafter(), num_ahead=ahead)
+    generation = decoder.generate(prompt, NEW_TOKENS)
     tokens: list[int] = []
     for new in generation:
         if not generation.statistics.accepted[Source.PREDICTIONS] and len(tokens) < 10:
