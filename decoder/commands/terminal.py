@@ -22,7 +22,7 @@ from retriever.operations.design import colours
 from retriever.tree import Source
 
 _FEW: Final = {
-    Source.UNSPECIFIED: "red",
+    Source.UNSPECIFIED: "bright_black",
     Source.CONTEXT: "blue",
     Source.GENERATIONS: "yellow",
     Source.PHRASES: "green",
