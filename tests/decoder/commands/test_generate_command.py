@@ -447,8 +447,8 @@ def test_answers_are_drafted_from_predicted_files(
     assert generate(monkeypatch, model_directory, *arguments, *predicted) == 0
     (answer,) = reported(capsys)
     assert answer["token_ids"] == plain["token_ids"]
-    assert answer["accepted_by_source"]["predictions"] > 0
-    assert "predictions" not in plain["accepted_by_source"]
+    assert answer["accepted"]["predictions"] > 0
+    assert "predictions" not in plain["accepted"]
 
 
 @pytest.mark.parametrize(
