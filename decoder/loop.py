@@ -31,6 +31,7 @@ from decoder.errors import (
     DecoderBusyError,
     DecoderError,
     GenerationStartedError,
+    InvalidPromptError,
     InvalidSettingsError,
     OutOfMemoryError,
 )
@@ -48,11 +49,11 @@ from decoder.sampling.verification import (
     accept_greedy,
 )
 from decoder.stopping import StopRule, first_stop
-from retriever.drafter import Drafter, TokenIds
-from retriever.errors import RetrieverError
+from retriever.drafter import Drafter, Prediction, TokenIds
+from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Followers
 from retriever.limits import MAX_OUTCOMES, Limits
-from retriever.sequences import TokenSequence
+from retriever.sequences import TokenSequence, checked_predictions
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -90,6 +91,8 @@ class Request:
         stop_rule: may end the sequence before that.
         observer: called with every pass, after its tokens are given out.
         accept: which drafted tokens are kept; `None` for the decoder's own rule.
+        predictions: what the output is expected to contain: drafts of this sequence come from them,
+            too, where its drafter takes any.
     """
 
     prompt: Sequence[int] | TokenIds
@@ -98,6 +101,7 @@ class Request:
     stop_rule: StopRule | None = None
     observer: Observer | None = None
     accept: AcceptRule | None = None
+    predictions: Sequence[Prediction] = ()
 
 
 class Decoder:
@@ -146,7 +150,7 @@ class Decoder:
         self._is_busy = False
         self._numbers = count()
 
-    def generate(
+    def generate(  # noqa: PLR0913  all but the first two are options
         self,
         prompt: Sequence[int] | TokenIds,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
@@ -154,6 +158,7 @@ class Decoder:
         remember: bool = True,
         stop_rule: StopRule | None = None,
         observer: Observer | None = None,
+        predictions: Sequence[Prediction] = (),
     ) -> "Generation":
         """Prepare a sequence; iterating over the result decodes it.
 
@@ -161,10 +166,12 @@ class Decoder:
 
         Raises:
             InvalidPromptError: the prompt is empty or no token ids of the vocabulary, or leaves
-                no room below the model's limit.
+                no room below the model's limit; or a prediction is none.
             InvalidSettingsError: `max_new_tokens` is negative.
         """
-        return self.prepare(Request(prompt, max_new_tokens, remember, stop_rule, observer))
+        return self.prepare(
+            Request(prompt, max_new_tokens, remember, stop_rule, observer, predictions=predictions)
+        )
 
     def generate_many(
         self, requests: Iterable[Request], parallel: int = DEFAULT_PARALLEL
@@ -200,6 +207,11 @@ class Decoder:
                 f"max_new_tokens must be 0 or more, not {request.max_new_tokens}"
             )
         tokens = self.target.checked_prompt(request.prompt)
+        try:
+            predictions = checked_predictions(request.predictions, self.target.vocabulary_size)
+        except InvalidRequestError as error:
+            raise InvalidPromptError(str(error)) from error
+        request = replace(request, predictions=predictions)
         return Generation(self, request, tokens, next(self._numbers))
 
     def _admissible(self, number: int, request: Request) -> "Generation":
@@ -251,7 +263,9 @@ class Generation:
         self.is_over = False
         self._decoder = decoder
         self._accept = request.accept or decoder.accept
-        self._sequence = TokenSequence(prompt, remember=request.remember)
+        self._sequence = TokenSequence(
+            prompt, remember=request.remember, predictions=request.predictions
+        )
         self._remaining = decoder.target.room(len(prompt), request.max_new_tokens)
         self._random_number = number
         self._watch = Watch(request.stop_rule, request.observer)
@@ -269,6 +283,18 @@ class Generation:
     def stop(self) -> None:
         """Have the sequence end before its next pass."""
         self._remaining = 0
+
+    def add_predictions(self, predictions: Sequence[Prediction]) -> None:
+        """Add what the rest of the output is expected to contain, for the passes to come.
+
+        Raises:
+            InvalidPromptError: one is empty, too long, or no token ids of the vocabulary.
+        """
+        size = self._decoder.target.vocabulary_size
+        try:
+            self._sequence.expect(checked_predictions(predictions, size))
+        except InvalidRequestError as error:
+            raise InvalidPromptError(str(error)) from error
 
     def _steps(self) -> Iterator[list[int]]:
         with self._decoder.reserved():

@@ -60,7 +60,10 @@ if TYPE_CHECKING:
         DraftRequest,
         Findings,
         FindingsStore,
+        Prediction,
+        PredictionDrafter,
         TokenIds,
+        predictions_of,
     )
     from retriever.follower import DraftLimits
     from retriever.limits import Limits
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
         DraftTree,
         Explanation,
         NodeProvenance,
+        PredictedPlace,
         Source,
     )
     from retriever.wire.server_info import ServerInfo
@@ -119,6 +123,9 @@ __all__ = [
     "ModelOptions",
     "NoDrafter",
     "NodeProvenance",
+    "PredictedPlace",
+    "Prediction",
+    "PredictionDrafter",
     "RecycledLogits",
     "RemoteDrafter",
     "ReplicationOptions",
@@ -150,6 +157,7 @@ __all__ = [
     "load_speculator",
     "load_tokenizer",
     "measure_costs",
+    "predictions_of",
     "remove_documents",
     "verify_index",
     "vocabulary_of",
@@ -193,7 +201,10 @@ _HOMES: Final = {
         "DraftRequest",
         "Findings",
         "FindingsStore",
+        "Prediction",
+        "PredictionDrafter",
         "TokenIds",
+        "predictions_of",
     ),
     "retriever.follower": ("DraftLimits",),
     "retriever.limits": ("Limits",),
@@ -206,6 +217,7 @@ _HOMES: Final = {
         "DraftTree",
         "Explanation",
         "NodeProvenance",
+        "PredictedPlace",
         "Source",
     ),
     "retriever.wire.server_info": ("ServerInfo",),

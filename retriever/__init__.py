@@ -12,7 +12,15 @@ from retriever.client.local import LocalDrafter
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter, ShardState
 from retriever.client.strict import IndexInfo, RemoteDrafter
-from retriever.drafter import AheadDrafter, Drafter, DraftRequest, TokenIds
+from retriever.drafter import (
+    AheadDrafter,
+    Drafter,
+    DraftRequest,
+    Prediction,
+    PredictionDrafter,
+    TokenIds,
+    predictions_of,
+)
 from retriever.errors import (
     AccessRefusedError,
     AddressInUseError,
@@ -36,7 +44,15 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
+from retriever.tree import (
+    ROOT,
+    DocumentOccurrence,
+    DraftTree,
+    Explanation,
+    NodeProvenance,
+    PredictedPlace,
+    Source,
+)
 from retriever.wire.server_info import ServerInfo
 
 __distribution__ = "foredraft"
@@ -67,6 +83,9 @@ __all__ = [
     "NotPermittedError",
     "OutOfSequenceError",
     "PhrasesError",
+    "PredictedPlace",
+    "Prediction",
+    "PredictionDrafter",
     "ProvenanceError",
     "RemoteDrafter",
     "ResilientDrafter",
@@ -83,4 +102,5 @@ __all__ = [
     "TraceError",
     "UnknownSessionError",
     "VocabularyMismatchError",
+    "predictions_of",
 ]

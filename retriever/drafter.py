@@ -1,7 +1,7 @@
 """The Drafter protocol: what a decoding loop asks of a source of draft tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, Protocol, Self, runtime_checkable
@@ -13,6 +13,70 @@ from retriever.tree import DraftTree
 
 TokenIds = NDArray[np.int32]
 """int32[n], token ids of one sequence in order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """A text that the output is expected to contain, as a whole or in parts.
+
+    The file that is edited, the plan or the answer of before, a template. A wrong one costs drafts
+    and never changes an output.
+
+    Attributes:
+        tokens: int32[n], at least one.
+        label: names it in explanations and errors; empty for none.
+    """
+
+    tokens: TokenIds
+    label: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What it is called in error messages."""
+        return f"prediction {self.label!r}" if self.label else "a prediction"
+
+
+def predictions_of(
+    prediction: object, encode: Callable[[str], Sequence[int]], label: str = "prediction"
+) -> list[Prediction]:
+    """Return what the `prediction` of a request to an OpenAI-compatible server states.
+
+    It is `{"type": "content", "content": …}` with a text, or with a list of `{"type": "text",
+    "text": …}`, whose texts are one.
+
+    Args:
+        prediction: parsed JSON; None, and one without text, state nothing.
+        encode: the model's tokenizer, without special tokens.
+        label: of what is returned.
+
+    Raises:
+        ValueError: it has another shape; the message is fit for the caller.
+    """
+    text = _predicted_text(prediction)
+    if not text:
+        return []
+    return [Prediction(np.array(encode(text), np.int32), label)]
+
+
+def _predicted_text(prediction: object) -> str:
+    if prediction is None:
+        return ""
+    if not isinstance(prediction, Mapping) or prediction.get("type") != "content":
+        raise ValueError(
+            'prediction must be {"type": "content", "content": TEXT}: other types are not known'
+        )
+    content = prediction.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ValueError("prediction.content must be a text or a list of parts")  # noqa: TRY004  (a shape)
+    for part in content:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise ValueError(
+                'prediction.content must have parts of the form {"type": "text", "text": TEXT}'
+            )
+    return "".join(part["text"] for part in content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +201,43 @@ class AheadDrafter(Protocol):
             many as could be answered, which may be none.
 
         Raises: as `Drafter.draft`.
+        """
+        ...
+
+
+@runtime_checkable
+class PredictionDrafter(Protocol):
+    """A `Drafter` that also drafts from what its caller expects a sequence to become."""
+
+    def open(
+        self,
+        session: str,
+        prompt: TokenIds,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence as `Drafter.open` does, with what its output is expected to contain.
+
+        Before an output's first token, a draft is the beginning of each of them.
+
+        Raises: as `Drafter.open`, and as `add_predictions` for what is wrong with one.
+        """
+        ...
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add texts that the rest of a sequence is expected to contain.
+
+        One with the tokens of another of the session is that one, and costs nothing.
+
+        Args:
+            session: an open one; no other session's drafts are affected.
+            predictions: in any order.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+            InvalidRequestError: one is empty, or has a token outside the vocabulary.
+            LimitExceededError: the session's predictions would be too many or too long.
         """
         ...
 

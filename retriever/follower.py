@@ -15,12 +15,20 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from retriever.backoff import Backoff, drafter_backoff
-from retriever.drafter import AheadDrafter, Drafter, DraftRequest, TokenIds
+from retriever.drafter import (
+    AheadDrafter,
+    Drafter,
+    DraftRequest,
+    Prediction,
+    PredictionDrafter,
+    TokenIds,
+)
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
     InvalidTreeError,
     LimitExceededError,
+    NotPossibleError,
     RetrieverError,
     UnknownSessionError,
     VocabularyMismatchError,
@@ -100,6 +108,8 @@ class _Answers:
 class Follower:
     """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
 
+    So it does with the predictions of the sequence, where the drafter takes any.
+
     Tokens that the drafter has not been told are sent with the next request. After a failure the
     session is given up, as its state is unknown; the next request opens another with all tokens. A
     token outside the drafter's vocabulary ends drafting for the sequence. Made by
@@ -128,6 +138,7 @@ class Follower:
         "_answers",
         "_followers",
         "_given_name",
+        "_known_predictions",
         "_num_known",
         "has_ended",
         "is_refused",
@@ -155,6 +166,7 @@ class Follower:
         self._followers = followers
         self._given_name = name
         self._num_known = 0  # tokens inside the drafter's vocabulary
+        self._known_predictions: list[Prediction] = []  # that the session was told, or refused
         self._answers: _Answers | None = None
 
     @property
@@ -184,8 +196,46 @@ class Follower:
         """Open a session with the prompt; generated tokens are sent with the first request."""
         name = self._followers.new_name() if self._given_name is None else self._given_name
         sequence = self.sequence
-        self._followers.drafter.open(name, sequence.prompt, remember=sequence.remember)
+        if not sequence.predictions or not self._open_predicted(name):
+            self._followers.drafter.open(name, sequence.prompt, remember=sequence.remember)
+        self._known_predictions = sequence.predictions
         self.name, self.num_sent = name, sequence.num_prompt
+
+    def _open_predicted(self, name: str) -> bool:
+        """Open a session with predictions, too; return whether the drafter takes them."""
+        drafter: Any = self._followers.drafter
+        sequence = self.sequence
+        if not isinstance(drafter, PredictionDrafter):
+            return False
+        predictions = self._known_of(sequence.predictions)
+        try:
+            drafter.open(name, sequence.prompt, remember=sequence.remember, predictions=predictions)
+        except LimitExceededError as error:
+            _log.warning("drafts go on without predictions, which are refused: %s", error)
+            return False
+        return True
+
+    def _known_of(self, predictions: Iterable[Prediction]) -> list[Prediction]:
+        """Return those whose tokens the drafter can know."""
+        end = self.limits.drafter_vocabulary
+        return [each for each in predictions if end is None or _are_below(each.tokens, end)]
+
+    def tell_predictions(self) -> None:
+        """Tell the session of predictions that have come since; a refusal costs them alone.
+
+        Raises:
+            RetrieverError: the session is not open, or the drafter does not answer.
+        """
+        drafter, name, predictions = self._followers.drafter, self.name, self.sequence.predictions
+        if self._known_predictions is predictions or name is None:
+            return
+        added = self._known_of(predictions[len(self._known_predictions) :])
+        self._known_predictions = predictions
+        if added and isinstance(drafter, PredictionDrafter):
+            try:
+                drafter.add_predictions(name, added)
+            except (LimitExceededError, NotPossibleError) as error:
+                _log.warning("drafts go on without more predictions: %s", error)
 
     def request(
         self, budget_nodes: int, min_probability: float = 0.0, length: int | None = None
@@ -526,6 +576,8 @@ class Followers:
         self._settle()
         if not (self.backoff.is_over() and self._ahead_backoff.is_over()):
             return
+        for follower, _, _ in asked:
+            self._tell_predictions(follower)
         following = [
             (follower, follower.request(most, min_probability), outcomes)
             for follower, most, outcomes in asked
@@ -571,6 +623,14 @@ class Followers:
         for follower in followers:
             with suppress(Exception):
                 self.give_up(follower)
+
+    def _tell_predictions(self, follower: Follower) -> None:
+        """Tell an open session of predictions that have come since, ahead of a request."""
+        start_s = self._clock()
+        try:
+            follower.tell_predictions()
+        except self._caught as error:
+            self._fail(error, start_s, [follower])
 
     def _draft_or_pick(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float
@@ -682,6 +742,8 @@ class Followers:
         """Request drafts of open sessions with one call."""
         start_s = self._clock()
         try:
+            for follower, _ in asked:
+                follower.tell_predictions()
             requests = [follower.request(budget, min_probability) for follower, budget in asked]
             trees = self.drafter.draft(requests)
             if len(trees) != len(asked):

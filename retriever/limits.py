@@ -316,6 +316,51 @@ def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
         )
 
 
+MAX_PREDICTIONS: Final = 64
+"""Most predictions of a session: with each of them a draft looks where its cursor stands."""
+
+
+_MOST_SENT: Final = 1024
+
+
+def check_num_sent(count: int) -> None:
+    """Refuse a message with more predictions than are looked through at once, repeated or not.
+
+    Raises:
+        LimitExceededError: there are.
+    """
+    if count > _MOST_SENT:
+        raise LimitExceededError(
+            f"{count} predictions in one message are beyond the limit of {_MOST_SENT}, and a "
+            f"session has at most {MAX_PREDICTIONS}: send each once (MAX_PREDICTIONS)",
+            limit="max_predictions",
+        )
+
+
+def check_predictions(lengths: Sequence[int], limits: Limits) -> None:
+    """Refuse predictions that are too many, or too long together.
+
+    Args:
+        lengths: of all of a session, in tokens.
+        limits: in force.
+
+    Raises:
+        LimitExceededError: more than `MAX_PREDICTIONS`, or than `max_sequence_tokens` together.
+    """
+    if len(lengths) > MAX_PREDICTIONS:
+        raise LimitExceededError(
+            f"{len(lengths)} predictions of a session are beyond the limit of {MAX_PREDICTIONS} "
+            "(MAX_PREDICTIONS)",
+            limit="max_predictions",
+        )
+    if sum(lengths) > limits.max_sequence_tokens:
+        raise LimitExceededError(
+            f"predictions of {sum(lengths)} tokens are beyond the limit of "
+            f"{limits.max_sequence_tokens} for those of a session (max_sequence_tokens)",
+            limit="max_sequence_tokens",
+        )
+
+
 def check_documents(max_documents: int) -> None:
     """Refuse an invalid number of documents for a node.
 

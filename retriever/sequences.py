@@ -4,13 +4,14 @@ All code that keeps the tokens of a sequence uses a `TokenSequence`. Within a pr
 shared: followers track positions in it and copy no tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, Prediction, TokenIds
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -18,7 +19,7 @@ from retriever.errors import (
     SessionExistsError,
     UnknownSessionError,
 )
-from retriever.limits import Limits, shown
+from retriever.limits import MAX_NAME_BYTES, Limits, check_predictions, checked_tokens, shown
 
 _ROOM: Final = 512
 """Spare tokens of a new buffer: most generations are shorter, so that it rarely grows."""
@@ -31,25 +32,46 @@ class TokenSequence:
         tokens: int32[n], what it begins with; copied, with room for the output.
         num_prompt: how many of them are the prompt; all if not given.
         remember: whether its output joins the generations.
+        predictions: what it is expected to become, checked.
 
     Attributes:
         num_prompt: as given.
         remember: as given.
+        predictions: all so far, in the order in which they came, each text once.
     """
 
-    __slots__ = ("_buffer", "_length", "num_prompt", "remember")
+    __slots__ = ("_buffer", "_length", "num_prompt", "predictions", "remember")
 
     def __init__(
-        self, tokens: TokenIds, num_prompt: int | None = None, *, remember: bool = True
+        self,
+        tokens: TokenIds,
+        num_prompt: int | None = None,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
     ) -> None:
         self._buffer = np.empty(len(tokens) + _ROOM, np.int32)
         self._buffer[: len(tokens)] = tokens
         self._length = len(tokens)
         self.num_prompt = len(tokens) if num_prompt is None else num_prompt
         self.remember = remember
+        self.predictions = list(predictions)
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def num_predicted(self) -> int:
+        """Tokens of all predictions."""
+        return sum(len(each.tokens) for each in self.predictions)
+
+    def expect(self, predictions: Iterable[Prediction]) -> None:
+        """Add checked predictions; those whose tokens are there already are left out.
+
+        Raises:
+            LimitExceededError: they would be too many, or too long together.
+        """
+        self.predictions = checked_predictions([*self.predictions, *predictions])
 
     @property
     def tokens(self) -> TokenIds:
@@ -98,6 +120,7 @@ class TokenSequence:
     def clear(self) -> None:
         """Overwrite all tokens with zeros: an ended sequence leaves nothing in memory."""
         self._buffer[:] = 0
+        self.predictions.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -196,6 +219,47 @@ class OpenSessions(Generic[_Key, _Session]):
         session = self.get(name)
         del self._by_name[name]
         return session
+
+
+_DEFAULT_LIMITS: Final = Limits()
+
+
+def checked_predictions(
+    predictions: Iterable[Prediction],
+    vocabulary_size: int | None = None,
+    limits: Limits = _DEFAULT_LIMITS,
+) -> list[Prediction]:
+    """Return the predictions of a session, each text once, with tokens as int32[n].
+
+    Args:
+        predictions: all of the session.
+        vocabulary_size: token ids must be below it; None if unknown.
+        limits: in force.
+
+    Raises:
+        InvalidRequestError: one is empty, or has a token outside the vocabulary; or its label is
+            too long.
+        LimitExceededError: they are too many, or too long together.
+    """
+    distinct: dict[bytes, Prediction] = {}
+    for each in predictions:
+        check_predictions([len(each.tokens)], limits)  # before it is copied
+        prediction = _checked_prediction(each, vocabulary_size)
+        distinct.setdefault(blake2b(prediction.tokens.tobytes()).digest(), prediction)
+    check_predictions([len(each.tokens) for each in distinct.values()], limits)
+    return list(distinct.values())
+
+
+def _checked_prediction(prediction: Prediction, vocabulary_size: int | None) -> Prediction:
+    if len(prediction.label.encode(errors="replace")) > MAX_NAME_BYTES:
+        raise InvalidRequestError(f"a prediction's label has at most {MAX_NAME_BYTES} bytes")
+    try:
+        tokens = checked_tokens(prediction.tokens, vocabulary_size)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{prediction.shown}: {error}") from error
+    if len(tokens) == 0:
+        raise InvalidRequestError(f"{prediction.shown} has no tokens: leave it out")
+    return Prediction(tokens, prediction.label)
 
 
 def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:

@@ -19,7 +19,7 @@ PROBABILITY_SLACK: Final = 1e-6
 MAX_SOURCES: Final = 16
 """Upper bound of source numbers: the length of arrays indexed by source.
 
-Four databases, models and "unspecified" use 6. Each number costs 140 bytes of every tenant's
+Five databases, models and "unspecified" use 7. Each number costs 140 bytes of every tenant's
 weights.
 """
 
@@ -57,6 +57,7 @@ class Source(int, metaclass=_Listing):
     PHRASES: ClassVar["Source"]
     CORPUS: ClassVar["Source"]
     MODEL: ClassVar["Source"]
+    PREDICTIONS: ClassVar["Source"]
 
     name: str
     colour: str
@@ -115,6 +116,7 @@ Source.register(2, "GENERATIONS", "#e69f00")
 Source.register(3, "PHRASES", "#009e73")
 Source.register(4, "CORPUS", "#cc79a7")
 Source.register(5, "MODEL")
+Source.register(6, "PREDICTIONS", "#d55e00")
 
 
 def drafted_sources() -> list[Source]:
@@ -313,6 +315,19 @@ class DocumentOccurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedPlace:
+    """A position in a prediction.
+
+    Attributes:
+        label: of the prediction; empty if it has none.
+        position: of the drafted token in it, counted in tokens from 0.
+    """
+
+    label: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeProvenance:
     """The evidence for one node: where its token followed the same tokens.
 
@@ -322,12 +337,14 @@ class NodeProvenance:
         count: how often it was found after them in the node's source.
         context_positions: positions in the context, for a node from there; at most a few.
         documents: some documents in which it was found, for a node from an index; each once.
+        predictions: positions in predictions, for a node from there; at most a few.
     """
 
     match_length: int
     count: int
     context_positions: tuple[int, ...] = ()
     documents: tuple[DocumentOccurrence, ...] = ()
+    predictions: tuple[PredictedPlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,16 @@ def _calls() -> list[bytes]:
     closing = pb.CloseSessionRequest(session_id=SESSION, new_token_ids=[5])
     first = pb.DraftStreamRequest(sequence_number=1, openings=[opening], steps=[step])
     second = pb.DraftStreamRequest(sequence_number=2, closings=[closing], timeout_us=1000)
+    texts = [pb.Prediction(token_ids=PROMPT, label="plan"), pb.Prediction(token_ids=[7, 8])]
+    predicting = pb.OpenSessionRequest(session_id=SESSION, prompt=PROMPT, predictions=texts)
+    adding = pb.AddPredictionsRequest(session_id=SESSION, predictions=texts[1:])
     rows: list[list[Any]] = [
         [pb.DraftRequest(context=PROMPT, budget_nodes=8, min_probability=0.1)],
         [pb.ExplainRequest(context=PROMPT, budget_nodes=4, max_documents=2)],
         [opening, pb.DraftStreamRequest(sequence_number=1, steps=[step]), closing],
         [first, second, second],
+        [predicting, adding, pb.DraftStreamRequest(sequence_number=1, steps=[step])],
+        [pb.DraftStreamRequest(sequence_number=1, openings=[predicting], predictions=[adding])],
         [opening, pb.DeleteSessionDataRequest(session_id=SESSION), pb.DeleteTenantDataRequest()],
         [pb.DraftRequest(context=PROMPT, vocabulary_fingerprint="ab" * 32)],
         [

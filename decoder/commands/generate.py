@@ -13,6 +13,7 @@ from decoder.observation import Observer, Statistics
 from decoder.stopping import StoppableText, StopStrings
 from indexer.errors import reason_of
 from indexer.launch import INTERRUPTED, TERMINATED
+from retriever.drafter import Prediction
 
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -125,12 +126,14 @@ class AnswerOptions:
         stop_strings: what ends the text.
         include_stop: whether the text ends behind a stop string instead of before it.
         remember: whether the drafter may use the answer for later ones.
+        predictions: what the answer is expected to contain.
     """
 
     max_new_tokens: int
     stop_strings: StopStrings = field(default_factory=StopStrings)
     include_stop: bool = False
     remember: bool = True
+    predictions: tuple[Prediction, ...] = ()
 
 
 def answer(
@@ -167,6 +170,7 @@ def answer(
         remember=options.remember,
         stop_rule=text,
         observer=observer,
+        predictions=options.predictions,
     )
     answering = _Answering(decoder, text, on_text, interruption or Interruption())
     error = answering.run(generation)
@@ -209,7 +213,12 @@ def answer_many(
             )
             begun[number] = _Answering(decoder, text, task.on_text, interruption), None
             yield Request(
-                task.tokens, options.max_new_tokens, options.remember, text, task.observer
+                task.tokens,
+                options.max_new_tokens,
+                options.remember,
+                text,
+                task.observer,
+                predictions=options.predictions,
             )
 
     many: Any = decoder.generate_many(requests(), parallel)

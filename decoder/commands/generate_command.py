@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -19,7 +20,14 @@ from decoder.commands.options import (
     ShownSettings,
 )
 from decoder.commands.plain_comparison import Comparison
-from decoder.commands.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
+from decoder.commands.prompts import (
+    DEFAULT_CATEGORY,
+    Prompt,
+    checked_text,
+    read_predictions,
+    read_prompts,
+    read_text,
+)
 from decoder.commands.terminal import Colouring, Palette
 from decoder.commands.trace import check_trace
 from decoder.commands.viewer.trace_page import written_passes
@@ -67,8 +75,13 @@ def run_generate(
     _check_prompts(selected, prepared, is_single=given.prompts is None)
     if given.forget and not drafts.server and given.prompts is None:
         typer.echo("--forget has no effect here: without --server nothing is kept", err=True)
+    encode = partial(prepared.tokenizer.encode, add_special_tokens=False)
     options = AnswerOptions(
-        output.max_new_tokens, stops, output.include_stop, remember=not given.forget
+        output.max_new_tokens,
+        stops,
+        output.include_stop,
+        remember=not given.forget,
+        predictions=tuple(read_predictions(given.prediction, encode)),
     )
     printer = Printer(
         as_json=as_json,

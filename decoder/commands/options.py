@@ -53,6 +53,14 @@ class AnsweredPrompts(PromptSettings):
         Metavar("TEXT"),
         Field(description="The system message. Default: the chat template's own."),
     ] = _MODEL.system
+    prediction: Annotated[
+        tuple[Path, ...],
+        Metavar("FILE"),
+        Field(
+            description="A text that answers are expected to contain, as a whole or in parts, such "
+            "as the file that is edited: drafts come from it, too. Repeatable."
+        ),
+    ] = ()
     parallel: Annotated[
         int,
         Field(

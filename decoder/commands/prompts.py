@@ -1,15 +1,20 @@
 """Files of prompts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+import numpy as np
+
 from decoder.errors import InvalidPromptError, PromptFileError
-from indexer.errors import SourceError
+from indexer.errors import SourceError, reason_of
 from indexer.sources.conversations import Turn, messages_of, plain_text, prompts_of
 from indexer.sources.recordings import RecordingTally, UnusableError, read_entries
+from retriever.drafter import Prediction
+from retriever.errors import InvalidRequestError
+from retriever.sequences import checked_predictions
 
 if TYPE_CHECKING:
     from decoder.model.pretrained import LanguageModel
@@ -115,6 +120,36 @@ def read_text(stream: BinaryIO) -> str:
         return stream.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptFileError("standard input is not UTF-8") from error
+
+
+def read_predictions(paths: Sequence[Path], encode: Callable[[str], list[int]]) -> list[Prediction]:
+    """Read files whose text answers are expected to contain, each under its name.
+
+    Args:
+        paths: of texts in UTF-8.
+        encode: the model's tokenizer, without special tokens.
+
+    Raises:
+        PromptFileError: a file cannot be read, is no text or is empty.
+        InvalidPromptError: they are too many, or too long together.
+    """
+    predictions = []
+    for path in paths:
+        try:
+            text = path.read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise PromptFileError(
+                f"--prediction {path} cannot be read: {reason_of(error)}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise PromptFileError(f"--prediction {path} is not UTF-8") from error
+        if not text:
+            raise PromptFileError(f"--prediction {path} is empty: leave it out")
+        predictions.append(Prediction(np.array(encode(text), np.int32), path.name))
+    try:
+        return checked_predictions(predictions)
+    except InvalidRequestError as error:
+        raise InvalidPromptError(f"--prediction: {error}") from error
 
 
 def checked_text(text: str) -> str:

@@ -22,12 +22,13 @@ from retriever.operations.design import colours
 from retriever.tree import Source
 
 _FEW: Final = {
-    Source.UNSPECIFIED: "red",
+    Source.UNSPECIFIED: "bright_black",
     Source.CONTEXT: "blue",
     Source.GENERATIONS: "yellow",
     Source.PHRASES: "green",
     Source.CORPUS: "magenta",
     Source.MODEL: "cyan",
+    Source.PREDICTIONS: "red",
 }
 """For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
 

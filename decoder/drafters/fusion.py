@@ -39,9 +39,15 @@ from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import Drafter, DraftRequest, Prediction, TokenIds
 from retriever.follower import DraftLimits, Followers
-from retriever.sequences import OpenSessions, TokenSequence, check_named_once, check_step
+from retriever.sequences import (
+    OpenSessions,
+    TokenSequence,
+    check_named_once,
+    check_step,
+    checked_predictions,
+)
 from retriever.tree import ROOT, DraftTree, Source
 
 RATE: Final = 0.2
@@ -209,10 +215,23 @@ class FusedDrafter:
             opened.pop_all()
         return FusedSequence(self, members, read, sequence)
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`."""
+    def open(
+        self,
+        session: str,
+        prompt: TokenIds,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`."""
         self._sessions.check_free(session)
-        self._sessions.add(session, self.follow(TokenSequence(prompt, remember=remember)))
+        expected = checked_predictions(predictions)
+        sequence = TokenSequence(prompt, remember=remember, predictions=expected)
+        self._sessions.add(session, self.follow(sequence))
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`."""
+        self._sessions.get(session).sequence.expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Ask all drafters and fuse their trees; see `Drafter.draft`."""

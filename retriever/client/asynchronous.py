@@ -24,7 +24,7 @@ from retriever.client.streams import (
     check_is_older,
     check_opens,
 )
-from retriever.drafter import Drafter, DraftRequest, without_outcomes
+from retriever.drafter import Drafter, DraftRequest, Prediction, without_outcomes
 from retriever.errors import CredentialsError, DrafterUnavailableError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -212,10 +212,28 @@ class AsyncResilientDrafter(FailOpenClient):
         )
         return all(each.is_up for each in conversations)
 
-    async def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`. Servers are told with its first step."""
+    async def open(
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`.
+
+        Servers are told with its first step.
+        """
         self._start()
-        self._planner.open(session, prompt, remember=remember)
+        self._planner.open(session, prompt, remember=remember, predictions=predictions)
+
+    async def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+
+        Its server is told with its next step, and again whenever it is opened again.
+        """
+        self._start()
+        self._planner.add_predictions(session, predictions)
 
     async def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import grpc
 
 from retriever.backoff import Backoff
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, Prediction, TokenIds
 from retriever.errors import (
     DrainingError,
     InvalidTreeError,
@@ -31,6 +31,7 @@ from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
     add_step,
+    addition_message,
     closing_message,
     opening_message,
     outcome_trees_from,
@@ -274,6 +275,7 @@ class _Known:
     wire_name: str
     length: int
     is_asked: bool = False
+    predictions: Sequence[Prediction] = ()
 
 
 class _Sent(NamedTuple):
@@ -323,6 +325,7 @@ class Conversation:
         self._sent: dict[int, _Sent] = {}
         self._closes = PendingCloses()
         self._refused: dict[str, Backoff] = {}
+        self._unpredicted: set[str] = set()  # sessions whose predictions may have been refused
 
     def begin(self) -> None:
         """Begin on a new stream; the server knows no session."""
@@ -330,6 +333,7 @@ class Conversation:
         self.is_up, self._number = True, 0
         self.is_draining = False
         self._refused.clear()
+        self._unpredicted.clear()
         self._prefix = secrets.token_urlsafe(12)
 
     def lose(self) -> None:
@@ -362,6 +366,7 @@ class Conversation:
     def forget_refusal(self, session: str) -> None:
         """Forget that the server has refused a session, which has ended."""
         self._refused.pop(session, None)
+        self._unpredicted.discard(session)
 
     def drop(self, session: str) -> None:
         """End a session that another server has taken over; the server remembers nothing of it."""
@@ -397,13 +402,16 @@ class Conversation:
             if known is None and self.is_draining:
                 left_out[name] = FailOpen.DRAINING
                 continue
-            if known is None and (not message.openings or len(sequence) <= room):
-                room -= len(sequence)
+            size = len(sequence) + sequence.num_predicted if known is None else 0
+            if known is None and (not message.openings or size <= room):
+                room -= size
                 known = self._open(name, sequence, message)
             if known is None or known.is_asked:
                 is_refused = known is None and name in self._refused
                 left_out[name] = FailOpen.LIMIT if is_refused else FailOpen.BUSY
                 continue
+            if known.predictions is not sequence.predictions:
+                self._add_predictions(name, known, sequence, message)
             new_ids = sequence.ids_since(known.length)
             add_step(message, request, known.wire_name, new_ids)
             known.length, known.is_asked = request.length, True
@@ -480,7 +488,10 @@ class Conversation:
     def _refuse(
         self, names: list[str], reason: FailOpen, text: str, retry_after_s: float | None
     ) -> None:
-        """Close refused sessions; they are opened again, after a pause at a limit."""
+        """Close refused sessions; they are opened again, after a pause at a limit.
+
+        At a limit they are opened without predictions, which may have been too long for the server.
+        """
         pauses = reason not in _AGAIN_AT_ONCE
         if pauses:
             _log.warning("draft service %s refuses: %.300r", self._address, text)
@@ -489,6 +500,8 @@ class Conversation:
             known = self._known.pop(name, None)
             if known is not None:
                 self._closes.close(known.wire_name)
+                if reason is FailOpen.LIMIT and known.predictions:
+                    self._unpredicted.add(name)
             if pauses:
                 backoff = self._refused.setdefault(name, Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S))
                 backoff.fail(least_s=min(retry_after_s or 0.0, _LAST_REFUSAL_S))
@@ -500,14 +513,29 @@ class Conversation:
         if refused is not None and not refused.is_over():
             return None
         known = self._known[name] = _Known(self._wire_name(), sequence.num_prompt)
+        known.predictions = sequence.predictions
         opening = opening_message(
             known.wire_name,
             sequence.prompt,
             remember=sequence.remember,
             fingerprint=self._fingerprint,
+            predictions=() if name in self._unpredicted else known.predictions,
         )
         message.openings.append(opening)
         return known
+
+    def _add_predictions(
+        self,
+        name: str,
+        known: _Known,
+        sequence: TokenSequence,
+        message: pb.DraftStreamRequest,
+    ) -> None:
+        """Tell of predictions that have come since; those that are known go first in a sequence."""
+        added = sequence.predictions[len(known.predictions) :]
+        known.predictions = sequence.predictions
+        if name not in self._unpredicted:
+            message.predictions.append(addition_message(known.wire_name, added))
 
     def _note(
         self,

@@ -6,9 +6,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, Prediction, TokenIds
 from retriever.limits import check_session_name, checked_tokens
-from retriever.sequences import OpenSessions, TokenSequence, check_step
+from retriever.sequences import OpenSessions, TokenSequence, check_step, checked_predictions
 from retriever.tree import DraftTree, Source
 
 _NO_TOKEN: Final = -1  # between outputs, so that no match spans two
@@ -38,11 +38,24 @@ class LocalDrafter:
         self._recent = _NO_TOKENS
         self._sequences: OpenSessions[str, TokenSequence] = OpenSessions()
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`."""
+    def open(
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`."""
         check_session_name(session)
         self._sequences.check_free(session)
-        self._sequences.add(session, TokenSequence(checked_tokens(prompt, None), remember=remember))
+        tokens, expected = checked_tokens(prompt, None), checked_predictions(predictions)
+        sequence = TokenSequence(tokens, remember=remember, predictions=expected)
+        self._sequences.add(session, sequence)
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`."""
+        self._sequences.get(session).expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
@@ -50,7 +63,7 @@ class LocalDrafter:
         for sequence, request in zip(sequences, requests, strict=True):
             sequence.extend(checked_tokens(request.new_tokens, None))
         return [
-            self._draft(sequence.tokens, request)
+            self._draft(sequence, request)
             for sequence, request in zip(sequences, requests, strict=True)
         ]
 
@@ -69,12 +82,26 @@ class LocalDrafter:
         check_step(request, len(sequence), len(request.new_tokens))
         return sequence
 
-    def _draft(self, tokens: TokenIds, request: DraftRequest) -> DraftTree:
-        own, own_match = _continuation(tokens, tokens)
-        recent, match = _continuation(tokens, self._recent)
-        if match > own_match:
-            return _chain(recent, match, Source.GENERATIONS, request)
-        return _chain(own, own_match, Source.CONTEXT, request)
+    def _draft(self, sequence: TokenSequence, request: DraftRequest) -> DraftTree:
+        tokens = sequence.tokens
+        found = [(*_continuation(tokens, tokens), Source.CONTEXT)]
+        found += [
+            (*_expected(sequence, each.tokens), Source.PREDICTIONS) for each in sequence.predictions
+        ]
+        found.append((*_continuation(tokens, self._recent), Source.GENERATIONS))
+        followed, match, source = max(found, key=lambda each: each[1])  # of equals the first
+        return _chain(followed, match, source, request)
+
+
+def _expected(sequence: TokenSequence, predicted: TokenIds) -> tuple[TokenIds, int]:
+    """Return what follows in a prediction, int32[k], and the length of the match.
+
+    An output that begins as the prediction does, as before its first token, follows it.
+    """
+    done = len(sequence.output)
+    if done < len(predicted) and np.array_equal(predicted[:done], sequence.output):
+        return predicted[done : done + _MAX_CHAIN], _LONGEST_MATCH
+    return _continuation(sequence.tokens, predicted)
 
 
 def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:

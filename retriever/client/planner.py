@@ -21,7 +21,7 @@ from retriever.client.conversation import (
     SequenceStep,
 )
 from retriever.client.local import LocalDrafter
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import Drafter, DraftRequest, Prediction
 from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_ids, checked_tokens
@@ -30,6 +30,7 @@ from retriever.sequences import (
     TokenSequence,
     check_named_once,
     check_step,
+    checked_predictions,
 )
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -109,6 +110,7 @@ class LocalSide:
         if not follower.is_open:
             follower.open()
         try:
+            follower.tell_predictions()
             (tree,) = followers.drafter.draft([follower.catching_up(step.request)])
         except UnknownSessionError:  # it was idle too long: the next step opens another
             follower.forget()
@@ -262,13 +264,29 @@ class Planner:
         """A copy of the counts."""
         return sum((each.fail_opens for each in self.conversations.values()), self._fail_opens)
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool) -> None:
+    def open(
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
         """Begin a sequence; servers are told with its first step."""
         check_session_name(session)
         self._placed.check_free(session)
-        sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
+        expected = checked_predictions(predictions)
+        tokens = checked_tokens(prompt, None)
+        sequence = TokenSequence(tokens, remember=remember, predictions=expected)
         order = ranked(session, self.conversations)
         self._placed.add(session, _Assigned(sequence, order, order[0]))
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; servers are told with its next step.
+
+        Raises: as `PredictionDrafter.add_predictions`.
+        """
+        self._placed.get(session).sequence.expect(predictions)
 
     def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
         """Note the new tokens of a step; return the messages to send.

@@ -23,7 +23,7 @@ from retriever.client.streams import (
     StreamTable,
     remote_channel,
 )
-from retriever.drafter import Drafter, DraftRequest, without_outcomes
+from retriever.drafter import Drafter, DraftRequest, Prediction, without_outcomes
 from retriever.tree import DraftTree
 from retriever.wire.messages import client_message
 
@@ -208,11 +208,30 @@ class ResilientDrafter(FailOpenClient):
             self._streams.tell_rest()
         return all(each.is_up for each in conversations)
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`. Servers are told with its first step."""
+    def open(
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`.
+
+        Servers are told with its first step.
+        """
         self._start()
         with self._lock:
-            self._planner.open(session, prompt, remember=remember)
+            self._planner.open(session, prompt, remember=remember, predictions=predictions)
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+
+        Its server is told with its next step, and again whenever it is opened again.
+        """
+        self._start()
+        with self._lock:
+            self._planner.add_predictions(session, predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.

@@ -18,7 +18,7 @@ from retriever.client.merging import merge_trees
 from retriever.client.planner import checked_addresses
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, Prediction
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -30,7 +30,13 @@ from retriever.errors import (
 )
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_tokens
-from retriever.sequences import OpenSessions, TokenSequence, check_named_once, check_step
+from retriever.sequences import (
+    OpenSessions,
+    TokenSequence,
+    check_named_once,
+    check_step,
+    checked_predictions,
+)
 from retriever.tree import DraftTree
 
 
@@ -250,6 +256,7 @@ class Shard:
         asked: dict[int, Follower] = {}
         for at, step in enumerate(steps):
             if (follower := self._followed(connection, step)) is not None:
+                follower.tell_predictions()
                 asked[at] = follower
         requests = [follower.catching_up(steps[at].request) for at, follower in asked.items()]
         trees: Trees = [None] * len(steps)
@@ -337,14 +344,25 @@ class ShardedDrafter:
         """The state of each shard, in the order of the addresses."""
         return tuple(shard.state for shard in self._shards)
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`. Unreachable servers are not an error.
+    def open(
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`.
+
+        Unreachable servers are not an error.
 
         Raises:
             VocabularyMismatchError: a shard has another vocabulary; the message names it.
         """
         check_session_name(session)
-        sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
+        expected = checked_predictions(predictions)
+        tokens = checked_tokens(prompt, None)
+        sequence = TokenSequence(tokens, remember=remember, predictions=expected)
         with self._lock:
             self._sequences.add(session, sequence)
         try:
@@ -355,6 +373,14 @@ class ShardedDrafter:
         except InvalidRequestError:
             self.close(session)
             raise
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+
+        Servers are told with its next step.
+        """
+        with self._lock:
+            self._sequences.get(session).expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.streams import LinkStream
-from retriever.drafter import DraftRequest, Findings, FoundPage, without_outcomes
+from retriever.drafter import DraftRequest, Findings, FoundPage, Prediction, without_outcomes
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -30,13 +30,14 @@ from retriever.limits import (
     checked_tokens,
     shown,
 )
-from retriever.sequences import OpenSessions
+from retriever.sequences import OpenSessions, checked_predictions
 from retriever.tree import DraftTree, Explanation
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.messages import (
     add_step,
+    addition_message,
     client_message,
     closing_message,
     context_to_message,
@@ -155,7 +156,12 @@ class Calls:
         self._stub = RetrieverServiceStub(self._channel)
 
     def draft_context(
-        self, context: ArrayLike, budget_nodes: int, min_probability: float = 0.0
+        self,
+        context: ArrayLike,
+        budget_nodes: int,
+        min_probability: float = 0.0,
+        *,
+        predictions: Sequence[Prediction] = (),
     ) -> DraftTree:
         """Draft for a bare context, without a session.
 
@@ -163,12 +169,16 @@ class Calls:
             context: integers[n], token ids, oldest first.
             budget_nodes: most nodes of the tree.
             min_probability: nodes less probable than this are left out.
+            predictions: what is expected to follow; see `PredictionDrafter`.
 
         Raises:
             InvalidRequestError: the context or the budget is invalid.
             DrafterUnavailableError: no answer in time.
         """
-        message = context_to_message(context, budget_nodes, min_probability, self._fingerprint)
+        expected = checked_predictions(predictions)
+        message = context_to_message(
+            context, budget_nodes, min_probability, self._fingerprint, expected
+        )
         return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
 
     def explain(
@@ -178,6 +188,7 @@ class Calls:
         min_probability: float = 0.0,
         *,
         max_documents: int = DEFAULT_DOCUMENTS,
+        predictions: Sequence[Prediction] = (),
     ) -> Explanation:
         """Draft for a bare context as `draft_context` does, with the evidence for each node.
 
@@ -186,13 +197,19 @@ class Calls:
             budget_nodes: most nodes of the tree.
             min_probability: nodes less probable than this are left out.
             max_documents: most documents to name for each node.
+            predictions: what is expected to follow.
 
         Raises:
             InvalidRequestError: the context or a number is invalid.
             DrafterUnavailableError: no answer in time.
         """
         message = explanation_request(
-            context, budget_nodes, min_probability, self._fingerprint, max_documents
+            context,
+            budget_nodes,
+            min_probability,
+            self._fingerprint,
+            max_documents,
+            checked_predictions(predictions),
         )
         response = self._call(self._stub.Explain, message)
         try:
@@ -369,8 +386,15 @@ class RemoteDrafter(Calls):
         self._sessions: OpenSessions[str, _Told] = OpenSessions()
         self._lock = Lock()
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`."""
+    def open(
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        predictions: Sequence[Prediction] = (),
+    ) -> None:
+        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`."""
         check_session_name(session)
         message = opening_message(
             self._prefix + session,
@@ -378,10 +402,29 @@ class RemoteDrafter(Calls):
             remember=remember,
             fingerprint=self._fingerprint,
             client=self._client,
+            predictions=checked_predictions(predictions),
         )
         self._call(self._stub.OpenSession, message)
         self._forget(session)  # the service ends sessions that are idle for long
         self._sessions.add(session, _Told())
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+
+        Raises:
+            NotPossibleError: the service is too old to know of them.
+            DrafterUnavailableError: no answer in time, or the session was lost.
+        """
+        self._usable(session)
+        message = addition_message(self._prefix + session, checked_predictions(predictions))
+        try:
+            self._stub.AddPredictions(message, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise NotPossibleError(
+                    f"{self._address} is of a version that takes no predictions: update it"
+                ) from error
+            raise error_of(error) from error
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""

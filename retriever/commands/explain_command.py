@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +19,7 @@ from indexer.flags import AsJson, with_flags
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
 from retriever.commands.options import clear_errors, progress
+from retriever.drafter import Prediction
 from retriever.errors import InvalidRequestError
 from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
 from retriever.operations.settings import DraftSettings, TokenizerSettings
@@ -87,12 +89,17 @@ def shown_paths(explanation: Explanation, text_of: Callable[[list[int]], str] | 
         text = f"tokens {', '.join(map(str, tokens))}" if text_of is None else repr(text_of(tokens))
         sources = Counter(Source(int(tree.sources[node])).label for node in path.nodes)
         named = ", ".join(f"{label} {count}" for label, count in sources.most_common())
-        documents = {
+        names: dict[int, None] = {
             numbers.setdefault(_named(document), len(numbers) + 1): None
             for node in path.nodes
             for document in explanation.nodes[node].documents
         }
-        references = "".join(f" [{number}]" for number in documents)
+        names |= dict.fromkeys(
+            numbers.setdefault(f"prediction: {place.label}", len(numbers) + 1)
+            for node in path.nodes
+            for place in explanation.nodes[node].predictions
+        )
+        references = "".join(f" [{number}]" for number in names)
         lines += [f"{path.probability:6.3f}  {text}", f"        {named}{references}"]
     lines += [f"[{number}] {name}" for name, number in numbers.items()]
     return [*lines, "--full shows every node, with matches, places and documents"]
@@ -124,6 +131,9 @@ def rendered(explanation: Explanation, text_of: Callable[[int], str] | None) -> 
         branches[node] = branch
         for document in provenance.documents:
             where = f"{_named(document)}, token {document.position}"
+            branch.add(f"[dim]{escape(where)}[/dim]")
+        for place in provenance.predictions[:_SHOWN_POSITIONS]:
+            where = f"prediction: {place.label}, token {place.position}"
             branch.add(f"[dim]{escape(where)}[/dim]")
     return root
 
@@ -166,6 +176,15 @@ def explain(
             metavar="IDS", help="The same, as token ids: 12,7,401.", rich_help_panel="Context"
         ),
     ] = None,
+    prediction: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text that is expected to follow, in UTF-8: drafts come from it, too. "
+            "Repeatable.",
+            rich_help_panel="Context",
+        ),
+    ] = None,
     budget: Annotated[
         int,
         typer.Option(
@@ -199,6 +218,7 @@ def explain(
     check_files(source.index, source.phrases)
     encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     tokens = _tokens(encoder, context, context_file, context_ids)
+    expected = [_prediction(encoder, path) for path in prediction or ()]
     with ExitStack() as stack:
         drafter: EmbeddedDrafter | RemoteDrafter
         if source.server:
@@ -215,7 +235,7 @@ def explain(
                 source.index, vocabulary=encoder.vocabulary, phrases=phrases
             )
         stack.callback(drafter.shut_down)
-        explanation = drafter.explain(tokens, budget, max_documents=documents)
+        explanation = drafter.explain(tokens, budget, max_documents=documents, predictions=expected)
     known = encoder.vocabulary is not None
     text_of = (lambda ids: str(encoder.tokenizer.decode(ids))) if known else None
     text_of_one = None if text_of is None else (lambda token: text_of([token]))
@@ -249,6 +269,11 @@ def _tokens(
     if file is not None:
         text = _read(file)
     return encoder.encode_output(_encodable(text or ""))
+
+
+def _prediction(encoder: ChatEncoder, file: Path) -> Prediction:
+    """Return the text of a file as a prediction of its name."""
+    return Prediction(np.array(encoder.encode_output(_read(file)), np.int32), file.name)
 
 
 def _parsed(ids: str) -> list[int]:

@@ -99,7 +99,9 @@ def replay_traces(
 ) -> None:
     """Replay recorded outputs and report how many tokens each decoding step would have committed.
 
-    No model is run: a draft changes no output, so what would have been accepted is known. What of
+    No model is run: a draft changes no output, so what would have been accepted is known. Our own
+    drafter also drafts from what a record says that its output was expected to contain: a
+    `prediction`, as a text or as OpenAI's API takes it, or a list of `predictions`. What of
     TRACES cannot be read is skipped, and standard error says how much, where and why.
     """
     make_drafter = find_factory(drafter, drafters)

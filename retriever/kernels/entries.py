@@ -20,6 +20,7 @@ from retriever.kernels.layout import (
     PhraseArrays,
     SegmentArrays,
     Tables,
+    TextCursors,
     Work,
     unpack,
 )
@@ -139,6 +140,34 @@ def collect_outputs(
         unpack(store[0], Chains), unpack(store[0], Orders), query, source, False, depth,
         unpack(scratch[0], Found), row,
     )  # fmt: skip
+
+
+@kernel()
+def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
+    """Move a sequence's cursors in predicted texts by tokens that were appended to it."""
+    cursors.move_text_cursors(
+        unpack(store[0], TextCursors), unpack(store[0], Chains).tokens, new_tokens
+    )
+
+
+@kernel()
+def collect_texts(
+    store: NDArray[Any],
+    source: int,
+    query: NDArray[np.int32],
+    depth: int,
+    scratch: NDArray[Any],
+    row: int,
+) -> int:
+    """Write continuations in predicted texts and at cursors; return the first free row."""
+    texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
+    predicted = unpack(store[0], Chains)
+    indexed = unpack(store[0], Orders)
+    end = chains.collect_chains(predicted, indexed, query, source, False, depth, found, row)
+    cursors.set_text_cursors(texts, found.rows, row, end)
+    return cursors.collect_text_cursors(
+        texts, predicted.tokens, source, query, depth, found, row, end
+    )
 
 
 @kernel()

@@ -301,6 +301,18 @@ class Cursor(NamedTuple):
     cursor: NDArray[np.int64]
 
 
+class TextCursors(NamedTuple):
+    """Where a sequence follows other texts, which stand in one store; see `kernels.cursors`.
+
+    Attributes:
+        cursors: int64[texts, 3].
+        starts: int64[texts + 1], where each text begins in the store; the last is its end.
+    """
+
+    cursors: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
 class SegmentArrays(NamedTuple):
     """The arrays of a segment of the corpus, and how it is searched; see `kernels.suffixes`."""
 

@@ -28,8 +28,9 @@ from retriever.kernels.layout import (
 from retriever.predict.ledger import Charge
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
+from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
-from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, store_bytes
+from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
 from retriever.tree import Source
 
 _FREQUENT: Final = 4.0  # -ln of a token's share: 2% of the corpus and more has rarity 0
@@ -84,10 +85,6 @@ SHORTEST_MATCH: Final = 3
 COMMITTED_AT_ONCE: Final = 1 << 14
 """Tokens that are committed to a sequence in one piece: a millisecond."""
 
-_READ_AT_ONCE: Final = 1 << 16
-"""Tokens that a new sequence is made of in one piece: 5 ms without the interpreter. Each piece ends
-by asking for that, and a thread that is suspended while it has it stops all others."""
-
 SEQUENCE_BYTES: Final = 4 << 10
 """Memory of a session but for its tokens: some forty objects; 3.5 KB were measured over 4,096."""
 
@@ -112,7 +109,7 @@ class Context:
         context = cls(prompt[:0])
         context._charge = charge
         context._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
-        yield from _appending(context._store, prompt)
+        yield from appending(context._store, prompt)
         context.settle()
         return context
 
@@ -133,7 +130,7 @@ class Context:
         if size > self._store.capacity:
             cursor = self._store.cursor
             grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT, cursor=cursor)
-            yield from _appending(grown, self.last(len(self)))
+            yield from appending(grown, self.last(len(self)))
             self._store = grown
             self.settle()
         for begin in range(0, len(tokens), COMMITTED_AT_ONCE):
@@ -205,13 +202,6 @@ class Context:
     def packed(self) -> NDArray[Any]:
         """The same, packed for kernels."""
         return self._store.packed
-
-
-def _appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:
-    for begin in range(0, len(tokens), _READ_AT_ONCE):
-        if begin:
-            yield
-        store.append(tokens[begin : begin + _READ_AT_ONCE])
 
 
 @dataclass(slots=True)
@@ -308,12 +298,13 @@ class Databases:
         corpus: shared with all other sequences.
         learns: whether committed tokens update the pool's weights.
         phrases: the sequence's cursor in the listed phrases; None without any.
+        predictions: what the caller expects of the sequence; None without any.
 
     Attributes:
         in_corpus: the sequence's cursor in the corpus.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the databases, by name)
         self,
         context: Context,
         pool: Pool,
@@ -321,17 +312,47 @@ class Databases:
         *,
         learns: bool = True,
         phrases: PhraseCursor | None = None,
+        predictions: Predictions | None = None,
     ) -> None:
         self.context = context
         self.pool = pool
         self.learns = learns
         self.phrases = phrases
+        self.predictions = predictions
         self.in_corpus = CorpusCursor(corpus)
+        self._open_all()
+
+    def _open_all(self) -> None:
         opened = (kind.open(self) for kind in DATABASES)
         self._opened: list[Database] = [each for each in opened if each is not None]
         self._supposing: list[SupposingDatabase] = [
             each for each in self._opened if isinstance(each, SupposingDatabase)
         ]
+
+    def expect(self, predictions: Predictions) -> None:
+        """Draft from these predictions from now on; they begin with those of before."""
+        if self.predictions is not None:
+            predictions.go_on_from(self.predictions)
+        self.predictions = predictions
+        self._open_all()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the sequence and its predictions, in bytes."""
+        predicted = 0 if self.predictions is None else self.predictions.num_bytes
+        return self.context.num_bytes + predicted
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory of both that takes pages by now, in bytes."""
+        predicted = 0 if self.predictions is None else self.predictions.touched_bytes
+        return self.context.touched_bytes + predicted
+
+    def clear(self) -> None:
+        """Overwrite the tokens of the sequence and its predictions."""
+        self.context.clear()
+        if self.predictions is not None:
+            self.predictions.clear()
 
     @property
     def corpus(self) -> Corpus:
@@ -410,6 +431,7 @@ class DatabaseKind:
 # than 0.2% (docs/decisions/2026-11-21-mixing.md).
 DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
+    DatabaseKind(Source.PREDICTIONS, 3.0, lambda all_: all_.predictions),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),
     DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
     DatabaseKind(Source.CORPUS, 0.35, lambda all_: all_.in_corpus),

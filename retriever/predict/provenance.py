@@ -22,7 +22,14 @@ from retriever.kernels.layout import Tables
 from retriever.kernels.live_table import check_of, entry_count, entry_token, hash_context
 from retriever.predict.databases import Databases
 from retriever.predict.predictor import Predictor
-from retriever.tree import ROOT, DocumentOccurrence, DraftTree, NodeProvenance, Source
+from retriever.tree import (
+    ROOT,
+    DocumentOccurrence,
+    DraftTree,
+    NodeProvenance,
+    PredictedPlace,
+    Source,
+)
 
 _LOOKS_PER_DOCUMENT: Final = 8
 """Occurrences to examine for each wanted document: several may be in one document."""
@@ -102,7 +109,7 @@ def _documents(
 
 
 _MAX_POSITIONS: Final = 8
-"""Most positions in the context given for a node."""
+"""Most positions in the context, or in predictions, given for a node."""
 
 _MAX_ORDER: Final = 3
 _TABLE_ORDERS: Final = (3, 2, 1)
@@ -138,12 +145,14 @@ class Support:
         count: occurrences of the match.
         positions: in the context.
         ngram: the matching tokens and its own, if found in the corpus; else empty.
+        predictions: places in predictions.
     """
 
     match_length: int = 0
     count: int = 0
     positions: tuple[int, ...] = ()
     ngram: tuple[int, ...] = ()
+    predictions: tuple[PredictedPlace, ...] = ()
 
 
 def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) -> Iterator[Support]:
@@ -172,7 +181,12 @@ def locate(
             count, documents = count_and_locate(indexes, support.ngram, max_documents)
             yield NodeProvenance(support.match_length, count, documents=documents)
         else:
-            yield NodeProvenance(support.match_length, support.count, support.positions)
+            yield NodeProvenance(
+                support.match_length,
+                support.count,
+                support.positions,
+                predictions=support.predictions,
+            )
 
 
 class _Tracer:
@@ -221,6 +235,10 @@ class _Tracer:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
             return Support(match_length, count, _some(places))
+        if source == Source.PREDICTIONS and (known := self._databases.predictions) is not None:
+            found = _some(self._rows["position"][rows] + before)
+            predicted = tuple(known.place_of(position) for position in found)
+            return Support(match_length, count, predictions=predicted)
         if source == Source.CORPUS:
             path = self._tree.token_ids[self._tree.path_to(node)]
             matched = self._context[len(self._context) - int(matches.max()) :]

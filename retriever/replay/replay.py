@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import Drafter, DraftRequest, PredictionDrafter
 from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree, Source
@@ -105,8 +105,11 @@ def replay(
 def replay_one(
     drafter: Drafter, session: str, trace: Trace, budget_nodes: int, report: ReplayReport
 ) -> None:
-    """Replay one trace and count it in the report."""
-    drafter.open(session, trace.prompt)
+    """Replay one trace, with its predictions if the drafter takes any, and count it."""
+    if trace.predictions and isinstance(drafter, PredictionDrafter):
+        drafter.open(session, trace.prompt, predictions=trace.predictions)
+    else:
+        drafter.open(session, trace.prompt)
     committed = trace.output[:0]
     done = 0
     while done < len(trace.output):

@@ -8,11 +8,12 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from retriever.drafter import TokenIds
+from retriever.drafter import Prediction, TokenIds
 from retriever.replay.traces import Trace
 
-_HEADER: Final = 3
-"""Numbers before the tokens of a trace: its label, and the lengths of prompt and output."""
+_HEADER: Final = 4
+"""Numbers before the tokens of a trace: its label, the lengths of prompt and output, and how many
+predictions follow, each behind its own length and that of its label."""
 
 
 class TraceSpool:
@@ -28,22 +29,32 @@ class TraceSpool:
 
     def write(self, trace: Trace, label: int = 0) -> None:
         """Append a trace."""
-        header = array("i", [label, len(trace.prompt), len(trace.output)])
+        num_predictions = len(trace.predictions)
+        header = array("i", [label, len(trace.prompt), len(trace.output), num_predictions])
         self._file.write(header.tobytes())
         self._file.write(trace.prompt.astype(np.int32).tobytes())
         self._file.write(trace.output.astype(np.int32).tobytes())
+        for each in trace.predictions:
+            named = each.label.encode(errors="replace")
+            self._file.write(array("i", [len(each.tokens), len(named)]).tobytes())
+            self._file.write(each.tokens.astype(np.int32).tobytes() + named)
         self.num_traces += 1
 
     def labelled(self) -> Iterator[tuple[int, Trace]]:
         """Yield the label and the trace of each, in order; one iteration at a time."""
         self._file.seek(0)
         for _ in range(self.num_traces):
-            label, num_prompt, num_output = self._read(_HEADER).tolist()
+            label, num_prompt, num_output, num_predictions = self._read(_HEADER).tolist()
             tokens = self._read(num_prompt + num_output)
-            yield label, Trace(tokens[:num_prompt], tokens[num_prompt:])
+            predictions = tuple(self._prediction() for _ in range(num_predictions))
+            yield label, Trace(tokens[:num_prompt], tokens[num_prompt:], predictions)
 
     def __iter__(self) -> Iterator[Trace]:
         return (trace for _, trace in self.labelled())
+
+    def _prediction(self) -> Prediction:
+        num_tokens, num_bytes = self._read(2).tolist()
+        return Prediction(self._read(num_tokens), self._file.read(num_bytes).decode())
 
     def _read(self, count: int) -> TokenIds:
         return np.frombuffer(self._file.read(4 * count), np.int32)

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.errors import SourceError, TokenizerError
@@ -23,9 +24,9 @@ from indexer.tokenizer import (
     load_indexed,
     vocabulary_of,
 )
-from retriever.drafter import TokenIds
-from retriever.errors import TraceError
-from retriever.limits import Limits, checked_tokens
+from retriever.drafter import Prediction, TokenIds, predictions_of
+from retriever.errors import LimitExceededError, TraceError
+from retriever.limits import Limits, check_predictions, checked_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,6 +90,7 @@ class ChatEncoder:
 
 NO_TRACE: Final = "no trace"
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
+_MAX_LABEL: Final = 64  # characters: no longer than a label may be, in any script
 _OTHERS: Final = frozenset(
     ("messages", "conversations", "conversation", "instruction", "question", "input", "system")
 )
@@ -122,10 +124,12 @@ class Trace:
     Attributes:
         prompt: int32[n], what the model was given.
         output: int32[m], what it wrote.
+        predictions: what it was expected to write.
     """
 
     prompt: TokenIds
     output: TokenIds
+    predictions: tuple[Prediction, ...] = ()
 
 
 _Traced = tuple[Trace, dict[str, Any]]
@@ -145,7 +149,8 @@ def read_traces(
     Args:
         path: JSON lines (`.gz` or plain), JSON, CSV or Parquet. A record is a conversation as
             `conversation_of` knows it, or has `prompt_ids` and `output_ids`. Conversations in
-            which the assistant does not speak are passed over.
+            which the assistant does not speak are passed over. What it says that an output was
+            expected to contain (`prediction`, `predictions`) is read, too.
         encoder: for texts.
         limit: most traces.
         skipped: counts conversations, and records that hold no trace; None to refuse such.
@@ -199,12 +204,17 @@ _Prompt = _Text | tuple[Turn, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """A prompt and an output before they are encoded, and where they stand."""
+    """A prompt and an output before they are encoded, and where they stand.
+
+    Attributes:
+        is_last: whether what the record says was expected is this output.
+    """
 
     prompt: _Prompt
     output: _Text
     row: Any
     place: str
+    is_last: bool
 
 
 class _Reading:
@@ -220,8 +230,10 @@ class _Reading:
         """Yield the sides in all records."""
         for place, row in self._records():
             with self._skipping(place):
-                for prompt, output in take(row, self._path, self.tally):
-                    yield _Sides(prompt, output, row, place)
+                found = list(take(row, self._path, self.tally))
+                for number, (prompt, output) in enumerate(found, start=1):
+                    is_last = take is _sides and number == len(found)
+                    yield _Sides(prompt, output, row, place, is_last)
 
     def traces(self, recorded: Iterable[_Sides]) -> Iterator[_Traced]:
         """Yield the traces that sides are, with their records."""
@@ -259,12 +271,13 @@ class _Reading:
     def _trace(self, sides: _Sides) -> Trace:
         prompt = _prompt_ids(sides.prompt, self._encoder)
         output = _ids(sides.output, self._encoder.encode_output)
+        predictions = _predictions_in(sides.row, self._encoder) if sides.is_last else ()
         most = Limits().max_sequence_tokens
         if len(prompt) + len(output) > most:
             raise UnusableError(
                 "too long", f"a prompt with its output has at most {most:,} tokens: leave it out"
             )
-        return Trace(prompt, output)
+        return Trace(prompt, output, predictions)
 
 
 _Take = Callable[[Any, Path, RecordingTally], Iterable[tuple[_Prompt, _Text]]]
@@ -309,6 +322,53 @@ def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:
 
 def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
     return checked_tokens(encode(field), None) if isinstance(field, str) else field
+
+
+def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:
+    """Return what a record says that its output, the last one, was expected to contain.
+
+    That is its `predictions`, a list of texts or of `{"text": …}` or `{"ids": […]}` with a `label`;
+    or its `prediction`, also in its `request`: a text, or what OpenAI's API takes.
+
+    Raises:
+        UnusableError: it is none of that.
+    """
+    if not isinstance(row, dict):
+        return ()
+    request = row.get("request")
+    stated = row.get("prediction")
+    if stated is None and isinstance(request, dict):
+        stated = request.get("prediction")
+    listed = row.get("predictions")
+    try:
+        found = _stated(stated, encoder)
+        for number, each in enumerate(listed if isinstance(listed, list) else ()):
+            found.append(_listed(each, f"prediction {number}", encoder))
+        check_predictions([len(each.tokens) for each in found], Limits())
+    except (ValueError, LimitExceededError) as error:
+        raise UnusableError("invalid prediction", str(error)) from error
+    return tuple(each for each in found if len(each.tokens))
+
+
+def _stated(stated: Any, encoder: TextEncoder) -> list[Prediction]:
+    if isinstance(stated, str):
+        stated = {"type": "content", "content": stated}
+    return predictions_of(
+        stated, lambda text: encoder.encode_output(_encodable(text, "a prediction"))
+    )
+
+
+def _listed(stated: Any, label: str, encoder: TextEncoder) -> Prediction:
+    fields = {"text": stated} if isinstance(stated, str) else stated
+    if not isinstance(fields, dict) or ("text" in fields) == ("ids" in fields):
+        raise UnusableError(NO_TRACE, '`predictions` are texts, {"text": …} or {"ids": […]}')
+    label = str(fields.get("label", label))[:_MAX_LABEL]
+    if "ids" in fields:
+        return Prediction(_checked(fields["ids"], "`predictions`"), label)
+    if not isinstance(fields["text"], str):
+        raise UnusableError(NO_TRACE, "`predictions` hold a text that is none")
+    text = _encodable(fields["text"], "a prediction")
+    return Prediction(np.array(encoder.encode_output(text), np.int32), label)
 
 
 def _field(row: Any, name: str) -> str | TokenIds:

@@ -21,13 +21,20 @@ from retriever.errors import (
 from retriever.operations.lifecycle import Lifecycle
 from retriever.sequences import SessionKey, check_batch
 from retriever.service.allowances import work_of_steps, work_of_tokens
-from retriever.service.scheduler import Lists, Scheduler, client_of, tokens_in
+from retriever.service.scheduler import (
+    Lists,
+    Scheduler,
+    client_of,
+    tokens_in,
+    tokens_of_addition,
+    tokens_of_opening,
+)
 from retriever.service.turns import Line
 from retriever.sessions.client_lives import Client
 from retriever.sessions.embedded import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.long_messages import CLOSINGS, OPENINGS, STEPS
+from retriever.wire.long_messages import ADDITIONS, CLOSINGS, OPENINGS, STEPS, lists_within
 from retriever.wire.messages import DEFAULT_BUDGET_NODES, converting_requests, tree_to_message
 from retriever.wire.statuses import late_status, session_status
 
@@ -157,7 +164,9 @@ class DraftStream:
             _refuse(response, "", error)
             return response
         for place, opening in enumerate(message.openings):
-            await self._open(opening, self._lists.get((OPENINGS, place)), response)
+            await self._open(opening, lists_within(self._lists, OPENINGS, place), response)
+        for place, addition in enumerate(message.predictions):
+            await self._expect(addition, lists_within(self._lists, ADDITIONS, place), response)
         began_s = time.perf_counter()
         steps = await self._commit(requests, response)
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
@@ -183,11 +192,20 @@ class DraftStream:
     ) -> None:
         if not self._scheduler.allowances.is_limited:
             return
-        lists = [
-            *(((OPENINGS, at), each.prompt) for at, each in enumerate(message.openings)),
-            *(((CLOSINGS, at), each.new_token_ids) for at, each in enumerate(message.closings)),
+        others = [
+            *(
+                tokens_of_opening(each, lists_within(self._lists, OPENINGS, at))
+                for at, each in enumerate(message.openings)
+            ),
+            *(
+                tokens_of_addition(each, lists_within(self._lists, ADDITIONS, at))
+                for at, each in enumerate(message.predictions)
+            ),
+            *(
+                tokens_in(each.new_token_ids, self._lists.get((CLOSINGS, at)))
+                for at, each in enumerate(message.closings)
+            ),
         ]
-        others = [tokens_in(token_ids, self._lists.get(path)) for path, token_ids in lists]
         work = work_of_steps(requests) + sum(map(work_of_tokens, others))
         self._scheduler.take_allowance(self._tenant, work)
 
@@ -201,28 +219,40 @@ class DraftStream:
 
     def _check_counts(self, message: pb.DraftStreamRequest) -> None:
         most = self._drafter.limits.max_batch
-        if max(len(message.openings), len(message.closings)) > most:
+        counts = len(message.openings), len(message.predictions), len(message.closings)
+        if max(counts) > most:
             raise LimitExceededError(
-                f"a message of {len(message.openings)} openings and {len(message.closings)} "
-                f"closings is beyond the limit of {most} each (max_batch)",
+                f"a message of {counts[0]} openings, {counts[1]} sessions with predictions and "
+                f"{counts[2]} closings is beyond the limit of {most} each (max_batch)",
                 limit="max_batch",
             )
 
     async def _open(
         self,
         opening: pb.OpenSessionRequest,
-        long: memoryview | None,
+        lists: Lists,
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
             self._lifecycle.check_opening()
             session = await self._scheduler.open_session(
-                self._line, opening, self._tenant, long, client=self._client
+                self._line, opening, self._tenant, lists, client=self._client
             )
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
         else:
             self._owned[SessionKey(self._tenant, opening.session_id)] = session
+
+    async def _expect(
+        self,
+        addition: pb.AddPredictionsRequest,
+        lists: Lists,
+        response: pb.DraftStreamResponse,
+    ) -> None:
+        try:
+            await self._scheduler.add_predictions(self._line, addition, self._tenant, lists)
+        except RetrieverError as error:
+            _refuse(response, addition.session_id, error)
 
     async def _commit(
         self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse

@@ -9,13 +9,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import Fate, TokenIds
+from retriever.drafter import Fate, Prediction, TokenIds
 from retriever.errors import LimitExceededError, RetrieverError
+from retriever.limits import check_num_sent
 from retriever.sequences import SessionKey
 from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
@@ -154,15 +155,15 @@ class Scheduler:
         line: Line,
         tenant: str,
         request: pb.DraftRequest,
-        long: memoryview | None,
+        lists: Lists,
         budget_nodes: int,
     ) -> pb.DraftTree:
-        """Draft for a bare context; a long one is given by its bytes.
+        """Draft for a bare context; long lists are given by their bytes.
 
         Raises:
             RetrieverError: it is refused.
         """
-        context = await self._context(line, tenant, request, long, budget_nodes)
+        context = await self._context(line, tenant, request, lists, budget_nodes)
         tree = self.drafter.draft_prepared(context, budget_nodes, request.min_probability)
         use = self.uses.of(tenant)
         use.drafts += 1
@@ -174,7 +175,7 @@ class Scheduler:
         line: Line,
         tenant: str,
         request: pb.ExplainRequest,
-        long: memoryview | None,
+        lists: Lists,
         budget_nodes: int,
     ) -> pb.ExplainResponse:
         """Draft for a bare context, and tell what spoke for each node.
@@ -182,7 +183,7 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        context = await self._context(line, tenant, request, long, budget_nodes)
+        context = await self._context(line, tenant, request, lists, budget_nodes)
         line.leave()
         explaining = self.drafter.explaining(
             context, budget_nodes, request.min_probability, request.max_documents
@@ -194,25 +195,47 @@ class Scheduler:
         line: Line,
         opening: pb.OpenSessionRequest,
         tenant: str,
-        long: memoryview | None = None,
+        lists: Lists,
         *,
         client: Client | None = None,
     ) -> Session:
         """Open a session of a tenant, and of a client if it has one, in a turn.
 
-        A long prompt is given by its bytes.
+        Long lists are given by their bytes.
 
         Raises:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
+        predicted = Predicted(opening.predictions, OPENING_PREDICTIONS)
         session = await self._prepared(
-            line, tenant, opening.prompt, long, remember=not opening.forget
+            line, tenant, opening.prompt, lists, predicted, remember=not opening.forget
         )
         session.client = client
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self.drafter.begin(SessionKey(tenant, opening.session_id), session)
         return session
+
+    async def add_predictions(
+        self, line: Line, addition: pb.AddPredictionsRequest, tenant: str, lists: Lists
+    ) -> None:
+        """Add predictions to a session of a tenant, in a turn that is over meanwhile.
+
+        Long lists are given by their bytes.
+
+        Raises:
+            RetrieverError: they are refused.
+        """
+        predicted = Predicted(addition.predictions, ADDED_PREDICTIONS)
+        predictions = await self._predictions(line, tenant, predicted, lists)
+        key = SessionKey(tenant, addition.session_id)
+        line.leave()
+        adding = self.drafter.adding_predictions(key, predictions)
+        try:
+            await self.lanes.reading.work(tenant, adding)
+        finally:
+            await line.take()
+        self._read_by(tenant, sum(len(each.tokens) for each in predictions))
 
     async def end_session(
         self,
@@ -279,7 +302,7 @@ class Scheduler:
         line: Line,
         tenant: str,
         request: pb.DraftRequest | pb.ExplainRequest,
-        long: memoryview | None,
+        lists: Lists,
         budget_nodes: int,
     ) -> Session:
         """Read the context of a bare draft, once it is its turn.
@@ -287,29 +310,60 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        num_tokens = tokens_in(request.context, long)
+        is_draft = isinstance(request, pb.DraftRequest)
+        field = DRAFT_PREDICTIONS if is_draft else EXPLAIN_PREDICTIONS
+        predicted = Predicted(request.predictions, field)
+        num_tokens = tokens_in(request.context, lists.get(())) + predicted.num_tokens(lists)
         self.take_allowance(tenant, work_of_draft(budget_nodes, num_tokens))
         await line.take()
-        return await self._prepared(line, tenant, request.context, long, remember=False)
+        return await self._prepared(line, tenant, request.context, lists, predicted, remember=False)
 
-    async def _prepared(
+    async def _prepared(  # noqa: PLR0913  (what a message holds)
         self,
         line: Line,
         tenant: str,
         prompt: Sequence[int],
-        long: memoryview | None,
+        lists: Lists,
+        predicted: "Predicted",
         *,
         remember: bool,
     ) -> Session:
         """Read a prompt, in a turn; a long one is given by its bytes, and read in a lane."""
-        charge = self.drafter.charge_reading(tenant, tokens_in(prompt, long))
+        long = lists.get(())
+        num_predicted = predicted.num_tokens(lists)
+        charge = self.drafter.charge_reading(tenant, tokens_in(prompt, long), num_predicted)
         pool = await self._loaded(line, tenant)
         tokens = await self._tokens(line, tenant, prompt, long)
-        preparing = self.drafter.preparing(tokens, remember=remember, tenant=tenant, charge=charge)
-        prepared = await self._read(line, tenant, len(tokens), preparing)
+        predictions = await self._predictions(line, tenant, predicted, lists)
+        preparing = self.drafter.preparing(
+            tokens, remember=remember, tenant=tenant, charge=charge, predictions=predictions
+        )
+        num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
+        prepared = await self._read(line, tenant, num_tokens, preparing)
         del pool  # its outputs stayed in memory for this
-        self._read_by(tenant, len(tokens))
+        self._read_by(tenant, num_tokens)
         return prepared
+
+    async def _predictions(
+        self, line: Line, tenant: str, predicted: "Predicted", lists: Lists
+    ) -> list[Prediction]:
+        """Convert the predictions of a message, in turns and in a lane.
+
+        Raises:
+            RetrieverError: they are too many for one message, or one is invalid.
+        """
+        if not predicted.messages:
+            return []
+        check_num_sent(len(predicted.messages))
+        return [
+            Prediction(
+                await self._tokens(
+                    line, tenant, each.token_ids, lists.get((predicted.field, place))
+                ),
+                each.label,
+            )
+            for place, each in enumerate(predicted.messages)
+        ]
 
     async def _loaded(self, line: Line, tenant: str) -> object:
         """Load a tenant's outputs in a lane, if they are not in memory; keep them by the result."""
@@ -376,9 +430,40 @@ def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client 
 _DONE: Final = object()
 
 
+OPENING_PREDICTIONS: Final = pb.OpenSessionRequest.PREDICTIONS_FIELD_NUMBER
+ADDED_PREDICTIONS: Final = pb.AddPredictionsRequest.PREDICTIONS_FIELD_NUMBER
+DRAFT_PREDICTIONS: Final = pb.DraftRequest.PREDICTIONS_FIELD_NUMBER
+EXPLAIN_PREDICTIONS: Final = pb.ExplainRequest.PREDICTIONS_FIELD_NUMBER
+
+
+class Predicted(NamedTuple):
+    """The predictions of a message, and the number of the field that they are in."""
+
+    messages: Sequence[pb.Prediction]
+    field: int
+
+    def num_tokens(self, lists: Lists) -> int:
+        """Return how many tokens they have, about, where long lists are given by their bytes."""
+        return sum(
+            tokens_in(each.token_ids, lists.get((self.field, place)))
+            for place, each in enumerate(self.messages)
+        )
+
+
 def tokens_in(token_ids: Sequence[int], long: memoryview | None) -> int:
     """Return how many ids a list has; of bytes, about how many."""
     return len(token_ids) if long is None else len(long) // _BYTES_PER_TOKEN
+
+
+def tokens_of_opening(opening: pb.OpenSessionRequest, lists: Lists) -> int:
+    """Return how many tokens an opening brings, about."""
+    predicted = Predicted(opening.predictions, OPENING_PREDICTIONS)
+    return tokens_in(opening.prompt, lists.get(())) + predicted.num_tokens(lists)
+
+
+def tokens_of_addition(addition: pb.AddPredictionsRequest, lists: Lists) -> int:
+    """Return how many tokens an addition of predictions brings, about."""
+    return Predicted(addition.predictions, ADDED_PREDICTIONS).num_tokens(lists)
 
 
 def _told(

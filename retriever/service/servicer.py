@@ -28,7 +28,12 @@ from retriever.sequences import SessionKey
 from retriever.service.allowances import work_of_tokens
 from retriever.service.draft_stream import DraftStream
 from retriever.service.open_streams import OpenStreams
-from retriever.service.scheduler import Scheduler, client_of, tokens_in
+from retriever.service.scheduler import (
+    Scheduler,
+    client_of,
+    tokens_of_addition,
+    tokens_of_opening,
+)
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -178,9 +183,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.limits)
             with self._scheduler.call(tenant) as line:
-                tree = await self._scheduler.draft(
-                    line, tenant, request, lists.get(()), budget_nodes
-                )
+                tree = await self._scheduler.draft(line, tenant, request, lists, budget_nodes)
             response = pb.DraftResponse(tree=tree)
             if self._pad_replies:
                 pad(response, [budget_nodes])
@@ -194,9 +197,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.limits)
             with self._scheduler.call(tenant) as line:
-                return await self._scheduler.explain(
-                    line, tenant, request, lists.get(()), budget_nodes
-                )
+                return await self._scheduler.explain(line, tenant, request, lists, budget_nodes)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
@@ -206,14 +207,25 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant, client = tenant_of(context), client_of(request)
             if client is not None:
                 self._drafter.admit_client(tenant, client)
-            num_tokens = tokens_in(request.prompt, lists.get(()))
+            num_tokens = tokens_of_opening(request, lists)
             self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                await self._scheduler.open_session(
-                    line, request, tenant, lists.get(()), client=client
-                )
+                await self._scheduler.open_session(line, request, tenant, lists, client=client)
             return pb.OpenSessionResponse()
+
+    async def AddPredictions(
+        self, request: pb.AddPredictionsRequest, context: _Context
+    ) -> pb.AddPredictionsResponse:
+        async with _statuses(context):
+            request, lists = opened(request)
+            tenant = tenant_of(context)
+            num_tokens = tokens_of_addition(request, lists)
+            self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
+            with self._scheduler.call(tenant) as line:
+                await line.take()
+                await self._scheduler.add_predictions(line, request, tenant, lists)
+            return pb.AddPredictionsResponse()
 
     async def DraftStream(
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context

@@ -248,7 +248,7 @@ class Administration:
                 report = found[session.tenant]
                 report.num_sessions += 1
                 report.session_tokens += len(session.databases.context)
-                report.session_bytes += session.databases.context.num_bytes
+                report.session_bytes += session.databases.num_bytes
             time.sleep(_PAUSE_S)
         for pool in self._owned.pools.all():
             report = found[pool.tenant]
@@ -478,7 +478,7 @@ def _report(key: SessionKey, session: Session, idle_s: float) -> SessionReport:
         client=client_of(session),
         num_tokens=len(context),
         num_prompt_tokens=session.prompt_length,
-        num_bytes=context.num_bytes,
+        num_bytes=session.databases.num_bytes,
         idle_s=max(0.0, idle_s),
         is_kept=session.remember,
     )

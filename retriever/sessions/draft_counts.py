@@ -183,8 +183,8 @@ def census_of(
             databases = session.databases
             by_tenant[databases.pool.tenant] += 1
             num_tokens += len(databases.context)
-            num_bytes += databases.context.num_bytes
-            untouched += databases.context.num_bytes - databases.context.touched_bytes
+            num_bytes += databases.num_bytes
+            untouched += databases.num_bytes - databases.touched_bytes
         time.sleep(_PAUSE_S)
     return Census(
         sessions=by_tenant,

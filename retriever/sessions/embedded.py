@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index
-from retriever.drafter import DraftRequest, Fate, Findings, FoundPage, Keeping, TokenIds
+from retriever.drafter import (
+    DraftRequest,
+    Fate,
+    Findings,
+    FoundPage,
+    Keeping,
+    Prediction,
+    TokenIds,
+)
 from retriever.errors import (
     OutOfSequenceError,
     RetrieverError,
@@ -46,11 +54,12 @@ from retriever.predict.databases import Context, Databases, context_bytes
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.ledger import Charge, Ledger, with_ceilings
 from retriever.predict.pool import Pool
+from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
-from retriever.sequences import SessionKey, check_batch, check_step
+from retriever.sequences import SessionKey, check_batch, check_step, checked_predictions
 from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import (
     NO_PHRASES,
@@ -205,14 +214,26 @@ class EmbeddedDrafter:
             return cls(indexes, bound=tenants, **options)
 
     def open(
-        self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+        self,
+        session: str,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        tenant: str = "",
+        predictions: Sequence[Prediction] = (),
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
         Drafts come from the tenant's own generations, never another's; the output is added to them
-        if `remember`.
+        if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
+        alone.
         """
-        self.begin(SessionKey("", session), self.prepare(prompt, remember=remember, tenant=tenant))
+        prepared = self.prepare(prompt, remember=remember, tenant=tenant, predictions=predictions)
+        self.begin(SessionKey("", session), prepared)
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`."""
+        _whole(self.adding_predictions(SessionKey("", session), predictions))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
@@ -257,7 +278,7 @@ class EmbeddedDrafter:
         self.end(SessionKey("", session), new_tokens, remember=remember)
         self.flush()
 
-    def charge_reading(self, tenant: str, num_tokens: int) -> Charge:
+    def charge_reading(self, tenant: str, num_tokens: int, num_predicted: int = 0) -> Charge:
         """Take the memory of a prompt, and what reading it needs, before it waits for its turn.
 
         It is all taken at once: if those that wait held a part, none of them might find the rest.
@@ -265,6 +286,7 @@ class EmbeddedDrafter:
         Args:
             tenant: whose prompt it is.
             num_tokens: of the prompt, or about as many.
+            num_predicted: of predictions, or about as many.
 
         Returns:
             The charge, for `preparing`, which takes it over.
@@ -273,11 +295,21 @@ class EmbeddedDrafter:
             LimitExceededError: there is no room for it, or the prompt is too long.
         """
         check_length(num_tokens, self.limits)
-        return self._ledger.take(tenant, _READING_BYTES * num_tokens + context_bytes(num_tokens))
+        needed = _READING_BYTES * (num_tokens + num_predicted) + context_bytes(num_tokens)
+        return self._ledger.take(tenant, needed)
 
-    def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
+    def prepare(
+        self,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        tenant: str = "",
+        predictions: Sequence[Prediction] = (),
+    ) -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
-        return _whole(self.preparing(prompt, remember=remember, tenant=tenant))
+        return _whole(
+            self.preparing(prompt, remember=remember, tenant=tenant, predictions=predictions)
+        )
 
     def preparing(
         self,
@@ -286,15 +318,17 @@ class EmbeddedDrafter:
         remember: bool = True,
         tenant: str = "",
         charge: Charge | None = None,
+        predictions: Sequence[Prediction] = (),
     ) -> Generator[None, None, Session]:
         """Do as `prepare` does, in pieces; `charge` is that of `charge_reading`, if it was called.
 
         Raises:
-            InvalidRequestError: the prompt or the tenant is invalid.
-            LimitExceededError: there is no room for it, or the prompt is too long.
+            InvalidRequestError: the prompt, a prediction or the tenant is invalid.
+            LimitExceededError: there is no room for it, or the prompt or a prediction is too long.
         """
         tokens = self._tokens(prompt)
         check_length(len(tokens), self.limits)
+        expected = self._predictions(predictions)
         check_tenant_name(tenant)
         try:
             charge = charge or self._ledger.take(tenant, 0)
@@ -302,10 +336,13 @@ class EmbeddedDrafter:
             context = yield from Context.reading(tokens, charge)
         except MemoryError as error:
             raise out_of_memory() from error
+        predicted = (yield from self._reading(expected, tenant)) if expected else None
         pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
         cursor = phrases.cursor(tokens) if phrases else None
         corpus = self._bindings.corpus(tenant)
-        databases = Databases(context, pool, corpus, learns=remember, phrases=cursor)
+        databases = Databases(
+            context, pool, corpus, learns=remember, phrases=cursor, predictions=predicted
+        )
         return Session(databases, len(tokens), remember)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
@@ -313,6 +350,28 @@ class EmbeddedDrafter:
         check_session_name(key.name)
         with self._lock:
             self._sessions.add(key, prepared)
+
+    def adding_predictions(
+        self, key: SessionKey, predictions: Sequence[Prediction]
+    ) -> Generator[None, None, None]:
+        """Do as `add_predictions` does, in pieces, and without the lock but for the last.
+
+        Raises: as `PredictionDrafter.add_predictions`.
+        """
+        added = self._predictions(predictions)
+        while True:
+            with self._lock:
+                session = self._sessions.get(key)
+                known = session.databases.predictions
+            before = [] if known is None else known.texts()
+            expected = self._predictions([*before, *added])
+            if len(expected) == len(before):
+                return
+            predicted = yield from self._reading(expected, session.tenant)
+            with self._lock:
+                if session.is_open and session.databases.predictions is known:
+                    session.databases.expect(predicted)
+                    return
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
@@ -362,7 +421,7 @@ class EmbeddedDrafter:
             with self._lock:
                 session.is_committing = False
                 if not session.is_open:
-                    session.databases.context.clear()  # it may have been while a piece was added
+                    session.databases.clear()  # it may have been while a piece was added
         if not session.is_open:
             raise UnknownSessionError(
                 f"session {shown(request.session)} has ended while its tokens were noted"
@@ -498,16 +557,18 @@ class EmbeddedDrafter:
         min_probability: float = 0.0,
         *,
         tenant: str = "",
+        predictions: Sequence[Prediction] = (),
     ) -> DraftTree:
         """Draft for a bare context, integers[n], oldest first, without a session.
 
-        Nodes less probable than `min_probability` are left out.
+        Nodes less probable than `min_probability` are left out. `predictions` are what is expected
+        to follow, from the beginning of each.
 
         Raises:
-            InvalidRequestError: the context, the budget or the tenant is invalid.
+            InvalidRequestError: the context, a prediction, the budget or the tenant is invalid.
         """
         check_draft(budget_nodes, min_probability, self.limits)
-        prepared = self.prepare(context, remember=False, tenant=tenant)
+        prepared = self.prepare(context, remember=False, tenant=tenant, predictions=predictions)
         return self.draft_prepared(prepared, budget_nodes, min_probability)
 
     def draft_prepared(
@@ -529,7 +590,7 @@ class EmbeddedDrafter:
         """
         return self._pool(tenant)
 
-    def explain(
+    def explain(  # noqa: PLR0913  (the last three are options)
         self,
         context: ArrayLike,
         budget_nodes: int,
@@ -537,18 +598,19 @@ class EmbeddedDrafter:
         *,
         max_documents: int = DEFAULT_DOCUMENTS,
         tenant: str = "",
+        predictions: Sequence[Prediction] = (),
     ) -> Explanation:
         """Draft as `draft_context` does, with the evidence for each node; takes milliseconds.
 
         At most `max_documents` are named for each. Generations are not shown.
 
         Raises:
-            InvalidRequestError: the context, a number or the tenant is invalid.
+            InvalidRequestError: the context, a prediction, a number or the tenant is invalid.
             ProvenanceError: an index is damaged.
         """
         check_documents(max_documents)
         check_draft(budget_nodes, min_probability, self.limits)
-        prepared = self.prepare(context, remember=False, tenant=tenant)
+        prepared = self.prepare(context, remember=False, tenant=tenant, predictions=predictions)
         return _whole(self.explaining(prepared, budget_nodes, min_probability, max_documents))
 
     def explaining(
@@ -616,7 +678,7 @@ class EmbeddedDrafter:
         check_session_name(key.name)
         check_tenant_name(tenant)
         with self._lock, suppress(UnknownSessionError):
-            self._sessions.remove(key).databases.context.clear()
+            self._sessions.remove(key).databases.clear()
         self._delete(Scope(tenant, session_origin(key.name)))
 
     def check_vocabulary(self, fingerprint: str, tenant: str = "") -> None:
@@ -769,6 +831,21 @@ class EmbeddedDrafter:
 
     def _tokens(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
+
+    def _predictions(self, predictions: Iterable[Prediction]) -> list[Prediction]:
+        size = self.vocabulary.size if self.vocabulary else None
+        return checked_predictions(predictions, size, self.limits)
+
+    def _reading(
+        self, expected: Sequence[Prediction], tenant: str
+    ) -> Generator[None, None, Predictions]:
+        """Return checked predictions as a database, in pieces."""
+        num_tokens = sum(len(each.tokens) for each in expected)
+        charge = self._ledger.take(tenant, predictions_bytes(num_tokens, len(expected)))
+        try:
+            return (yield from Predictions.reading(expected, charge))
+        except MemoryError as error:
+            raise out_of_memory() from error
 
     def _pool(self, tenant: str) -> Pool:
         check_tenant_name(tenant)

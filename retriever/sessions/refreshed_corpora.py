@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import TokenIds
+from retriever.drafter import Prediction, TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Context, Corpus, Databases, tables_of
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool
+from retriever.predict.predictions import Predictions
 from retriever.predict.predictor import Predictor
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
@@ -104,7 +105,8 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         lock: held while the predictor is used.
     """
     context = np.zeros(2 * MAX_MATCH, np.int32)
-    unused = Databases(Context(context), Pool("", Generations(0)), corpus)
+    predictions = Predictions([Prediction(context)])
+    unused = Databases(Context(context), Pool("", Generations(0)), corpus, predictions=predictions)
     unused.pool.generations.add(context)
     with lock:
         predictor.draft(unused, 1, 0.0)

@@ -217,7 +217,7 @@ class Sessions:
         """End those that are still open, and overwrite their tokens."""
         for key, session in ended:
             if self._open.find(key) is session:
-                self.remove(key).databases.context.clear()
+                self.remove(key).databases.clear()
 
     def forget(self, pool: Pool) -> None:
         """Exclude a tenant's open sessions from learning and from the generations."""

@@ -16,6 +16,7 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_PHRASES: _ClassVar[Source]
     SOURCE_CORPUS: _ClassVar[Source]
     SOURCE_MODEL: _ClassVar[Source]
+    SOURCE_PREDICTIONS: _ClassVar[Source]
 
 class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +51,7 @@ SOURCE_GENERATIONS: Source
 SOURCE_PHRASES: Source
 SOURCE_CORPUS: Source
 SOURCE_MODEL: Source
+SOURCE_PREDICTIONS: Source
 FAIL_OPEN_REASON_UNSPECIFIED: FailOpenReason
 FAIL_OPEN_REASON_DOWN: FailOpenReason
 FAIL_OPEN_REASON_BUSY: FailOpenReason
@@ -83,16 +85,18 @@ class DraftTree(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
-    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint")
+    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "predictions")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
     MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     context: _containers.RepeatedScalarFieldContainer[int]
     budget_nodes: int
     min_probability: float
     vocabulary_fingerprint: str
-    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("tree", "padding")
@@ -103,18 +107,20 @@ class DraftResponse(_message.Message):
     def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "max_documents")
+    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "max_documents", "predictions")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
     MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     context: _containers.RepeatedScalarFieldContainer[int]
     budget_nodes: int
     min_probability: float
     vocabulary_fingerprint: str
     max_documents: int
-    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_documents: _Optional[int] = ...) -> None: ...
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_documents: _Optional[int] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("tree", "nodes")
@@ -125,16 +131,26 @@ class ExplainResponse(_message.Message):
     def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeProvenance, _Mapping]]] = ...) -> None: ...
 
 class NodeProvenance(_message.Message):
-    __slots__ = ("match_length", "count", "context_positions", "documents")
+    __slots__ = ("match_length", "count", "context_positions", "documents", "predictions")
     MATCH_LENGTH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     match_length: int
     count: int
     context_positions: _containers.RepeatedScalarFieldContainer[int]
     documents: _containers.RepeatedCompositeFieldContainer[DocumentOccurrence]
-    def __init__(self, match_length: _Optional[int] = ..., count: _Optional[int] = ..., context_positions: _Optional[_Iterable[int]] = ..., documents: _Optional[_Iterable[_Union[DocumentOccurrence, _Mapping]]] = ...) -> None: ...
+    predictions: _containers.RepeatedCompositeFieldContainer[PredictedPlace]
+    def __init__(self, match_length: _Optional[int] = ..., count: _Optional[int] = ..., context_positions: _Optional[_Iterable[int]] = ..., documents: _Optional[_Iterable[_Union[DocumentOccurrence, _Mapping]]] = ..., predictions: _Optional[_Iterable[_Union[PredictedPlace, _Mapping]]] = ...) -> None: ...
+
+class PredictedPlace(_message.Message):
+    __slots__ = ("label", "position")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    position: int
+    def __init__(self, label: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class DocumentOccurrence(_message.Message):
     __slots__ = ("index", "name", "licence", "position")
@@ -149,18 +165,28 @@ class DocumentOccurrence(_message.Message):
     def __init__(self, index: _Optional[str] = ..., name: _Optional[str] = ..., licence: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "client")
+    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "client", "predictions")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
     vocabulary_fingerprint: str
     client: Client
-    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., client: _Optional[_Union[Client, _Mapping]] = ...) -> None: ...
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("token_ids", "label")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    label: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class Client(_message.Message):
     __slots__ = ("name", "incarnation")
@@ -174,8 +200,20 @@ class OpenSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class AddPredictionsRequest(_message.Message):
+    __slots__ = ("session_id", "predictions")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
+    def __init__(self, session_id: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
+
+class AddPredictionsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DraftStreamRequest(_message.Message):
-    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "client")
+    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "client", "predictions")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENINGS_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +222,7 @@ class DraftStreamRequest(_message.Message):
     FAIL_OPENS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
     sequence_number: int
     openings: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
@@ -192,7 +231,8 @@ class DraftStreamRequest(_message.Message):
     fail_opens: _containers.RepeatedCompositeFieldContainer[FailOpenCount]
     padding: _containers.RepeatedScalarFieldContainer[bytes]
     client: Client
-    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., client: _Optional[_Union[Client, _Mapping]] = ...) -> None: ...
+    predictions: _containers.RepeatedCompositeFieldContainer[AddPredictionsRequest]
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[AddPredictionsRequest, _Mapping]]] = ...) -> None: ...
 
 class FailOpenCount(_message.Message):
     __slots__ = ("reason", "count")

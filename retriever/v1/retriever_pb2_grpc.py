@@ -69,6 +69,11 @@ class RetrieverServiceStub(object):
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.DraftStreamRequest.SerializeToString,
                 response_deserializer=retriever_dot_v1_dot_retriever__pb2.DraftStreamResponse.FromString,
                 _registered_method=True)
+        self.AddPredictions = channel.unary_unary(
+                '/retriever.v1.RetrieverService/AddPredictions',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.AddPredictionsRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.AddPredictionsResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/retriever.v1.RetrieverService/CloseSession',
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.SerializeToString,
@@ -166,6 +171,14 @@ class RetrieverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddPredictions(self, request, context):
+        """Adds texts that the rest of an open session is expected to contain; within a stream, messages
+        carry them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Ends a session.
         """
@@ -245,6 +258,11 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
                     servicer.DraftStream,
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.DraftStreamRequest.FromString,
                     response_serializer=retriever_dot_v1_dot_retriever__pb2.DraftStreamResponse.SerializeToString,
+            ),
+            'AddPredictions': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPredictions,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.AddPredictionsRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.AddPredictionsResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -405,6 +423,33 @@ class RetrieverService(object):
             '/retriever.v1.RetrieverService/DraftStream',
             retriever_dot_v1_dot_retriever__pb2.DraftStreamRequest.SerializeToString,
             retriever_dot_v1_dot_retriever__pb2.DraftStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPredictions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/AddPredictions',
+            retriever_dot_v1_dot_retriever__pb2.AddPredictionsRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.AddPredictionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

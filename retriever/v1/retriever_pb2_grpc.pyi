@@ -73,6 +73,10 @@ class RetrieverServiceStub:
     and which number is awaited, and nothing is done. A message without a number ends the stream
     with INVALID_ARGUMENT.
     """
+    AddPredictions: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.AddPredictionsRequest, _retriever_pb2.AddPredictionsResponse]
+    """Adds texts that the rest of an open session is expected to contain; within a stream, messages
+    carry them.
+    """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session."""
     ShareFindings: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]
@@ -145,6 +149,10 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
     and which number is awaited, and nothing is done. A message without a number ends the stream
     with INVALID_ARGUMENT.
+    """
+    AddPredictions: _aio.UnaryUnaryMultiCallable[_retriever_pb2.AddPredictionsRequest, _retriever_pb2.AddPredictionsResponse]  # type: ignore[assignment]
+    """Adds texts that the rest of an open session is expected to contain; within a stream, messages
+    carry them.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session."""
@@ -239,6 +247,16 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
         and which number is awaited, and nothing is done. A message without a number ends the stream
         with INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def AddPredictions(
+        self,
+        request: _retriever_pb2.AddPredictionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.AddPredictionsResponse, _abc.Awaitable[_retriever_pb2.AddPredictionsResponse]]:
+        """Adds texts that the rest of an open session is expected to contain; within a stream, messages
+        carry them.
         """
 
     @_abc_1.abstractmethod

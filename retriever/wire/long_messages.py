@@ -36,21 +36,41 @@ _MAX_TOKEN_ID: Final = (1 << 31) - 1
 _TOKENS: Final = -1
 _Plan = Mapping[int, Any]
 
+_PREDICTION: Final[_Plan] = {1: _TOKENS}
+_OPENING: Final[_Plan] = {2: _TOKENS, 6: _PREDICTION}
+_ADDITION: Final[_Plan] = {2: _PREDICTION}
+
 _PLANS: Final[dict[str, _Plan]] = {
-    "retriever.v1.DraftRequest": {1: _TOKENS},
-    "retriever.v1.ExplainRequest": {1: _TOKENS},
-    "retriever.v1.OpenSessionRequest": {2: _TOKENS},
+    "retriever.v1.DraftRequest": {1: _TOKENS, 5: _PREDICTION},
+    "retriever.v1.ExplainRequest": {1: _TOKENS, 6: _PREDICTION},
+    "retriever.v1.OpenSessionRequest": _OPENING,
+    "retriever.v1.AddPredictionsRequest": _ADDITION,
     "retriever.v1.CloseSessionRequest": {2: _TOKENS},
-    "retriever.v1.DraftStreamRequest": {1: {2: _TOKENS}, 3: {2: _TOKENS}, 4: {2: _TOKENS}},
+    "retriever.v1.DraftStreamRequest": {
+        1: {2: _TOKENS},
+        3: _OPENING,
+        4: {2: _TOKENS},
+        9: _ADDITION,
+    },
 }
 """Where lists of token ids are: field numbers of a message, and of the messages in it."""
 
 Path = tuple[int, ...]
-"""Where a list was: empty in a message itself; else field number and place in that field."""
+"""Where a list was: empty in a message itself; else field number and place in that field, of each
+message down to the one that has it."""
 
 STEPS: Final = 1
 OPENINGS: Final = 3
 CLOSINGS: Final = 4
+ADDITIONS: Final = 9
+
+
+def lists_within(lists: Mapping[Path, memoryview], *path: int) -> Mapping[Path, memoryview]:
+    """Return the lists of a message within another, by their places in it."""
+    if not lists:
+        return lists
+    size = len(path)
+    return {each[size:]: content for each, content in lists.items() if each[:size] == path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +161,7 @@ class _Cutter:
             elif at - body < LONG_LIST:
                 continue
             else:
-                part = self.cut(content[body:at], inner, (number, place))
+                part = self.cut(content[body:at], inner, (*path, number, place))
                 kept += [content[kept_to:begin], _to_varint(key), _to_varint(len(part)), part]
             kept_to = at
         kept.append(content[kept_to:])

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retriever.drafter import DraftRequest, Findings, TokenIds
+from retriever.drafter import DraftRequest, Findings, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
 from retriever.limits import (
     MAX_NAME_BYTES,
@@ -21,7 +21,14 @@ from retriever.limits import (
     check_num_findings,
     checked_tokens,
 )
-from retriever.tree import DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
+from retriever.tree import (
+    DocumentOccurrence,
+    DraftTree,
+    Explanation,
+    NodeProvenance,
+    PredictedPlace,
+    Source,
+)
 from retriever.v1 import retriever_pb2 as pb
 
 DEFAULT_BUDGET_NODES: Final = 32
@@ -101,13 +108,14 @@ def client_message(name: str) -> pb.Client | None:
     return pb.Client(name=name, incarnation=time.time_ns())
 
 
-def opening_message(
+def opening_message(  # noqa: PLR0913  (what a message holds)
     session_id: str,
     prompt: TokenIds,
     *,
     remember: bool,
     fingerprint: str,
     client: pb.Client | None = None,
+    predictions: Iterable[Prediction] = (),
 ) -> pb.OpenSessionRequest:
     """Return the message that opens a session; the prompt, int32[n], is already checked.
 
@@ -117,6 +125,7 @@ def opening_message(
         remember: whether its output joins the generations.
         fingerprint: of the caller's tokenizer; empty if unknown.
         client: that the session belongs to; None for none, and within a stream.
+        predictions: what its output is expected to contain, checked.
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
@@ -124,6 +133,21 @@ def opening_message(
         forget=not remember,
         vocabulary_fingerprint=fingerprint,
         client=client,
+        predictions=prediction_messages(predictions),
+    )
+
+
+def prediction_messages(predictions: Iterable[Prediction]) -> list[pb.Prediction]:
+    """Return the wire form of checked predictions."""
+    return [pb.Prediction(token_ids=each.tokens.tolist(), label=each.label) for each in predictions]
+
+
+def addition_message(
+    session_id: str, predictions: Iterable[Prediction]
+) -> pb.AddPredictionsRequest:
+    """Return the message that adds checked predictions to a session."""
+    return pb.AddPredictionsRequest(
+        session_id=session_id, predictions=prediction_messages(predictions)
     )
 
 
@@ -383,7 +407,11 @@ def tree_from_message(message: pb.DraftTree) -> DraftTree:
 
 
 def context_to_message(
-    context: ArrayLike, budget_nodes: int, min_probability: float, fingerprint: str
+    context: ArrayLike,
+    budget_nodes: int,
+    min_probability: float,
+    fingerprint: str,
+    predictions: Iterable[Prediction] = (),
 ) -> pb.DraftRequest:
     """Return the wire form of a bare context.
 
@@ -396,17 +424,19 @@ def context_to_message(
             budget_nodes=budget_nodes,
             min_probability=min_probability,
             vocabulary_fingerprint=fingerprint,
+            predictions=prediction_messages(predictions),
         )
     except ValueError as error:
         raise InvalidRequestError(f"a draft does not fit the wire: {error}") from error
 
 
-def explanation_request(
+def explanation_request(  # noqa: PLR0913, PLR0917  (what a message holds)
     context: ArrayLike,
     budget_nodes: int,
     min_probability: float,
     fingerprint: str,
     max_documents: int,
+    predictions: Iterable[Prediction] = (),
 ) -> pb.ExplainRequest:
     """Return the wire form of a request to explain the draft of a bare context.
 
@@ -420,6 +450,7 @@ def explanation_request(
             min_probability=min_probability,
             vocabulary_fingerprint=fingerprint,
             max_documents=max_documents,
+            predictions=prediction_messages(predictions),
         )
     except ValueError as error:
         raise InvalidRequestError(f"a draft does not fit the wire: {error}") from error
@@ -435,6 +466,7 @@ def explanation_to_message(explanation: Explanation) -> pb.ExplainResponse:
                 count=node.count,
                 context_positions=node.context_positions,
                 documents=[pb.DocumentOccurrence(**asdict(place)) for place in node.documents],
+                predictions=[pb.PredictedPlace(**asdict(place)) for place in node.predictions],
             )
             for node in explanation.nodes
         ],
@@ -459,6 +491,7 @@ def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
                 DocumentOccurrence(place.index, place.name, place.licence, place.position)
                 for place in node.documents
             ),
+            tuple(PredictedPlace(place.label, place.position) for place in node.predictions),
         )
         for node in message.nodes
     ]

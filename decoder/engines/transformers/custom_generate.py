@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from decoder.engines.transformers.prompt_rows import PromptRow, joined, own_proc
 from decoder.engines.transformers.requests import (
     Ending,
     OnTokens,
+    RowPredictions,
     Stream,
     check_listeners,
     check_transformers,
     checked_rows,
     pad_token_of,
+    predictions_by_row,
     streamer_of_call,
 )
 from decoder.errors import (
@@ -142,6 +145,7 @@ class Foredraft:
         generation_config: GenerationConfig,
         *,
         on_tokens: OnTokens | None = None,
+        predictions: RowPredictions = (),
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode one sequence or a batch, as `model.generate` asks for it.
@@ -157,6 +161,8 @@ class Foredraft:
             generation_config: of the call.
             on_tokens: is called with the tokens of each pass; a `streamer` of the call is told
                 each token, as well. Both are for one sequence.
+            predictions: what the outputs are expected to contain: of all rows, or a list of them
+                for each row. Drafts come from them, too, where the drafter takes any.
             model_kwargs: further arguments of the model.
 
         Returns:
@@ -166,7 +172,7 @@ class Foredraft:
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
             InvalidPromptError: a prompt is longer than the model can take, or holds padding
-                alone.
+                alone; or a prediction is none.
 
         An output ends at `Target.max_length` tokens where passes beyond are not those of the model
         (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
@@ -179,9 +185,15 @@ class Foredraft:
         check_listeners(len(rows), streamer, on_tokens)
         self._check_lengths(rows, ending, pad)
         settings = self._sampling(generation_config)
+        expected = predictions_by_row(predictions, len(rows))
         requests = (
-            self._request(row, ending, accept_rule(settings, own_processors(logits_processor, row)))
-            for row in rows
+            replace(
+                self._request(
+                    row, ending, accept_rule(settings, own_processors(logits_processor, row))
+                ),
+                predictions=of_row,
+            )
+            for row, of_row in zip(rows, expected, strict=True)
         )
         stream = Stream(streamer, on_tokens)
         with self._decoder.reserved():
@@ -279,6 +291,7 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     drafter: Drafter | None = None,
     parallel: int = DEFAULT_PARALLEL,
     on_tokens: OnTokens | None = None,
+    predictions: RowPredictions = (),
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
@@ -298,6 +311,7 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         stopping_criteria,
         generation_config,
         on_tokens=on_tokens,
+        predictions=predictions,
         **model_kwargs,
     )
 

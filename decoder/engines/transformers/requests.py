@@ -19,11 +19,15 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.engines.engine_options import check_version
 from decoder.engines.transformers.prompt_rows import PromptRow, own_criteria, prompt_rows
-from decoder.errors import UnsupportedGenerationError
+from decoder.errors import InvalidPromptError, UnsupportedGenerationError
 from decoder.stopping import StopRule
+from retriever.drafter import Prediction
 
 OnTokens = Callable[[list[int]], object]
 """Called with the tokens of each pass."""
+
+RowPredictions = Sequence[Prediction] | Sequence[Sequence[Prediction]]
+"""What outputs are expected to contain: of all rows of a call, or of each row."""
 
 _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
 
@@ -194,6 +198,24 @@ def check_listeners(num_rows: int, streamer: Any, on_tokens: OnTokens | None) ->
             f"a streamer and on_tokens are told of one sequence, and there are {num_rows}: "
             "leave them out"
         )
+
+
+def predictions_by_row(predictions: RowPredictions, num_rows: int) -> list[Sequence[Prediction]]:
+    """Return the predictions of each row.
+
+    Raises:
+        InvalidPromptError: there are lists of them, and not one for each row.
+    """
+    of_all = [each for each in predictions if isinstance(each, Prediction)]
+    of_rows = [each for each in predictions if not isinstance(each, Prediction)]
+    if not of_rows:
+        return [of_all] * num_rows
+    if of_all or len(of_rows) != num_rows:
+        raise InvalidPromptError(
+            f"predictions are a list for all rows, or a list for each of the {num_rows} rows "
+            "(num_return_sequences counts, too)"
+        )
+    return of_rows
 
 
 def _check_mode(config: GenerationConfig) -> None:

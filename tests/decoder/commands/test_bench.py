@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,10 +46,10 @@ class Watched(EmbeddedDrafter):
         self.opened: list[tuple[list[int], bool]] = []
 
     def open(
-        self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+        self, session: str, prompt: ArrayLike, *, remember: bool = True, **options: Any
     ) -> None:
         self.opened.append((np.asarray(prompt).tolist(), remember))
-        super().open(session, prompt, remember=remember, tenant=tenant)
+        super().open(session, prompt, remember=remember, **options)
 
 
 @pytest.fixture(scope="module")

@@ -77,10 +77,10 @@ def test_answers_are_forgotten_if_wanted(
 
     class Watched(EmbeddedDrafter):
         def open(
-            self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+            self, session: str, prompt: ArrayLike, *, remember: bool = True, **options: Any
         ) -> None:
             opened.append(remember)
-            super().open(session, prompt, remember=remember, tenant=tenant)
+            super().open(session, prompt, remember=remember, **options)
 
     monkeypatch.setattr(assembly, "EmbeddedDrafter", Watched)
     generate(monkeypatch, model_directory, "--prompt", PROMPT, "--max-new-tokens", "2", *option)

@@ -430,3 +430,43 @@ def test_ctrl_c_leaves_a_clean_terminal(endless: Path, moment: str) -> None:
     else:
         assert output.endswith(b"\n")
         assert errors.splitlines()[-2].count(b"tokens/s") == 1
+
+
+def test_answers_are_drafted_from_predicted_files(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "40", "--json")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    (plain,) = reported(capsys)
+    expected, other = tmp_path / "expected.txt", tmp_path / "other.txt"
+    expected.write_text(plain["text"])
+    other.write_text("something else\n")
+    predicted = ("--prediction", str(other), "--prediction", str(expected))
+    assert generate(monkeypatch, model_directory, *arguments, *predicted) == 0
+    (answer,) = reported(capsys)
+    assert answer["token_ids"] == plain["token_ids"]
+    assert answer["accepted"]["predictions"] > 0
+    assert "predictions" not in plain["accepted"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "cannot be read"), (b"", "is empty: leave it out"), (b"\xff\xfe", "is not UTF-8")],
+)
+def test_what_is_no_predicted_text_is_refused_by_its_file(  # noqa: PLR0913, PLR0917  (fixtures)
+    content: bytes | None,
+    reason: str,
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "predicted"
+    if content is not None:
+        path.write_bytes(content)
+    arguments = ("--prompt", PROMPT, "--prediction", str(path))
+    assert generate(monkeypatch, model_directory, *arguments) == 1
+    assert f"error: --prediction {path} {reason}" in capsys.readouterr().err

@@ -28,8 +28,8 @@ class Watched(LocalDrafter):
         self.closed: dict[str, list[int]] = {}
         self.fails: Callable[[], list[DraftTree]] | None = None
 
-    def open(self, session: str, prompt: Any, *, remember: bool = True) -> None:
-        super().open(session, prompt, remember=remember)
+    def open(self, session: str, prompt: Any, *, remember: bool = True, **options: Any) -> None:
+        super().open(session, prompt, remember=remember, **options)
         self.opened[session] = prompt.tolist()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

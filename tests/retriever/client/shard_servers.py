@@ -44,6 +44,11 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
         )
         return pb.OpenSessionResponse()
 
+    def AddPredictions(  # noqa: N802
+        self, request: pb.AddPredictionsRequest, context: Any
+    ) -> pb.AddPredictionsResponse:
+        raise NotImplementedError
+
     def DraftStream(  # noqa: N802
         self, request_iterator: Iterator[pb.DraftStreamRequest], context: Any
     ) -> Iterator[pb.DraftStreamResponse]:

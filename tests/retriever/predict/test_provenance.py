@@ -334,6 +334,13 @@ def test_command_shows_the_text_of_tokens(tmp_path: Path) -> None:
     assert shown[0] == "nodes: 2, paths: 1, those first that bring most tokens"
     assert shown[2].endswith("  'ic'")
     assert shown[3:5] == ["        corpus 2 [1]", "[1] index: fox"]
+    (tmp_path / "guess.txt").write_text("xylophone")
+    guessed = (*options, "--budget", 24, "--context", "the qu", "--prediction")
+    assert "] prediction: guess.txt\n" in run(*guessed, tmp_path / "guess.txt").stdout
+    shown_whole = run(*guessed, tmp_path / "guess.txt", "--full").stdout
+    assert "prediction: guess.txt, token 0" in shown_whole
+    assert "prediction: guess.txt, token 1" in shown_whole
+    assert "nowhere cannot be read" in run(*guessed, tmp_path / "nowhere").stderr
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     missing = run(*options, "--context", "the qu")
     assert missing.exit_code == 1

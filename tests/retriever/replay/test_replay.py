@@ -3,14 +3,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from indexer.sources.conversations import Turn
 from indexer.sources.recordings import RecordingTally
 from retriever.commands import app
+from retriever.drafter import Prediction
 from retriever.errors import TraceError
 from retriever.limits import Limits
 from retriever.replay import traces as encoding
+from retriever.replay.trace_spool import trace_spool
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -261,3 +265,118 @@ def test_a_damaged_table_of_traces_is_refused_with_its_cause(tmp_path: Path) -> 
     columns = tmp_path / "columns.csv"
     columns.write_text("id,body\n1,x\n")
     assert "`messages`" in refused(columns)
+
+
+TEXT_IDS = list(range(40, 80))
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"predictions": [{"ids": TEXT_IDS, "label": "plan"}]},
+        {"predictions": [{"ids": [9, 9, 9]}, {"ids": TEXT_IDS}]},
+    ],
+)
+def test_what_was_predicted_of_an_output_is_drafted_from(
+    tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    row = {"prompt_ids": [9], "output_ids": TEXT_IDS}
+    plain = run(write(tmp_path / "plain.jsonl", [row]))
+    report = run(write(tmp_path / "t.jsonl", [{**row, **stated}]))
+    assert plain["steps"] == len(TEXT_IDS)
+    assert report["steps"] <= 3
+    assert report["accepted_by_source"] == {"predictions": 1.0}
+    assert "predictions" not in plain["accepted_by_source"]
+
+
+def words(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+class Letters:
+    """Encodes letter by letter."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return words(text)
+
+    def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
+        return words("".join(turn.text for turn in turns))
+
+    def encode_output(self, text: str) -> list[int]:
+        return words(text)
+
+
+def predicted_in(path: Path, *rows: Any) -> list[list[tuple[str, list[int]]]]:
+    traces = encoding.read_traces(write(path, list(rows)), Letters())
+    return [[(each.label, each.tokens.tolist()) for each in t.predictions] for t in traces]
+
+
+def test_predictions_of_records_and_requests_are_read(tmp_path: Path) -> None:
+    row = {"prompt": "a", "output": "b"}
+    content = {"type": "content", "content": [{"type": "text", "text": "x"}]}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    assert predicted_in(
+        tmp_path / "t.jsonl",
+        row,
+        {**row, "prediction": "xy"},
+        {**row, "prediction": content},
+        {**row, "prediction": None, "predictions": ["x", {"text": "y", "label": "z"}]},
+        {**row, "request": {"prediction": content}},
+        {"messages": messages, "prediction": "d"},
+    ) == [
+        [],
+        [("prediction", words("xy"))],
+        [("prediction", words("x"))],
+        [("prediction 0", words("x")), ("z", words("y"))],
+        [("prediction", words("x"))],
+        [],  # the first answer of the conversation
+        [("prediction", words("d"))],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"prediction": 7}, '"type": "content"'),
+        ({"predictions": [7]}, "`predictions` are texts"),
+        ({"predictions": [{"text": 7}]}, "a text that is none"),
+        ({"predictions": [{"ids": [-1]}]}, "`predictions` holds -1"),
+        ({"predictions": [{"ids": [1]}] * 65}, "beyond the limit of 64"),
+    ],
+)
+def test_a_record_with_another_prediction_is_skipped_by_name(
+    tmp_path: Path, stated: dict[str, Any], reason: str
+) -> None:
+    row = {"prompt_ids": [1], "output_ids": [1]}
+    tally = RecordingTally()
+    path = write(tmp_path / "t.jsonl", [row, {**row, **stated}])
+    assert len(list(encoding.read_traces(path, Letters(), skipped=tally))) == 1
+    assert reason in " ".join(tally.describe())
+    with pytest.raises(TraceError, match=r"invalid prediction|no trace"):
+        list(encoding.read_traces(path, Letters()))
+
+
+def test_traces_come_back_from_disk_with_their_predictions() -> None:
+    predictions = (
+        Prediction(np.arange(3, dtype=np.int32), "\u00e4"),
+        Prediction(np.zeros(1, np.int32)),
+    )
+    with trace_spool() as spool:
+        spool.write(encoding.Trace(np.arange(2, dtype=np.int32), np.arange(4, dtype=np.int32)), 1)
+        spool.write(encoding.Trace(np.zeros(0, np.int32), np.ones(1, np.int32), predictions), 2)
+        spool.write(encoding.Trace(np.zeros(5, np.int32), np.ones(2, np.int32)), 3)
+        for _ in range(2):
+            read = list(spool.labelled())
+            assert [label for label, _ in read] == [1, 2, 3]
+            assert [len(trace.prompt) for _, trace in read] == [2, 0, 5]
+            assert [(each.label, each.tokens.tolist()) for each in read[1][1].predictions] == [
+                ("\u00e4", [0, 1, 2]),
+                ("", [0]),
+            ]
+            assert not read[0][1].predictions
+            assert not read[2][1].predictions

@@ -31,6 +31,12 @@ def own(tenant: str) -> range:
     return range(begin, begin + 100)
 
 
+def predicted(tenant: str, session: str) -> list[int]:
+    """Tokens that only the predictions of one session hold, and that never come."""
+    begin = 60 if session == "s0" else 80
+    return list(own(tenant)[begin : begin + 4])
+
+
 @dataclass
 class Tenant:
     name: str
@@ -55,7 +61,7 @@ class Tenant:
         )
         message = pb.DraftStreamRequest(sequence_number=1, steps=[step])
         (response,) = self.stub.DraftStream(iter([message]))
-        self.check(response.trees[0])
+        self.check(response.trees[0], session)
         if session in self.lengths:
             assert not response.statuses
             self.lengths[session] = length
@@ -75,14 +81,28 @@ class Tenant:
         else:
             assert known
 
+    def predict(self, session: str, tokens: list[int]) -> None:
+        texts = [pb.Prediction(token_ids=[*tokens[:4], *predicted(self.name, session)])]
+        request = pb.AddPredictionsRequest(session_id=session, predictions=texts)
+        try:
+            self.stub.AddPredictions(request)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.NOT_FOUND  # noqa: PT017
+            assert session not in self.lengths
+        else:
+            assert session in self.lengths
+
     def draft(self, _session: str, tokens: list[int]) -> None:
         self.check(self.stub.Draft(pb.DraftRequest(context=tokens, budget_nodes=32)).tree)
 
     def explain(self, _session: str, tokens: list[int]) -> None:
         self.check(self.stub.Explain(pb.ExplainRequest(context=tokens, budget_nodes=32)).tree)
 
-    def check(self, tree: pb.DraftTree) -> None:
-        foreign = set(tree.token_ids) - set(COMMON) - set(own(self.name))
+    def check(self, tree: pb.DraftTree, session: str = "") -> None:
+        known = {*COMMON, *own(self.name)}
+        for name in {"s0", "s1"} - {session}:
+            known -= set(predicted(self.name, name))
+        foreign = set(tree.token_ids) - known
         assert not foreign, f"{self.name} was drafted {foreign}"
 
 
@@ -105,7 +125,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tena
     drafter.shut_down()
 
 
-ACTIONS = ("open", "step", "step", "close", "close", "draft", "explain")
+ACTIONS = ("open", "predict", "step", "step", "close", "close", "draft", "explain")
 PIECE = st.tuples(st.integers(0, 3), st.integers(0, 3))
 """Where among the common tokens a piece begins, and among one's own."""
 

@@ -9,7 +9,14 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import DraftRequest, DraftTree, InvalidRequestError, LimitExceededError, TokenIds
+from retriever import (
+    DraftRequest,
+    DraftTree,
+    InvalidRequestError,
+    LimitExceededError,
+    Prediction,
+    TokenIds,
+)
 from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.predict.phrases import ListedPhrases
 from retriever.sequences import SessionKey
@@ -73,6 +80,8 @@ def arrays(drafter: EmbeddedDrafter, session: str) -> Iterator[tuple[str, Any]]:
     yield "generations", databases.pool.generations.num_tokens
     if databases.phrases is not None:
         yield "phrases", databases.phrases._longest
+    if databases.predictions is not None:
+        yield "predictions", databases.predictions.cursors.tolist()
 
 
 def outcomes_of(rng: np.random.Generator, true: Sequence[int]) -> tuple[TokenIds, ...]:
@@ -91,8 +100,9 @@ def test_a_sequence_drafted_ahead_for_stays_what_it_was(index: Path, remember: b
     rng = np.random.default_rng(5)
     tokens = text(np.random.default_rng(3), 400)
     length, new, awaited = 60, list[int](), DraftTree.empty()
+    expected = [Prediction(ids(*tokens[100:200])), Prediction(ids(*tokens[60:90], 1))]
     for drafter in (ahead, plain):
-        drafter.open("s", ids(*tokens[:length]), remember=remember)
+        drafter.open("s", ids(*tokens[:length]), remember=remember, predictions=expected)
     num_nodes = 0
     while length < 300:
         true = tokens[length : length + int(rng.integers(1, 9))]

@@ -1,9 +1,10 @@
 """Slow and obvious twins of the kernels that keep a cursor in a sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Context
 from retriever.tree import Source
 from tests.retriever.kernels.twins.row_twins import Row, copy_from, match_length
@@ -73,3 +74,76 @@ def collect_without_cursor(context: Context, *args: Any) -> int:
     """In place of `Context.collect`: forgets where the cursor stood, so that it has no effect."""
     context._store.cursor[:] = -1, 0
     return _COLLECT(context, *args)
+
+
+@dataclass(frozen=True)
+class TextCursorTwin:
+    """A cursor in one text of a store, from `begin` up to its separator before `end`."""
+
+    begin: int
+    end: int
+    place: int | None
+    misses: int
+    agreed: int
+
+    def moved(self, store: Sequence[int], new: Sequence[int]) -> "TextCursorTwin":
+        """What `move_text_cursors` makes of tokens that a sequence went on with."""
+        if self.place is None:
+            return self
+        agreeing = 0
+        if self.misses == 0:
+            expected = store[self.place : self.end]
+            while new[: agreeing + 1] == expected[: agreeing + 1] and agreeing < len(new):
+                agreeing += 1
+        missed = len(new) - agreeing
+        agreed = self.agreed + agreeing
+        if self.misses + missed > LOST:
+            return replace(self, place=None, misses=LOST + 1, agreed=agreed)
+        return replace(
+            self, place=self.place + agreeing, misses=self.misses + missed, agreed=agreed
+        )
+
+    def set(self, matches: Sequence[tuple[int, int]]) -> "TextCursorTwin":
+        """What `set_text_cursors` makes of places of the whole store, each with its match."""
+        within = [(place, match) for place, match in matches if self.begin <= place < self.end]
+        longest = max((match for _, match in within), default=0)
+        agreed = self.agreed if self.place is not None and self.misses == 0 else 0
+        if longest < LONG or min(agreed, MAX_MATCH) >= longest:
+            return self
+        place = next(place for place, match in within if match == longest)
+        return replace(self, place=place, misses=0, agreed=longest)
+
+    def expected(self) -> tuple[int, int] | None:
+        """The place that must come next, and the match that speaks for it."""
+        if self.place is None or self.misses:
+            return None
+        return self.place, min(self.agreed, MAX_MATCH)
+
+    def rows(self, store: Sequence[int], query: Sequence[int], depth: int) -> list[tuple[int, Row]]:
+        """What `collect_text_cursors` adds for it where no match has found its place."""
+        text = store[: self.end]
+        if (expected := self.expected()) is not None:
+            place, match = expected
+            return _rows_at(text, [(place, match, 1.0)], depth)
+        if self.place is None:
+            return []
+        offered: list[tuple[int, int, float]] = []
+        for place in range(self.place, min(self.place + REACH, self.end)):
+            if sum(bool(_rows_at(text, [each], depth)) for each in offered if each[2] > 1) == MOST:
+                break
+            match = match_length(store, place - 1, self.begin, query)
+            if match > 0 or place in (self.place, self.place + self.misses):
+                offered.append((place, max(match, 1), NEAR if match > 0 else BLIND))
+        return _rows_at(text, offered, depth)
+
+
+def _rows_at(
+    text: Sequence[int], offered: Sequence[tuple[int, int, float]], depth: int
+) -> list[tuple[int, Row]]:
+    """Rows of places, each with its match and count; nothing follows a separator."""
+    rows = []
+    for place, match, count in offered:
+        continuation = copy_from(text, place, wrap=False, depth=depth)
+        if continuation:
+            rows.append((place, Row(continuation, match, count, Source.PREDICTIONS)))
+    return rows

@@ -1,0 +1,337 @@
+"""Predictions over the wire: every client tells its services, and tells them again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from retriever import (
+    DraftRequest,
+    DraftTree,
+    InvalidRequestError,
+    LimitExceededError,
+    LocalDrafter,
+    Prediction,
+    PredictionDrafter,
+    RemoteDrafter,
+    ResilientDrafter,
+    ShardedDrafter,
+    Source,
+    TokenIds,
+    UnknownSessionError,
+)
+from retriever.client.conversation import Conversation, SequenceStep
+from retriever.errors import NotPossibleError
+from retriever.follower import Followers
+from retriever.limits import Limits
+from retriever.sequences import SessionKey, TokenSequence
+from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
+from retriever.service.servicer import RetrieverServicer
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.long_messages import LONG_LIST, LongMessage, opened, parsed
+from retriever.wire.messages import addition_message, opening_message
+from retriever.wire.statuses import session_status
+from tests.retriever.client.test_clients import Awaited
+from tests.retriever.client.test_replicas import Replica
+from tests.retriever.security.in_process import on_loop, serving
+
+PROMPT = [7, 8, 9]
+FILE = list(range(1000, 1400))
+LATER = list(range(3000, 3100))
+_LONG_S = 30.0
+
+
+def ids(*tokens: int) -> TokenIds:
+    return np.array(tokens, np.int32)
+
+
+class AwaitedPredicting(Awaited):
+    def open(self, session: str, prompt: Any, **options: Any) -> None:
+        on_loop(self.drafter.open(session, prompt, **options))
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        on_loop(self.drafter.add_predictions(session, predictions))
+
+
+CLIENTS: dict[str, Callable[[str], Any]] = {
+    "strict": lambda address: RemoteDrafter(address, timeout_s=_LONG_S),
+    "resilient": lambda address: ResilientDrafter(address, deadline_s=_LONG_S, local=False),
+    "async": lambda address: AwaitedPredicting(address, deadline_s=_LONG_S, local=False),
+    "sharded": lambda address: ShardedDrafter([address], deadline_s=_LONG_S, timeout_s=_LONG_S),
+}
+clients = pytest.mark.parametrize("connect", CLIENTS.values(), ids=CLIENTS)
+
+
+def ready(drafter: Any) -> Any:
+    if hasattr(drafter, "wait"):
+        assert drafter.wait(_LONG_S)
+    return drafter
+
+
+def draft(drafter: Any, new: Sequence[int], length: int) -> DraftTree:
+    (tree,) = drafter.draft([DraftRequest("s", ids(*new), length, 16)])
+    assert isinstance(tree, DraftTree)
+    return tree
+
+
+def begins(tree: DraftTree, tokens: Sequence[int]) -> bool:
+    return len(tree.follow(ids(*tokens))) >= 4
+
+
+@clients
+def test_a_service_drafts_from_predictions_as_the_embedded_drafter_does(
+    connect: Callable[[str], Any],
+) -> None:
+    """Given at the opening, added later, and the same ones again."""
+    service, local = EmbeddedDrafter(), EmbeddedDrafter()
+    with serving(service) as address, ready(connect(address)) as drafter:
+        takes_predictions: object = drafter
+        assert isinstance(takes_predictions, PredictionDrafter)
+        for each in (drafter, local):
+            each.open("s", ids(*PROMPT), predictions=[Prediction(ids(*FILE), "file")])
+        first = draft(drafter, [], 3)
+        assert begins(first, FILE)
+        assert first.token_ids.tolist() == draft(local, [], 3).token_ids.tolist()
+        assert first.sources[0] == Source.PREDICTIONS
+        for each in (drafter, local):
+            each.add_predictions("s", [Prediction(ids(*LATER), "later")])
+            each.add_predictions("s", [Prediction(ids(*FILE)), Prediction(ids(*LATER))])
+        for new, length in [([1000, 1001], 5), ([5], 6), ([1003], 7), (LATER[:2], 9)]:
+            tree, expected = draft(drafter, new, length), draft(local, new, length)
+            assert tree.token_ids.tolist() == expected.token_ids.tolist()
+            assert tree.sources.tolist() == expected.sources.tolist()
+        assert begins(tree, LATER[2:])
+        drafter.close("s", ids(1))
+        with pytest.raises(UnknownSessionError):
+            drafter.add_predictions("s", [Prediction(ids(1))])
+    service.shut_down()
+
+
+@clients
+def test_what_cannot_be_a_prediction_is_refused_at_once(connect: Callable[[str], Any]) -> None:
+    service = EmbeddedDrafter()
+    huge = [Prediction(np.zeros(10_000_000, np.int32), "huge")]
+    with serving(service) as address, ready(connect(address)) as drafter:
+        with pytest.raises(LimitExceededError, match="max_sequence_tokens"):
+            drafter.open("s", ids(*PROMPT), predictions=huge)
+        with pytest.raises(InvalidRequestError, match="prediction 'plan' has no tokens"):
+            drafter.open("s", ids(*PROMPT), predictions=[Prediction(ids(), "plan")])
+        drafter.open("s", ids(*PROMPT))
+        with pytest.raises(LimitExceededError, match="max_sequence_tokens"):
+            drafter.add_predictions("s", huge)
+        assert len(draft(drafter, [7, 8], 5)) > 0  # as before
+    service.shut_down()
+
+
+@clients
+def test_long_predictions_travel_as_short_ones_do(connect: Callable[[str], Any]) -> None:
+    """Cut out of their message before it is parsed: at the opening, and added."""
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, 49_000, 30_000).astype(np.int32) for _ in range(2)]
+    service = EmbeddedDrafter()
+    with serving(service) as address, ready(connect(address)) as drafter:
+        drafter.open("s", ids(*PROMPT), predictions=[Prediction(texts[0])])
+        assert begins(draft(drafter, [], 3), texts[0].tolist())
+        drafter.add_predictions("s", [Prediction(texts[1])])
+        new = texts[1][20_000:20_012].tolist()
+        assert begins(draft(drafter, new, 15), texts[1][20_012:].tolist())
+    service.shut_down()
+
+
+@pytest.mark.parametrize("connect", [CLIENTS["resilient"], CLIENTS["async"]])
+def test_a_service_that_was_started_again_is_told_all_predictions(
+    connect: Callable[[str], Any],
+) -> None:
+    replica = Replica()
+    with ready(connect(replica.address)) as drafter:
+        drafter.open("s", ids(*PROMPT), predictions=[Prediction(ids(*FILE))])
+        assert begins(draft(drafter, [], 3), FILE)
+        drafter.add_predictions("s", [Prediction(ids(*LATER))])
+        assert begins(draft(drafter, FILE[:9], 12), FILE[9:])
+        replica.end()
+        before, replica.drafter = replica.drafter, EmbeddedDrafter()
+        replica.begin()
+        length, tree = 12, DraftTree.empty()
+        for token in FILE[9:60]:
+            length += 1
+            assert drafter.wait(_LONG_S)
+            if len(tree := draft(drafter, [token], length)):
+                break
+        done = length - len(PROMPT)
+        assert begins(tree, FILE[done:])
+        assert begins(draft(drafter, LATER[:10], length + 10), LATER[10:])
+        before.shut_down()
+    replica.shut_down()
+
+
+def step_of(sequence: TokenSequence) -> SequenceStep:
+    return SequenceStep(DraftRequest("s", ids(), len(sequence), 4), sequence)
+
+
+def told(message: pb.DraftStreamRequest) -> tuple[list[list[int]], list[list[int]]]:
+    """The predictions of a message's openings, and those that it adds."""
+    openings = [
+        list(each.token_ids) for opening in message.openings for each in opening.predictions
+    ]
+    added = [list(each.token_ids) for more in message.predictions for each in more.predictions]
+    return openings, added
+
+
+def test_a_message_carries_what_its_server_has_not_been_told() -> None:
+    conversation = Conversation("a", "")
+    sequence = TokenSequence(ids(1), predictions=[Prediction(ids(2))])
+    for _ in range(2):  # again on a stream after the first
+        conversation.begin()
+        known = [each.tokens.tolist() for each in sequence.predictions]
+        assert told(conversation.ask([step_of(sequence)], 0.0, 1.0)[0]) == (known, [])
+        conversation.settle(pb.DraftStreamResponse(sequence_number=1, trees=[pb.DraftTree()]))
+        sequence.expect([Prediction(ids(len(known) + 5)), Prediction(ids(2))])
+        message, _ = conversation.ask([step_of(sequence)], 0.0, 1.0)
+        assert told(message) == ([], [[len(known) + 5]])
+        conversation.settle(pb.DraftStreamResponse(sequence_number=2, trees=[pb.DraftTree()]))
+        assert told(conversation.ask([step_of(sequence)], 0.0, 1.0)[0]) == ([], [])
+
+
+def test_a_server_that_refuses_predictions_is_told_of_the_sequence_without() -> None:
+    """Its limits may be lower than the client's: that costs the predictions, not all drafts."""
+    conversation = Conversation("a", "")
+    conversation.begin()
+    sequence = TokenSequence(ids(1), predictions=[Prediction(ids(2))])
+    message, _ = conversation.ask([step_of(sequence)], 0.0, 1.0)
+    refusal = LimitExceededError("too long", limit="max_sequence_tokens")
+    status = session_status(message.openings[0].session_id, refusal)
+    conversation.settle(
+        pb.DraftStreamResponse(sequence_number=1, trees=[pb.DraftTree()], statuses=[status])
+    )
+    conversation._refused.clear()  # the pause is over
+    message, _ = conversation.ask([step_of(sequence)], 0.0, 1.0)
+    assert len(message.openings) == 1
+    assert told(message) == ([], [])
+
+
+def test_predictions_beyond_a_drafters_limits_cost_themselves_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drafter = EmbeddedDrafter(limits=Limits(max_sequence_tokens=100))
+    sequence = TokenSequence(ids(*[1, 2, 3] * 5), predictions=[Prediction(ids(*range(500)))])
+    follower = Followers(drafter).follow(sequence)
+    assert len(follower.draft(8)) == 8
+    assert follower.num_failures == 0
+    assert caplog.text.count("drafts go on without") == 1
+    for tokens, num_refused in ((ids(*range(40, 90)), 1), (ids(*range(600)), 2)):
+        sequence.expect([Prediction(tokens)])
+        sequence.extend([40, 41])
+        assert len(follower.draft(8)) == 8
+        assert caplog.text.count("drafts go on without") == num_refused
+
+
+def test_a_follower_tells_of_predictions_that_come_later() -> None:
+    sequence = TokenSequence(ids(*PROMPT))
+    follower = Followers(EmbeddedDrafter()).follow(sequence)
+    assert len(follower.draft(8)) == 0
+    sequence.expect([Prediction(ids(*FILE))])
+    assert begins(follower.draft(8), FILE)
+    sequence.extend(FILE[:5])
+    assert begins(follower.draft(8), FILE[5:])
+
+
+def test_a_service_of_an_older_version_drafts_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unknown(_: object, __: object, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method")
+
+    monkeypatch.setattr(RetrieverServicer, "AddPredictions", unknown)
+    service = EmbeddedDrafter()
+    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+        drafter.open("s", ids(*PROMPT))
+        with pytest.raises(NotPossibleError, match="takes no predictions: update it"):
+            drafter.add_predictions("s", [Prediction(ids(*FILE))])
+        sequence = TokenSequence(ids(*[1, 2, 3] * 5))
+        follower = Followers(drafter).follow(sequence)
+        assert len(follower.draft(8)) == 8
+        sequence.expect([Prediction(ids(*FILE))])
+        assert len(follower.draft(8)) == 8
+        assert follower.num_failures == 0
+    service.shut_down()
+
+
+def test_bare_contexts_are_drafted_for_and_explained_with_predictions() -> None:
+    service = EmbeddedDrafter()
+    expected = [Prediction(ids(*FILE), "the file")]
+    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+        assert begins(drafter.draft_context(PROMPT, 8, predictions=expected), FILE)
+        explained = drafter.explain(PROMPT, 8, predictions=expected)
+        assert explained == service.explain(PROMPT, 8, predictions=expected) or begins(
+            explained.tree, FILE
+        )
+        assert [node.predictions[0].label for node in explained.nodes] == ["the file"] * 8
+        assert [node.predictions[0].position for node in explained.nodes] == list(range(8))
+    service.shut_down()
+
+
+def test_nobody_adds_predictions_to_sessions_of_others() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.begin(SessionKey("a", "s"), drafter.prepare(PROMPT, tenant="a"))
+    with pytest.raises(UnknownSessionError):
+        for _ in drafter.adding_predictions(SessionKey("b", "s"), [Prediction(ids(1))]):
+            pass
+
+
+def test_a_message_has_few_predictions() -> None:
+    """However often each is repeated: what a message costs is bounded before it is looked at."""
+    service = EmbeddedDrafter()
+    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+        opening = opening_message(
+            "s", ids(1), remember=True, fingerprint="", predictions=[Prediction(ids(2))] * 1000
+        )
+        drafter._call(drafter._stub.OpenSession, opening)
+        addition = addition_message("s", [Prediction(ids(2))] * 1025)
+        with pytest.raises(LimitExceededError, match="1025 predictions in one message"):
+            drafter._call(drafter._stub.AddPredictions, addition)
+    service.shut_down()
+
+
+def test_tokens_of_predictions_count_as_work() -> None:
+    opening = opening_message(
+        "s", ids(1, 2), remember=True, fingerprint="", predictions=[Prediction(ids(*range(9)))]
+    )
+    assert tokens_of_opening(opening, {}) == 11
+    assert tokens_of_addition(addition_message("s", [Prediction(ids(*range(9)))]), {}) == 9
+
+
+def test_long_predictions_are_cut_out_where_they_stand() -> None:
+    long = np.arange(10_000, 10_000 + LONG_LIST, dtype=np.int32)
+    opening = opening_message(
+        "s", long, remember=True, fingerprint="", predictions=[Prediction(ids(1)), Prediction(long)]
+    )
+    message = pb.DraftStreamRequest(
+        openings=[pb.OpenSessionRequest(), opening],
+        predictions=[addition_message("t", [Prediction(long), Prediction(ids(3))])],
+    )
+    content = message.SerializeToString()
+    cut = parsed(content, pb.DraftStreamRequest.FromString, "retriever.v1.DraftStreamRequest")
+    assert isinstance(cut, LongMessage)
+    rest, lists = opened(cut)
+    assert set(lists) == {(3, 1), (3, 1, 6, 1), (9, 0, 2, 0)}
+    assert list(rest.openings[1].predictions[0].token_ids) == [1]
+    assert not rest.openings[1].predictions[1].token_ids
+    assert list(rest.predictions[0].predictions[1].token_ids) == [3]
+
+
+def test_the_local_drafter_follows_predictions() -> None:
+    drafter = LocalDrafter()
+    drafter.open("s", ids(*PROMPT), predictions=[Prediction(ids(*FILE))])
+    tree = draft(drafter, [], 3)
+    assert begins(tree, FILE)
+    assert set(tree.sources.tolist()) == {Source.PREDICTIONS}
+    assert begins(draft(drafter, FILE[:7], 10), FILE[7:])
+    assert begins(draft(drafter, [5, *FILE[20:24]], 15), FILE[24:])
+    drafter.add_predictions("s", [Prediction(ids(*LATER))])
+    assert begins(draft(drafter, LATER[:3], 18), LATER[3:])
+    drafter.close("s", ids(4))
+    drafter.open("t", ids(*FILE[:9]))
+    (tree,) = drafter.draft([DraftRequest("t", ids(), 9, 8)])
+    assert len(tree.follow(ids(*FILE[9:]))) == 0 or tree.sources[0] == Source.GENERATIONS
+    drafter.close("t")
