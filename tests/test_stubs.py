@@ -42,7 +42,7 @@ def test_contract_keeps_its_rules() -> None:
     assert "package retriever.v1;" in text
     assert "SOURCE_UNSPECIFIED = 0;" in text
     calls = [line.split() for line in text.splitlines() if line.strip().startswith("rpc ")]
-    assert len(calls) == 11
+    assert len(calls) == 12
     for call in calls:
         signature = " ".join(call).replace("stream ", "")
         name = signature.split()[1].split("(")[0]
