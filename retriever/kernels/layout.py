@@ -6,10 +6,12 @@ that it needs by a named tuple. The packing side must keep the arrays alive and 
 record is in use.
 """
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -108,6 +110,21 @@ def _array_at(
     populate: Any = populate_array
     populate(array, address, shape, strides, itemsize, None)
     return array._getvalue()  # noqa: SLF001
+
+
+CACHE_LINE: Final = 64
+"""Bytes that memory moves at once."""
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
+    """Return zeros that begin at a cache line, so that records of its size lie in one line each.
+
+    Numpy's own arrays begin at multiples of 16 bytes: their records would lie in two.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 MAX_MATCH: Final = 32
@@ -382,19 +399,19 @@ class Scratch:
     def __init__(self, max_depth: int, max_rows: int = 1024, max_nodes: int = 1 << 14) -> None:
         num_slots = 2 << (max_rows + MAX_SUCCESSORS - 1).bit_length()
         self.found = Found(
-            np.zeros(max_rows, ROW),
-            np.zeros((max_rows, max_depth), np.int32),
-            np.zeros(RECENT_SIZE, np.float32),
+            aligned_zeros((max_rows,), ROW),
+            aligned_zeros((max_rows, max_depth), np.int32),
+            aligned_zeros((RECENT_SIZE,), np.float32),
             np.zeros(MAX_MATCH, np.int32),
             np.zeros(MAX_MATCH + 1),
         )
         self.work = Work(
-            np.zeros(max_nodes, NODE),
-            np.zeros((max_nodes, Evidence.WIDTH), np.float32),
-            np.zeros(max_nodes, np.float32),
-            np.zeros((max_depth + 1, Traits.SIZE), np.float32),
-            np.zeros(max_nodes, np.int64),
-            np.zeros(NUM_RANKS, np.int32),
+            aligned_zeros((max_nodes,), NODE),
+            aligned_zeros((max_nodes, Evidence.WIDTH), np.float32),
+            aligned_zeros((max_nodes,), np.float32),
+            aligned_zeros((max_depth + 1, Traits.SIZE), np.float32),
+            aligned_zeros((max_nodes,), np.int64),
+            aligned_zeros((NUM_RANKS,), np.int32),
             np.full(num_slots, -1, np.int32),
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),

@@ -15,7 +15,7 @@ from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import NUM_RANKS, Chains, Found, Grown, Tables, Work
 from retriever.kernels.mixing import mix
-from retriever.kernels.succession import call_from_memory
+from retriever.kernels.succession import call_states, call_successors
 
 _LAST: Final = 0xFFFFFFFF
 _NUMBER_BITS: Final = 32
@@ -222,5 +222,8 @@ def _offer_children(
             push(heap, heap_size + num_offered, key_of(probability, child))
             num_offered += 1
             if probability * np.float32(_HOPE) >= least:
-                call_from_memory(tables, live, work.tail, node)
+                call_states(tables, live, work.tail, node)
+    for child in range(parent.first_child, parent.end_child):
+        if above * shares[child] * np.float32(_HOPE) >= least:
+            call_successors(tables, nodes[child])
     return num_offered

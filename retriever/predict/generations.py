@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError
 from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.layout import aligned_zeros
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
@@ -453,4 +454,4 @@ def generations_bytes(capacity: int, limits: ChainLimits) -> int:
 
 def live_table(capacity: int) -> NDArray[np.int64]:
     """Return int64[sets, WAYS], an empty table with an entry for each token of a ring."""
-    return np.zeros((max(1, capacity // WAYS), WAYS), np.int64)
+    return aligned_zeros((max(1, capacity // WAYS), WAYS), np.int64)
