@@ -79,7 +79,7 @@ def child_with(
     node.token, node.slot, node.parent = token, slot, parent
     node.first_row, node.heaviest, node.source = -1, -1.0, source
     node.pair, node.triple = UNKNOWN, UNKNOWN
-    node.place, node.end_child = -1, 0
+    node.place, node.end_child, node.is_called = -1, 0, 0
     evidence[num_nodes, :] = 0.0
     return num_nodes, num_nodes + 1
 

@@ -3,26 +3,34 @@
 A call from Python often costs more than the work in it.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels import chains, cursors, mixing, phrase_matching, similarity, suffixes
+from retriever.kernels import chains as chains_
+from retriever.kernels import cursors, mixing, phrase_matching, similarity, suffixes
 from retriever.kernels import tree_growth as growth
 from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import (
+    MAX_MATCH,
+    SCRATCH_LAYOUT,
+    STORE_LAYOUT,
     Chains,
     Cursor,
     Found,
     Grown,
     Orders,
     PhraseArrays,
+    Priors,
     SegmentArrays,
+    Shared,
     Tables,
     Work,
     unpack,
+    unpack_at,
 )
+from retriever.tree import Source
 
 
 @kernel()
@@ -58,7 +66,7 @@ def count_outcome(
 @kernel()
 def append_tokens(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a store; see `chains.append_tokens`."""
-    chains.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
+    chains_.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
 
 
 @kernel()
@@ -66,7 +74,7 @@ def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a sequence's store and move its cursor."""
     sequence = unpack(store[0], Chains)
     begin = sequence.state[0]
-    chains.append_tokens(sequence, unpack(store[0], Orders).orders, new_tokens)
+    chains_.append_tokens(sequence, unpack(store[0], Orders).orders, new_tokens)
     cursors.move_cursor(unpack(store[0], Cursor).cursor, sequence, begin)
 
 
@@ -94,10 +102,30 @@ def withdraw_tokens(
 ) -> None:
     """Take back what `suppose_tokens` appended; arguments as there."""
     sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
-    chains.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
+    chains_.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
     for index in range(tokens.shape[0]):
         sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[2 + index]
     cursor[0], cursor[1] = before[0], before[1]
+
+
+@kernel()
+def _collect_own(
+    chains: Chains,
+    orders: Orders,
+    cursor: NDArray[np.int64],
+    query: NDArray[np.int32],
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write continuations in the sequence itself and near its cursor."""
+    end = chains_.collect_chains(
+        chains, orders, query, cursors.CONTEXT, True, depth, found, row
+    )
+    cursors.set_cursor(cursor, found.rows, end)
+    return cursors.collect_cursor(
+        cursor, chains, query, depth, found.rows, found.continuations, end
+    )
 
 
 @kernel()
@@ -116,12 +144,8 @@ def collect_sequence(
     sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
     found = unpack(scratch[0], Found)
     similarity.mark_recent(query, rarity, found.recent, found.marked)
-    end = chains.collect_chains(
-        sequence, unpack(store[0], Orders), query, cursors.CONTEXT, True, depth, found, row
-    )
-    cursors.set_cursor(cursor, found.rows, end)
-    return cursors.collect_cursor(
-        cursor, sequence, query, depth, found.rows, found.continuations, end
+    return _collect_own(
+        sequence, unpack(store[0], Orders), cursor, query, depth, found, row
     )
 
 
@@ -135,7 +159,7 @@ def collect_outputs(
     row: int,
 ) -> int:
     """Write continuations in other sequences; return the first free row."""
-    return chains.collect_chains(
+    return chains_.collect_chains(
         unpack(store[0], Chains), unpack(store[0], Orders), query, source, False, depth,
         unpack(scratch[0], Found), row,
     )  # fmt: skip
@@ -173,38 +197,109 @@ def collect_segment(
     )
 
 
+CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
+"""Stages of a draft, to be added up: what each database finds, and the tree of all rows."""
+
+_GENERATIONS: Final = int(Source.GENERATIONS)
+
+
 @kernel()
-def grow_tree(
-    scratch: NDArray[Any],
-    sequence: NDArray[Any],
-    live: NDArray[np.int64],
-    tables: NDArray[Any],
-    weights: NDArray[Any],
-    prior: NDArray[Any],
-    num_rows: int,
+def draft_tree(
+    shared: NDArray[Any],
+    sequence: int,
+    scratch: int,
+    stages: int,
+    row: int,
+    longest: int,
     budget: int,
     min_probability: float,
-) -> int:
-    """Weigh the rows and grow a tree; see `tree_growth.weigh_rows` and `tree_growth.grow_tree`.
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> tuple[int, int, int]:
+    """Do stages of a draft, in their order: one call, for it costs as much as a node.
 
     Args:
-        scratch: `Found`, `Work` and `Grown`, packed.
-        sequence: `Chains`, packed.
-        live: int64[sets, WAYS], of generations.
-        tables: `Tables`, packed.
-        weights: WEIGHTS[1].
-        prior: PRIOR[1].
-        num_rows: rows in use.
-        budget: most nodes to take.
+        shared: `Shared`, packed.
+        sequence: address of a packed store.
+        scratch: address of a packed scratch memory.
+        stages: what to do.
+        row: first free row.
+        longest: no match in the corpus is longer than this.
+        budget: most nodes to take, and most tokens to copy after an occurrence.
         min_probability: candidates below it are not considered.
+        token_ids: int32[budget], the tree, written with the following; see `layout.Grown`.
+        parents: int32[budget].
+        probabilities: float32[budget].
+        sources: uint8[budget].
+
+    Returns:
+        The number of nodes, the first free row, and the longest match in the corpus.
     """
-    found = unpack(scratch[0], Found)
-    growth.weigh_rows(found.rows, num_rows, prior[0].trust, prior[0].backoff, found.counts)
-    return growth.grow_tree(
-        found, num_rows, unpack(sequence[0], Chains), live, unpack(tables[0], Tables), weights,
-        prior[0].escape, unpack(scratch[0], Work), unpack(scratch[0], Grown), budget,
-        min_probability,
-    )  # fmt: skip
+    of = unpack(shared[0], Shared)
+    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
+    found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
+    tables = unpack(of.tables[0], Tables)
+    query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
+    if stages & CONTEXT:
+        cursor = unpack_at(sequence, STORE_LAYOUT, Cursor).cursor
+        similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
+        orders = unpack_at(sequence, STORE_LAYOUT, Orders)
+        row = _collect_own(chains, orders, cursor, query, budget, found, row)
+    if stages & GENERATIONS:
+        row = chains_.collect_chains(
+            unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
+            False, budget, found, row,
+        )  # fmt: skip
+    if stages & CORPUS:
+        bound, longest = longest, 0
+        for index in range(of.segments.shape[0]):
+            segment = unpack(of.segments[index], SegmentArrays)
+            row, match = suffixes.collect_suffixes(segment, query, bound, budget, found, row)
+            longest = max(longest, match)
+    size = 0
+    if stages & TREE:
+        prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
+        growth.weigh_rows(found.rows, row, prior.trust, prior.backoff, found.counts)
+        size = growth.grow_tree(
+            found, row, chains, of.live, tables, of.weights, prior.escape,
+            unpack_at(scratch, SCRATCH_LAYOUT, Work),
+            Grown(token_ids, parents, probabilities, sources), budget, min_probability,
+        )  # fmt: skip
+    return size, row, longest
+
+
+@kernel()
+def commit_tokens(
+    weights: NDArray[Any],
+    sequence: int,
+    scratch: int,
+    tokens: NDArray[np.int32],
+    rate: float,
+) -> int:
+    """Learn from the tokens that followed the last draft, and append them to its sequence.
+
+    Args:
+        weights: WEIGHTS[1], updated; see `mixing.learn`.
+        sequence: address of a packed store, with room for the tokens.
+        scratch: address of the packed scratch memory of the draft; 0 to learn nothing.
+        tokens: int32[n].
+        rate: size of a step.
+
+    Returns:
+        The number of updated nodes.
+    """
+    learned = 0
+    if scratch != 0:
+        learned = mixing.learn(
+            weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate
+        )
+    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
+    begin = chains.state[0]
+    chains_.append_tokens(chains, unpack_at(sequence, STORE_LAYOUT, Orders).orders, tokens)
+    cursors.move_cursor(unpack_at(sequence, STORE_LAYOUT, Cursor).cursor, chains, begin)
+    return learned
 
 
 @kernel()

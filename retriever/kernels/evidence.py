@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.candidates import UNKNOWN, add_rows
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Chains, Evidence, Tables, Traits, Work
 from retriever.kernels.succession import add_followers, add_live, add_successors, set_states
 
@@ -89,6 +89,8 @@ def gather(
         tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, 2, known,
         left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
+    for child in range(num_nodes, end):  # most of them: read by `_estimate`
+        prefetch(shares, nodes[child].token)
     left = np.float32(1.0)
     for order in (2, 1):
         end, left = add_followers(

@@ -62,40 +62,30 @@ def set_states(
 
 
 @kernel(inline="always")
-def call_states(
+def call_from_memory(
     tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
 ) -> None:
-    """Prefetch where the successors of a node stand, if the node is considered.
+    """Prefetch what the functions below read first, if the node is considered.
 
-    That is what `call_successors` reads, so one is called for all nodes before the other.
+    Where the successors of its pair and triple stand has been prefetched with its siblings.
     """
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     for order in (2, 3):
         prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
-    prefetch(tables.starts1, node.token)
-    if node.pair >= 0:
-        prefetch(tables.starts2, node.pair)
-    if node.triple >= 0:
-        prefetch(tables.starts3, node.triple)
-
-
-@kernel(inline="always")
-def call_successors(tables: Tables, node: Any) -> None:
-    """Prefetch the successors of a node, whose places were called from memory before."""
-    if 0 <= node.token < tables.starts1.shape[0]:
-        begin = np.int64(tables.starts1[node.token])
-        prefetch(tables.tokens2, begin)
-        prefetch(tables.counts2, begin)
-    if 0 <= node.pair < tables.starts2.shape[0]:
-        begin = np.int64(tables.starts2[node.pair])
-        prefetch(tables.tokens3, begin)
-        prefetch(tables.counts3, begin)
-        prefetch(tables.counts2, node.pair)
     if 0 <= node.triple < tables.starts3.shape[0]:
         begin = np.int64(tables.starts3[node.triple])
         prefetch(tables.tokens4, begin)
         prefetch(tables.counts4, begin)
-        prefetch(tables.counts3, node.triple)
+    if 0 <= node.pair < tables.starts2.shape[0]:
+        begin = np.int64(tables.starts2[node.pair])
+        prefetch(tables.tokens3, begin)
+        prefetch(tables.counts3, begin)
+        prefetch(tables.starts3, begin)
+    if 0 <= node.token < tables.starts1.shape[0]:
+        begin = np.int64(tables.starts1[node.token])
+        prefetch(tables.tokens2, begin)
+        prefetch(tables.counts2, begin)
+        prefetch(tables.starts2, begin)
 
 
 @kernel()

@@ -15,7 +15,7 @@ from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import NUM_RANKS, Chains, Found, Grown, Tables, Work
 from retriever.kernels.mixing import mix
-from retriever.kernels.succession import call_states, call_successors
+from retriever.kernels.succession import call_from_memory
 
 _LAST: Final = 0xFFFFFFFF
 _NUMBER_BITS: Final = 32
@@ -78,6 +78,7 @@ def pop(heap: NDArray[np.int64], size: int) -> int:
     return best
 
 
+_NEXT: Final = 3  # candidates on top of the heap that are prefetched
 _HOPE: Final = 0.33  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
@@ -168,11 +169,10 @@ def grow_tree(
                 rows, continuations, tables, live, sequence, escape, work, current, num_nodes
             )
             mix(weights[0], work, current)
-            num_offered = _offer_children(
-                tables, live, work, current, heap_size, lowest, min_probability
-            )
+            num_offered = _offer_children(work, current, heap_size, lowest, min_probability)
             heap_size += num_offered
             spare += num_offered
+            _call_next(tables, live, work, heap_size)
             while spare >= ranks[lowest]:
                 spare -= ranks[lowest]
                 lowest -= 1
@@ -195,8 +195,6 @@ def grow_tree(
 
 @kernel()
 def _offer_children(
-    tables: Tables,
-    live: NDArray[np.int64],
     work: Work,
     current: int,
     heap_size: int,
@@ -205,8 +203,7 @@ def _offer_children(
 ) -> int:
     """Push those candidates of a node that can still be taken; return how many.
 
-    Ranks after `lowest` are skipped: enough others are more probable. Memory of candidates whose
-    children can be taken too is prefetched.
+    Ranks after `lowest` are skipped: enough others are more probable.
     """
     nodes, shares, heap, ranks = work.nodes, work.shares, work.heap, work.ranks
     parent, num_offered = nodes[current], 0
@@ -221,9 +218,19 @@ def _offer_children(
             ranks[rank_of(probability)] += 1
             push(heap, heap_size + num_offered, key_of(probability, child))
             num_offered += 1
-            if probability * np.float32(_HOPE) >= least:
-                call_states(tables, live, work.tail, node)
-    for child in range(parent.first_child, parent.end_child):
-        if above * shares[child] * np.float32(_HOPE) >= least:
-            call_successors(tables, nodes[child])
     return num_offered
+
+
+@kernel()
+def _call_next(tables: Tables, live: NDArray[np.int64], work: Work, heap_size: int) -> None:
+    """Prefetch what is read of the candidates that are next.
+
+    Of all candidates whose children may be taken that would be more than memory can deliver.
+    """
+    nodes, heap = work.nodes, work.heap
+    size = min(heap_size, _NEXT)
+    for place in range(size):
+        node = nodes[candidate_of(heap[place])]
+        if node.is_called == 0:
+            node.is_called = 1
+            call_from_memory(tables, live, work.tail, node)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 from weakref import ref
 
 import numpy as np
@@ -341,9 +341,18 @@ class Generations:
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
+        self.leave_out_expired()
+        return self._store.collect(question, row)
+
+    def leave_out_expired(self) -> None:
+        """Make outputs that have expired by now unreadable."""
         if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
             self._expire()
-        return self._store.collect(question, row)
+
+    @property
+    def packed(self) -> NDArray[Any]:
+        """The store, packed for kernels; another one once the ring has grown."""
+        return self._store.packed
 
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring if the tokens would overwrite outputs within the capacity.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
-from retriever.kernels.entries import grow_tree, learn
+from retriever.kernels.entries import learn
 from retriever.kernels.layout import PRIOR, Scratch
 from retriever.predict.databases import DATABASES, Databases
 from retriever.predict.pool import Pool
@@ -61,12 +61,12 @@ class Predictor:
     """
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
-        self.scratch = Scratch(max_depth=max_budget)
+        self._prior = prior.to_kernel()
+        self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
         self._max_budget = max_budget
         self._supposed: Scratch | None = None  # of drafts ahead: the last draft is learned from
         self.num_rows = 0
         self._rate = prior.rate
-        self._prior = prior.to_kernel()
         # Of the draft in the scratch memory; weak, so that an ended sequence leaves memory.
         self._last: ref[Databases] | None = None
 
@@ -74,9 +74,9 @@ class Predictor:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
-        self.num_rows = databases.find(budget, self.scratch)
+        grown, self.num_rows = databases.draft(self.scratch, budget, min_probability)
         self._last = ref(databases)
-        return self._vote_and_grow(self.scratch, self.num_rows, databases, budget, min_probability)
+        return DraftTree(*grown)
 
     def suppose(
         self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
@@ -85,16 +85,19 @@ class Predictor:
         if budget == 0:
             return DraftTree.empty()
         if self._supposed is None:
-            self._supposed = Scratch(max_depth=self._max_budget)
-        scratch = self._supposed
+            self._supposed = Scratch(max_depth=self._max_budget, prior=self._prior)
         with databases.supposing(tokens):
-            num_rows = databases.find(budget, scratch)
-            return self._vote_and_grow(scratch, num_rows, databases, budget, min_probability)
+            grown, _ = databases.draft(self._supposed, budget, min_probability)
+        return DraftTree(*grown)
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn if the last draft was for it."""
-        self.note(databases, tokens)
-        databases.commit(tokens)
+        if len(tokens):
+            was_last = self._last is not None and self._last() is databases
+            if was_last:
+                self._last = None
+            learned_from = self.scratch if was_last and databases.learns else None
+            databases.learn_and_commit(tokens, learned_from, self._rate)
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
         """Learn from int32[n], tokens that follow a sequence, if the last draft was for it."""
@@ -106,35 +109,3 @@ class Predictor:
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Learn from the last draft and int32[n], n at least 1, the tokens that followed it."""
         pool.learned += learn(pool.weights, self.scratch.packed, tokens, self._rate)
-
-    def _vote_and_grow(
-        self,
-        scratch: Scratch,
-        num_rows: int,
-        databases: Databases,
-        budget: int,
-        min_probability: float,
-    ) -> DraftTree:
-        """Weigh the rows and grow the tree; candidates of every node are mixed from all evidence.
-
-        One kernel does both: a call costs as much as a node.
-        """
-        pool = databases.pool
-        size = grow_tree(
-            scratch.packed,
-            databases.context.packed,
-            pool.generations.live,
-            databases.corpus.packed_tables,
-            pool.weights,
-            self._prior,
-            num_rows,
-            budget,
-            float(min_probability),
-        )
-        grown = scratch.grown
-        return DraftTree(
-            grown.token_ids[:size].copy(),
-            grown.parents[:size].copy(),
-            grown.probabilities[:size].copy(),
-            grown.sources[:size].copy(),
-        )

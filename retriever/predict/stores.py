@@ -134,7 +134,9 @@ class ChainStore:
     Attributes:
         chains: the arrays.
         cursor: where the sequence is being copied from; moves as it grows.
-        packed: these arrays and the indexed orders, packed for kernels.
+        packed: these arrays and the indexed orders, packed for kernels: one record of
+            `layout.STORE_LAYOUT`.
+        address: of that.
         num_bytes: their memory, in bytes.
     """
 
@@ -161,6 +163,7 @@ class ChainStore:
             _mapped((max(size, _MIN_LAST) if source == Source.CONTEXT else 1,), -1),
         )
         self.packed = pack(self.chains, self._orders, Cursor(self.cursor))
+        self.address: int = self.packed.ctypes.data
         self.num_bytes = sum(array.nbytes for array in self.chains)
         self._start = self._end = start
 
@@ -197,6 +200,10 @@ class ChainStore:
         """Append int32[n] to a sequence, and move its cursor."""
         extend_sequence(self.packed, tokens)
         self._end += len(tokens)
+
+    def advance(self, num_tokens: int) -> None:
+        """Note that a kernel has appended tokens."""
+        self._end += num_tokens
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
