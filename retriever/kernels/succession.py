@@ -165,6 +165,7 @@ def add_followers(
     heads: NDArray[np.int32],
     links: NDArray[np.int32],
     length: int,
+    occurs: bool,
     order: int,
     left: np.float32,
     nodes: NDArray[Any],
@@ -178,10 +179,12 @@ def add_followers(
 ) -> tuple[int, np.float32]:
     """Add successors of the last one or two tokens in the sequence itself.
 
+    None are looked for where it is known that the last one does not occur there.
+
     Returns the node count and the coefficient of the next shorter context.
     """
     found = 0
-    if tail[3 - order] >= 0:
+    if occurs and tail[3 - order] >= 0:
         found = _follow(sequence, heads, links, length, order, tail, followers)
     traits[Traits.CONTEXT_1 + 1 - order] = found
     strength = np.float32(_CONTEXT_STRENGTH[order - 1])
@@ -242,19 +245,20 @@ def add_live(
     if tail[3 - order] < 0:
         return num_nodes, left
     key = hash_context(tail, order)
-    place, check, total = key & (live.shape[0] - 1), check_of(key), 0
+    ways, check, total = live[key & (live.shape[0] - 1)], check_of(key), 0
     for way in range(WAYS):
-        total += entry_count(live[place, way], check)
+        total += entry_count(ways[way], check)
     traits[trait] = total
     strength = np.float32(_LIVE_STRENGTH[order - 2])
     share = left / (np.float32(total) + strength)
+    if total == 0:  # so it is mostly
+        return num_nodes, share * strength
     for way in range(WAYS):
-        count = entry_count(live[place, way], check)
+        count = entry_count(ways[way], check)
         if count > 0:
             child, num_nodes = child_with(
-                entry_token(live[place, way]), nodes, evidence, slots, current, num_nodes,
-                _GENERATIONS,
-            )  # fmt: skip
+                entry_token(ways[way]), nodes, evidence, slots, current, num_nodes, _GENERATIONS
+            )
             if child >= 0:
                 evidence[child, Evidence.LIVE] += share * np.float32(count)
     return num_nodes, share * strength

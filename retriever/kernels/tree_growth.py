@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.kernels.candidates import slots_for
 from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import NUM_RANKS, Chains, Found, Grown, Tables, Work
@@ -161,12 +162,13 @@ def grow_tree(
     probabilities, sources = grown.probabilities, grown.sources
     plant(rows, num_rows, sequence, nodes)
     ranks[:] = 0
+    num_slots = slots_for(num_rows)
     num_nodes, heap_size, size, current = 1, 0, 0, 0
     lowest, spare = NUM_RANKS - 1, -budget
     while True:
         if rank_of(nodes[current].probability * _HOPE) <= lowest:
             num_nodes = gather(
-                rows, continuations, tables, live, sequence, escape, work, current, num_nodes
+                rows, continuations, tables, live, sequence, escape, work, num_slots, current, num_nodes
             )
             mix(weights[0], work, current)
             num_offered = _offer_children(work, current, heap_size, lowest, min_probability)
