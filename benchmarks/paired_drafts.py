@@ -1,6 +1,6 @@
 """Times drafts of two checkouts in turns on the same recordings, and compares their trees.
 
-    python -m benchmarks.paired_drafts --against ../before --workload NAME=TRACES,warm=FILE,index=DIR
+    python -m benchmarks.paired_drafts --against ../before --workload NAME=TRACES,index=DIRECTORY
 
 Each checkout has a process. A recording is replayed by one and then by the other, the next by the
 other first: whatever else the machine does falls on both. What is reported is the ratio of their
@@ -26,7 +26,7 @@ HERE: Final = Path(__file__).resolve().parent.parent
 _OURS, _THEIRS = "ours", "against"
 
 
-def main(
+def main(  # noqa: PLR0913, PLR0917  (options of a command)
     against: Annotated[Path, typer.Option(help="Root of the other checkout.")],
     workload: Annotated[
         list[str], typer.Option(help="NAME=TRACES[,warm=FILE]...[,index=DIRECTORY]... Repeatable.")
@@ -57,7 +57,9 @@ def main(
     if output is not None:
         from benchmarks.comparison import circumstances  # noqa: PLC0415  (of this checkout)
 
-        output.write_text(json.dumps({"circumstances": circumstances(), **figures}, indent=1) + "\n")
+        output.write_text(
+            json.dumps({"circumstances": circumstances(), **figures}, indent=1) + "\n"
+        )
 
 
 def _rounds(workers: dict[str, "subprocess.Popen[str]"]) -> Iterator[dict[str, Any]]:
@@ -78,8 +80,10 @@ def _rounds(workers: dict[str, "subprocess.Popen[str]"]) -> Iterator[dict[str, A
 
 
 def _answer(worker: "subprocess.Popen[str]") -> Any:
-    assert worker.stdout is not None
-    return json.loads(worker.stdout.readline())
+    line = worker.stdout.readline() if worker.stdout else ""
+    if not line:
+        raise SystemExit(f"a checkout's drafter ended with {worker.wait()}")
+    return json.loads(line)
 
 
 def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -108,7 +112,7 @@ def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def _worker(
+def _worker(  # noqa: PLR0913, PLR0917  (what its command line takes)
     root: Path, workload: str, budget: int, batch: int, limit: int, threads: str
 ) -> Iterator["subprocess.Popen[str]"]:
     """Start a process that replays with the drafter of a checkout."""
@@ -128,7 +132,7 @@ def _worker(
         process.wait()
 
 
-def serve(workload: str, budget: int, batch: int, limit: int, threads: str) -> None:
+def serve(workload: str, budget: int, batch: int, limit: int, *, threads: str) -> None:
     """Replay recordings by number, as standard input asks; uses the checkout on the path only."""
     from benchmarks.workloads import WorkloadFiles  # noqa: PLC0415
     from retriever.replay.traces import ChatEncoder  # noqa: PLC0415
@@ -187,6 +191,7 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
 
 if __name__ == "__main__":
     if "-P" in sys.orig_argv[:2]:
-        serve(sys.argv[1], *(int(each) for each in sys.argv[2:5]), sys.argv[5])
+        stated, *numbers = sys.argv[1:5]
+        serve(stated, *map(int, numbers), threads=sys.argv[5])
     else:
         typer.run(main)

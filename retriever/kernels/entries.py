@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from retriever.kernels import chains as chains_
 from retriever.kernels import cursors, mixing, phrase_matching, similarity, suffixes
 from retriever.kernels import tree_growth as growth
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import (
     MAX_MATCH,
     SCRATCH_LAYOUT,
@@ -30,6 +30,7 @@ from retriever.kernels.layout import (
     unpack,
     unpack_at,
 )
+from retriever.kernels.succession import call_root, call_root_successors
 from retriever.tree import Source
 
 
@@ -40,8 +41,9 @@ def count_outcome(
     sources: NDArray[np.uint8],
     tokens: NDArray[np.int32],
     counts: NDArray[np.int64],
+    by_index: NDArray[np.int64],
 ) -> int:
-    """Count the nodes of a tree, and those on the longest accepted path.
+    """Count the nodes of a tree, and those on the longest accepted path, in two places.
 
     Args:
         token_ids: int32[N], the tree's tokens.
@@ -49,6 +51,7 @@ def count_outcome(
         sources: uint8[N], the database of each.
         tokens: int32[n], the tokens after the last committed one.
         counts: int64[2, MAX_SOURCES], nodes and accepted nodes by source; updated.
+        by_index: int64[2, MAX_SOURCES], another such count; updated.
 
     Returns:
         Number of tokens that the tree contained.
@@ -56,8 +59,10 @@ def count_outcome(
     node, depth = -1, 0
     for each in range(token_ids.shape[0]):
         counts[0, sources[each]] += 1
+        by_index[0, sources[each]] += 1
         if depth < tokens.shape[0] and parents[each] == node and token_ids[each] == tokens[depth]:
             counts[1, sources[each]] += 1
+            by_index[1, sources[each]] += 1
             node = each
             depth += 1
     return depth
@@ -119,9 +124,7 @@ def _collect_own(
     row: int,
 ) -> int:
     """Write continuations in the sequence itself and near its cursor."""
-    end = chains_.collect_chains(
-        chains, orders, query, cursors.CONTEXT, True, depth, found, row
-    )
+    end = chains_.collect_chains(chains, orders, query, cursors.CONTEXT, True, depth, found, row)
     cursors.set_cursor(cursor, found.rows, end)
     return cursors.collect_cursor(
         cursor, chains, query, depth, found.rows, found.continuations, end
@@ -144,9 +147,7 @@ def collect_sequence(
     sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
     found = unpack(scratch[0], Found)
     similarity.mark_recent(query, rarity, found.recent, found.marked)
-    return _collect_own(
-        sequence, unpack(store[0], Orders), cursor, query, depth, found, row
-    )
+    return _collect_own(sequence, unpack(store[0], Orders), cursor, query, depth, found, row)
 
 
 @kernel()
@@ -242,11 +243,15 @@ def draft_tree(
     found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
     tables = unpack(of.tables[0], Tables)
     query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
+    if stages & TREE:
+        call_root(tables.starts1, of.live, query, unpack_at(scratch, SCRATCH_LAYOUT, Work).tail)
     if stages & CONTEXT:
         cursor = unpack_at(sequence, STORE_LAYOUT, Cursor).cursor
         similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
         orders = unpack_at(sequence, STORE_LAYOUT, Orders)
         row = _collect_own(chains, orders, cursor, query, budget, found, row)
+    if stages & TREE:
+        call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
     if stages & GENERATIONS:
         row = chains_.collect_chains(
             unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
@@ -271,6 +276,52 @@ def draft_tree(
 
 
 @kernel()
+def draft_sequences(
+    shared: NDArray[Any],
+    scratch: int,
+    asked: NDArray[np.int64],
+    min_probabilities: NDArray[np.float64],
+    turn: NDArray[np.int64],
+    found: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> int:
+    """Draft for those of n sequences that no other thread takes, in all stages.
+
+    Args:
+        shared: `Shared`, packed.
+        scratch: address of this thread's packed scratch memory.
+        asked: int64[n, 3], the address of each sequence's packed store, a bound of its longest
+            match in the corpus, and the most nodes of its tree.
+        min_probabilities: float64[n], candidates below them are not considered.
+        turn: int64[1], the next sequence to be taken by any thread; 0 at first.
+        found: int64[n, 3], written: nodes, rows of evidence, and longest match in the corpus.
+        token_ids: int32[n, budget], the trees, written with the following; see `layout.Grown`.
+        parents: int32[n, budget].
+        probabilities: float32[n, budget].
+        sources: uint8[n, budget].
+
+    Returns:
+        The last sequence that was drafted for, -1 if there was none.
+    """
+    last = -1
+    while True:
+        index = take_number(turn)
+        if index >= asked.shape[0]:
+            return last
+        budget = asked[index, 2]
+        size, rows, match = draft_tree(
+            shared, asked[index, 0], scratch, CONTEXT + GENERATIONS + CORPUS + TREE, 0,
+            asked[index, 1], budget, min_probabilities[index], token_ids[index, :budget],
+            parents[index, :budget], probabilities[index, :budget], sources[index, :budget],
+        )  # fmt: skip
+        found[index, 0], found[index, 1], found[index, 2] = size, rows, match
+        last = index
+
+
+@kernel()
 def commit_tokens(
     weights: NDArray[Any],
     sequence: int,
@@ -292,9 +343,7 @@ def commit_tokens(
     """
     learned = 0
     if scratch != 0:
-        learned = mixing.learn(
-            weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate
-        )
+        learned = mixing.learn(weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate)
     chains = unpack_at(sequence, STORE_LAYOUT, Chains)
     begin = chains.state[0]
     chains_.append_tokens(chains, unpack_at(sequence, STORE_LAYOUT, Orders).orders, tokens)

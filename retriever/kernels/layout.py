@@ -95,17 +95,16 @@ else:
             record = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
             return at_record(context, builder, signature, [record])
 
-        return result(types.int64, layout, kind), generate
+        return result(address, layout, kind), generate
 
 
-def _unpacking(record: types.Record, kind: Any) -> tuple[Any, Any]:
+def _unpacking(record: Any, kind: Any) -> tuple[Any, Any]:
     """Return the type of what is unpacked, and what emits code for it."""
-    names = kind.instance_class._fields  # noqa: SLF001
+    names = kind.instance_class._fields
     packed = [record.typeof(name) for name in names]
-    kinds: Any = [
-        types.Array(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed
-    ]
+    array_type: Any = types.Array  # numba's types of both are wrong
     named_tuple: Any = types.NamedTuple
+    kinds = [array_type(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed]
     result = named_tuple(kinds, kind.instance_class)
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:

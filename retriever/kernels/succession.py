@@ -89,6 +89,45 @@ def call_from_memory(
 
 
 @kernel()
+def call_root(
+    starts1: NDArray[np.uint32],
+    live: NDArray[np.int64],
+    query: NDArray[np.int32],
+    tail: NDArray[np.int32],
+) -> None:
+    """Prefetch what is read first for the root of a tree, before its rows are looked for.
+
+    Args:
+        starts1: of the phrase tables.
+        live: int64[sets, WAYS], of generations.
+        query: int32[q], the last tokens of the context.
+        tail: int32[3], scratch.
+    """
+    for back in range(min(tail.shape[0], query.shape[0])):
+        token = query[query.shape[0] - 1 - back]
+        tail[tail.shape[0] - 1 - back] = token
+        prefetch(starts1, token)
+    for order in (2, 3):
+        prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
+
+
+@kernel()
+def call_root_successors(
+    starts1: NDArray[np.uint32],
+    tokens2: NDArray[Any],
+    counts2: NDArray[np.uint8],
+    query: NDArray[np.int32],
+) -> None:
+    """Prefetch the first successors of the last three tokens, whose places `call_root` called."""
+    for back in range(min(3, query.shape[0])):
+        token = query[query.shape[0] - 1 - back]
+        if 0 <= token < starts1.shape[0]:
+            prefetch(tokens2, np.int64(starts1[token]))
+            if back == 0:
+                prefetch(counts2, np.int64(starts1[token]))
+
+
+@kernel()
 def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
     """Return the entry of a token among an entry's successors, one level further, or -1.
 

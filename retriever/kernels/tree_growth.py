@@ -168,8 +168,9 @@ def grow_tree(
     while True:
         if rank_of(nodes[current].probability * _HOPE) <= lowest:
             num_nodes = gather(
-                rows, continuations, tables, live, sequence, escape, work, num_slots, current, num_nodes
-            )
+                rows, continuations, tables, live, sequence, escape, work, num_slots, current,
+                num_nodes,
+            )  # fmt: skip
             mix(weights[0], work, current)
             num_offered = _offer_children(work, current, heap_size, lowest, min_probability)
             heap_size += num_offered

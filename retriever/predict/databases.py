@@ -40,7 +40,7 @@ from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.question import Database, Question, SupposingDatabase
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, store_bytes
-from retriever.tree import Source
+from retriever.tree import DraftTree, Source
 
 _FREQUENT: Final = 4.0  # -ln of a token's share: 2% of the corpus and more has rarity 0
 _RARE: Final = 12.0  # 6 in a million and less has rarity 1
@@ -242,8 +242,7 @@ class Corpus:
         shortest: shorter matches are not searched: the tables hold them.
         enough: once a length occurs this often, shorter matches are not searched.
         packed_tables: the tables, packed for kernels.
-        packed_segments: the segments, packed for kernels, by the types of their arrays: one record
-            for each segment.
+        packed_segments: the segments, packed for kernels: a record for each.
     """
 
     segments: Sequence[Segment]
@@ -252,7 +251,7 @@ class Corpus:
     enough: int = 16
     shortest: int = SHORTEST_MATCH
     packed_tables: NDArray[Any] = field(init=False)
-    packed_segments: list[NDArray[Any]] = field(init=False)
+    packed_segments: NDArray[Any] = field(init=False)
     _arrays: list[SegmentArrays] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,10 +262,9 @@ class Corpus:
         self._arrays = [
             SegmentArrays(each.tokens, each.suffixes, each.starts, limits) for each in self.segments
         ]
-        by_type: dict[np.dtype[Any], list[NDArray[Any]]] = {}
-        for packed in (pack(each) for each in self._arrays):
-            by_type.setdefault(packed.dtype, []).append(packed)
-        self.packed_segments = [np.concatenate(each) for each in by_type.values()]
+        # Of one type: one vocabulary says how wide tokens are.
+        packed = [pack(each) for each in self._arrays]
+        self.packed_segments = np.concatenate(packed or [_no_segments(self.tables)])
 
     def search(self, question: Question, longest: int, row: int) -> tuple[int, int]:
         """Write rows of evidence; return the first free row and how long a match can be.
@@ -278,17 +276,18 @@ class Corpus:
         """
         query, _, depth, scratch = question
         found = 0  # matches below `shortest` are not searched
-        for segments in self.packed_segments:
-            for place in range(len(segments)):
-                segment = segments[place : place + 1]
-                row, match = collect_segment(segment, query, longest, depth, scratch.packed, row)
-                found = max(found, match)
+        for place in range(len(self.packed_segments)):
+            segment = self.packed_segments[place : place + 1]
+            row, match = collect_segment(segment, query, longest, depth, scratch.packed, row)
+            found = max(found, match)
         return row, max(found, self.shortest - 1)
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether the arrays of all segments are of the same types, so that one kernel reads all."""
-        return len(self.packed_segments) <= 1
+
+def _no_segments(tables: Tables) -> NDArray[Any]:
+    """Return no records of the type that segments have."""
+    tokens = np.zeros(0, tables.tokens2.dtype)
+    numbers, limits = np.zeros(0, np.uint32), np.zeros(0, SEGMENT_LIMITS)
+    return pack(SegmentArrays(tokens, numbers, numbers, limits))[:0]
 
 
 class CorpusCursor:
@@ -351,19 +350,12 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         pool.shared = shared = Shared(
             generations.packed,
             generations.live,
-            corpus.packed_segments[0] if corpus.packed_segments else _no_segments(corpus),
+            corpus.packed_segments,
             corpus.packed_tables,
             pool.weights,
         )
         pool.packed = pack(shared)
     return pool.packed
-
-
-def _no_segments(corpus: Corpus) -> NDArray[Any]:
-    """Return no records of the type that segments of a corpus have."""
-    tokens = np.zeros(0, corpus.tables.tokens2.dtype)
-    numbers, limits = np.zeros(0, np.uint32), np.zeros(0, SEGMENT_LIMITS)
-    return pack(SegmentArrays(tokens, numbers, numbers, limits))[:0]
 
 
 class _Run(NamedTuple):
@@ -416,9 +408,7 @@ class Databases:
 
     def turn_to(self, corpus: Corpus) -> None:
         """Draft from this corpus from now on."""
-        if corpus is not self.in_corpus.corpus:
-            self.in_corpus.turn_to(corpus)
-            self._runs = self._planned()
+        self.in_corpus.turn_to(corpus)
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to the sequence."""
@@ -470,9 +460,7 @@ class Databases:
         for database in self._others:
             database.commit(tokens)
 
-    def draft(
-        self, scratch: Scratch, budget: int, min_probability: float
-    ) -> tuple[Grown, int]:
+    def draft(self, scratch: Scratch, budget: int, min_probability: float) -> tuple[DraftTree, int]:
         """Collect rows of evidence from all databases and grow a tree from them.
 
         Args:
@@ -481,7 +469,7 @@ class Databases:
             min_probability: less probable nodes are left out.
 
         Returns:
-            The tree's arrays, and the number of rows.
+            The tree, and the number of rows.
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
         address, longest = self.context.address, self.in_corpus.longest
@@ -501,9 +489,12 @@ class Databases:
                 self.in_corpus.narrow(found)
             if then is not None:
                 row = then.collect(self._question(budget, scratch), row)
-        if size < budget:
-            grown = Grown(*(array[:size] for array in grown))
-        return grown, row
+        return DraftTree(*grown).prefix(size), row
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether one call of a kernel asks all databases."""
+        return len(self._runs) == 1
 
     def _question(self, depth: int, scratch: Scratch) -> Question:
         rarity = self.in_corpus.corpus.tables.rarity
@@ -511,9 +502,11 @@ class Databases:
 
     def _planned(self) -> list[_Run]:
         """Return the calls of a draft: one, but for databases without a stage of the kernel."""
-        stages = {id(self.context): CONTEXT, id(self.pool.generations): GENERATIONS}
-        if self.in_corpus.corpus.is_uniform:
-            stages[id(self.in_corpus)] = CORPUS
+        stages = {
+            id(self.context): CONTEXT,
+            id(self.pool.generations): GENERATIONS,
+            id(self.in_corpus): CORPUS,
+        }
         runs, current = [], 0
         for database in self._opened:
             stage = stages.get(id(database), 0)

@@ -4,6 +4,7 @@ A draft collects rows of evidence from all databases, weighs them, and grows a t
 next commit learns from the tokens that followed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
@@ -15,6 +16,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.entries import learn
 from retriever.kernels.layout import PRIOR, Scratch
 from retriever.predict.databases import DATABASES, Databases
+from retriever.predict.parallel import Asked, Threads, default_threads
 from retriever.predict.pool import Pool
 from retriever.tree import DraftTree
 
@@ -54,15 +56,19 @@ class Predictor:
     Args:
         max_budget: most nodes of any tree.
         prior: weights before learning.
+        num_threads: over which a step of many sequences is divided; None for `default_threads`.
 
     Attributes:
         scratch: of the last draft; holds its candidates until the next one.
         num_rows: rows of evidence of the last draft.
     """
 
-    def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
+    def __init__(
+        self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int | None = None
+    ) -> None:
         self._prior = prior.to_kernel()
         self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
+        self._threads = Threads(num_threads or default_threads(), max_budget, self._prior)
         self._max_budget = max_budget
         self._supposed: Scratch | None = None  # of drafts ahead: the last draft is learned from
         self.num_rows = 0
@@ -74,9 +80,32 @@ class Predictor:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
-        grown, self.num_rows = databases.draft(self.scratch, budget, min_probability)
+        tree, self.num_rows = databases.draft(self.scratch, budget, min_probability)
         self._last = ref(databases)
-        return DraftTree(*grown)
+        return tree
+
+    def draft_each(self, asked: Sequence[Asked]) -> list[DraftTree]:
+        """Return the tree of each sequence of a step, in order, as one `draft` after the other.
+
+        Sequences that one kernel call can draft for are divided over threads.
+        """
+        trees = [DraftTree.empty()] * len(asked)
+        units: dict[Any, list[int]] = {}
+        for number, (databases, budget, _) in enumerate(asked):
+            if budget > 0 and len(databases.context) > 0:
+                shared = (id(databases.pool), id(databases.corpus))
+                units.setdefault(shared if databases.is_compiled else number, []).append(number)
+        # The unit of the last sequence comes last: that one is learned from.
+        for numbers in sorted(units.values(), key=max):
+            members = [asked[number] for number in numbers]
+            if len(members) == 1:
+                drafted = [self.draft(*members[0])]
+            else:
+                (drafted, self.num_rows), self.scratch = self._threads.draft(members, self.scratch)
+                self._last = ref(members[-1].databases)
+            for number, tree in zip(numbers, drafted, strict=True):
+                trees[number] = tree
+        return trees
 
     def suppose(
         self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
@@ -87,8 +116,8 @@ class Predictor:
         if self._supposed is None:
             self._supposed = Scratch(max_depth=self._max_budget, prior=self._prior)
         with databases.supposing(tokens):
-            grown, _ = databases.draft(self._supposed, budget, min_probability)
-        return DraftTree(*grown)
+            tree, _ = databases.draft(self._supposed, budget, min_probability)
+        return tree
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn if the last draft was for it."""

@@ -25,6 +25,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Context, Corpus, Databases, tables_of
 from retriever.predict.generations import Generations
+from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.sessions.cut_files import survive_cuts, was_cut
@@ -107,8 +108,11 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     unused = Databases(Context(context), Pool("", Generations(0)), corpus)
     unused.pool.generations.add(context)
     with lock:
-        predictor.draft(unused, 1, 0.0)
+        predictor.draft_each([Asked(unused, 1, 0.0)] * 2)
         predictor.commit(unused, context[:1])
+        predictor.draft(unused, 1, 0.0)
+        predictor.note(unused, context[:1])
+        unused.commit(context[:1])
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:
