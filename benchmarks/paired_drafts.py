@@ -89,7 +89,11 @@ def _answer(worker: "subprocess.Popen[str]") -> Any:
 def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "replays": len(rounds),
-        "same_trees": sum(each[_OURS]["trees"] == each[_THEIRS]["trees"] for each in rounds),
+        # Probabilities may differ in the last bit, as compilers order sums.
+        **{
+            f"same_{what}": sum(each[_OURS][what] == each[_THEIRS][what] for each in rounds)
+            for what in ("trees", "probabilities")
+        },
     }
     for name in (_OURS, _THEIRS):
         steps = np.concatenate([each[name]["step_us"] for each in rounds])
@@ -161,7 +165,8 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
         drafter.open(session, trace.prompt)
     opened = time.perf_counter()
     committed, done = [trace.output[:0] for trace in traces], [0] * len(traces)
-    step_us, trees = [], 0
+    step_us: list[float] = []
+    trees = probabilities = 0
     while all(at < len(trace.output) for at, trace in zip(done, traces, strict=True)):
         requests = [
             DraftRequest(session, new, len(trace.prompt) + at, budget)
@@ -171,8 +176,9 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
         drafted = drafter.draft(requests)
         step_us.append((time.perf_counter() - before) * 1e6)
         for number, (trace, tree) in enumerate(zip(traces, drafted, strict=True)):
-            for part in (tree.token_ids, tree.parents, tree.sources, tree.probabilities):
+            for part in (tree.token_ids, tree.parents, tree.sources):
                 trees = crc32(part.tobytes(), trees)
+            probabilities = crc32(tree.probabilities.tobytes(), probabilities)
             path = tree.follow(trace.output[done[number] :])
             committed[number] = trace.output[done[number] : done[number] + len(path) + 1]
             done[number] += len(committed[number])
@@ -186,6 +192,7 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
         "tokens": sum(done),
         "drafts": len(step_us) * len(traces),
         "trees": trees,
+        "probabilities": probabilities,
     }
 
 

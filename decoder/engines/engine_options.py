@@ -147,14 +147,14 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
         float, Field(gt=0, description="A sequence not seen for longer has ended, in seconds.")
     ] = 10.0
     threads: Annotated[
-        int | None,
+        int,
         Field(
             ge=1,
             le=256,
-            description="Most threads over which the drafts of a step are divided, in process. "
-            "Default: one on each processor, at most 8.",
+            description="Most threads over which the drafts of a step are divided, in process: "
+            "as many as there are processors that nothing else uses then.",
         ),
-    ] = None
+    ] = 1
 
 
 _SERVICE_ALONE: Final = {

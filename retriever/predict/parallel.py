@@ -6,7 +6,6 @@ So trees do not depend on the number of threads, and the last sequence is the la
 thread drafts for: what was considered for it is still there to be learned from.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
@@ -19,18 +18,8 @@ from retriever.kernels.layout import Scratch
 from retriever.predict.databases import Databases, packed_for
 from retriever.tree import DraftTree
 
-MOST_THREADS: Final = 8
-"""Threads by default, where there are more processors: engines need some, too."""
-
 LEAST_SEQUENCES: Final = 4
 """Sequences of a step for each thread: with fewer, waking a thread costs what it saves."""
-
-
-def default_threads() -> int:
-    """Return the processors that this process may use, at most `MOST_THREADS`."""
-    if hasattr(os, "sched_getaffinity"):
-        return min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    return min(MOST_THREADS, os.cpu_count() or 1)
 
 
 class Asked(NamedTuple):

@@ -16,7 +16,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.entries import learn
 from retriever.kernels.layout import PRIOR, Scratch
 from retriever.predict.databases import DATABASES, Databases
-from retriever.predict.parallel import Asked, Threads, default_threads
+from retriever.predict.parallel import Asked, Threads
 from retriever.predict.pool import Pool
 from retriever.tree import DraftTree
 
@@ -56,19 +56,17 @@ class Predictor:
     Args:
         max_budget: most nodes of any tree.
         prior: weights before learning.
-        num_threads: over which a step of many sequences is divided; None for `default_threads`.
+        num_threads: over which a step of many sequences is divided.
 
     Attributes:
         scratch: of the last draft; holds its candidates until the next one.
         num_rows: rows of evidence of the last draft.
     """
 
-    def __init__(
-        self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int | None = None
-    ) -> None:
+    def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int = 1) -> None:
         self._prior = prior.to_kernel()
         self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
-        self._threads = Threads(num_threads or default_threads(), max_budget, self._prior)
+        self._threads = Threads(num_threads, max_budget, self._prior)
         self._max_budget = max_budget
         self._supposed: Scratch | None = None  # of drafts ahead: the last draft is learned from
         self.num_rows = 0

@@ -139,7 +139,7 @@ class EmbeddedDrafter:
         self._base_bytes = 0
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(
-            self.limits.max_budget_nodes, num_threads=options.get("threads")
+            self.limits.max_budget_nodes, num_threads=options.get("threads", 1)
         )
         self._sessions = Sessions(self.limits)
         self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)

@@ -13,7 +13,7 @@ from indexer.reader import Vocabulary
 from retriever import DraftRequest, DraftTree, TokenIds
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import MAX_MATCH, Scratch
-from retriever.predict.parallel import LEAST_SEQUENCES, default_threads
+from retriever.predict.parallel import LEAST_SEQUENCES
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.predictor import DEFAULT_PRIOR
 from retriever.predict.question import Question
@@ -144,7 +144,6 @@ def test_one_sequence_wakes_no_thread(index: Path) -> None:
     drafter = drafter_of(index, 4)
     drafter.draft([DraftRequest("1", ids(), 21, 32)])
     assert drafter._predictor._threads._helpers is None
-    assert default_threads() >= 1
 
 
 @kernel()
