@@ -289,7 +289,10 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
             "(max_batch)",
             limit="max_batch",
         )
-    num_nodes = sum(request.num_nodes for request in requests)
+    if len(requests) == 1:  # mostly: a sum costs half a microsecond
+        num_nodes = requests[0].num_nodes
+    else:
+        num_nodes = sum(request.num_nodes for request in requests)
     if num_nodes > limits.max_step_nodes:
         raise LimitExceededError(
             f"a step of {num_nodes} nodes is beyond the limit of {limits.max_step_nodes} "

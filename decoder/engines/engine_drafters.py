@@ -94,6 +94,7 @@ def _embedded(
         durability=settings.durability,
         phrases=_phrases(settings.phrases, vocabulary, encode),
         refresh_s=settings.refresh if settings.index else 0.0,
+        threads=settings.threads,
     )
     try:
         drafter = make(state=settings.state)

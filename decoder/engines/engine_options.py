@@ -146,6 +146,15 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
     idle_session_s: Annotated[
         float, Field(gt=0, description="A sequence not seen for longer has ended, in seconds.")
     ] = 10.0
+    threads: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=256,
+            description="Most threads over which the drafts of a step are divided, in process: "
+            "as many as there are processors that nothing else uses then.",
+        ),
+    ] = 1
 
 
 _SERVICE_ALONE: Final = {

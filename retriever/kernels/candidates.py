@@ -6,12 +6,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel
-from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.layout import MAX_SUCCESSORS, Evidence, Traits
 
 UNKNOWN: Final = -2
 """Marks an entry of the phrase tables that was not searched yet."""
 
 _SLOT_MULTIPLIER: Final = 40503
+_FEWEST_SLOTS: Final = 256
+
+
+@kernel()
+def slots_for(num_rows: int) -> int:
+    """Return the slots of a table of siblings that has room for a node's candidates.
+
+    Mostly there are few rows, and a table that stays in the first cache.
+    """
+    num_slots = _FEWEST_SLOTS
+    while num_slots < 2 * (num_rows + MAX_SUCCESSORS):
+        num_slots *= 2
+    return num_slots
 
 
 @kernel()
@@ -79,7 +92,7 @@ def child_with(
     node.token, node.slot, node.parent = token, slot, parent
     node.first_row, node.heaviest, node.source = -1, -1.0, source
     node.pair, node.triple = UNKNOWN, UNKNOWN
-    node.place, node.end_child = -1, 0
+    node.place, node.end_child, node.is_called = -1, 0, 0
     evidence[num_nodes, :] = 0.0
     return num_nodes, num_nodes + 1
 

@@ -160,6 +160,10 @@ if TYPE_CHECKING:
         """Prefetch the cache line of an array's element; the index may lie beyond its end."""
         ...
 
+    def take_number(counter: NDArray[np.int64]) -> int:
+        """Return an array's first number and raise it by one, for any number of threads."""
+        ...
+
 else:
 
     @intrinsic
@@ -177,3 +181,13 @@ else:
             return context.get_dummy_value()
 
         return types.void(array, index), generate
+
+    @intrinsic
+    def take_number(_context: Any, counter: types.Array) -> Any:
+        """Return an array's first number and raise it by one, for any number of threads."""
+
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            held = context.make_array(counter)(context, builder, value=arguments[0])
+            return builder.atomic_rmw("add", held.data, ir.IntType(64)(1), "monotonic")
+
+        return types.int64(counter), generate

@@ -3,27 +3,36 @@
 A call from Python often costs more than the work in it.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels import chains, cursors, mixing, phrase_matching, similarity, suffixes
+from retriever.kernels import chains as chains_
+from retriever.kernels import cursors, mixing, phrase_matching, similarity, suffixes
 from retriever.kernels import tree_growth as growth
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import (
+    MAX_MATCH,
+    SCRATCH_LAYOUT,
+    STORE_LAYOUT,
     Chains,
     Cursor,
     Found,
     Grown,
     Orders,
     PhraseArrays,
+    Priors,
     SegmentArrays,
+    Shared,
     Tables,
     TextCursors,
     Work,
     unpack,
+    unpack_at,
 )
+from retriever.kernels.succession import call_root, call_root_successors
+from retriever.tree import Source
 
 
 @kernel()
@@ -33,8 +42,9 @@ def count_outcome(
     sources: NDArray[np.uint8],
     tokens: NDArray[np.int32],
     counts: NDArray[np.int64],
+    by_index: NDArray[np.int64],
 ) -> int:
-    """Count the nodes of a tree, and those on the longest accepted path.
+    """Count the nodes of a tree, and those on the longest accepted path, in two places.
 
     Args:
         token_ids: int32[N], the tree's tokens.
@@ -42,6 +52,7 @@ def count_outcome(
         sources: uint8[N], the database of each.
         tokens: int32[n], the tokens after the last committed one.
         counts: int64[2, MAX_SOURCES], nodes and accepted nodes by source; updated.
+        by_index: int64[2, MAX_SOURCES], another such count; updated.
 
     Returns:
         Number of tokens that the tree contained.
@@ -49,8 +60,10 @@ def count_outcome(
     node, depth = -1, 0
     for each in range(token_ids.shape[0]):
         counts[0, sources[each]] += 1
+        by_index[0, sources[each]] += 1
         if depth < tokens.shape[0] and parents[each] == node and token_ids[each] == tokens[depth]:
             counts[1, sources[each]] += 1
+            by_index[1, sources[each]] += 1
             node = each
             depth += 1
     return depth
@@ -59,7 +72,7 @@ def count_outcome(
 @kernel()
 def append_tokens(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a store; see `chains.append_tokens`."""
-    chains.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
+    chains_.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
 
 
 @kernel()
@@ -67,7 +80,7 @@ def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a sequence's store and move its cursor."""
     sequence = unpack(store[0], Chains)
     begin = sequence.state[0]
-    chains.append_tokens(sequence, unpack(store[0], Orders).orders, new_tokens)
+    chains_.append_tokens(sequence, unpack(store[0], Orders).orders, new_tokens)
     cursors.move_cursor(unpack(store[0], Cursor).cursor, sequence, begin)
 
 
@@ -95,10 +108,28 @@ def withdraw_tokens(
 ) -> None:
     """Take back what `suppose_tokens` appended; arguments as there."""
     sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
-    chains.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
+    chains_.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
     for index in range(tokens.shape[0]):
         sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[2 + index]
     cursor[0], cursor[1] = before[0], before[1]
+
+
+@kernel()
+def _collect_own(
+    chains: Chains,
+    orders: Orders,
+    cursor: NDArray[np.int64],
+    query: NDArray[np.int32],
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write continuations in the sequence itself and near its cursor."""
+    end = chains_.collect_chains(chains, orders, query, cursors.CONTEXT, True, depth, found, row)
+    cursors.set_cursor(cursor, found.rows, end)
+    return cursors.collect_cursor(
+        cursor, chains, query, depth, found.rows, found.continuations, end
+    )
 
 
 @kernel()
@@ -117,13 +148,7 @@ def collect_sequence(
     sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
     found = unpack(scratch[0], Found)
     similarity.mark_recent(query, rarity, found.recent, found.marked)
-    end = chains.collect_chains(
-        sequence, unpack(store[0], Orders), query, cursors.CONTEXT, True, depth, found, row
-    )
-    cursors.set_cursor(cursor, found.rows, end)
-    return cursors.collect_cursor(
-        cursor, sequence, query, depth, found.rows, found.continuations, end
-    )
+    return _collect_own(sequence, unpack(store[0], Orders), cursor, query, depth, found, row)
 
 
 @kernel()
@@ -136,7 +161,7 @@ def collect_outputs(
     row: int,
 ) -> int:
     """Write continuations in other sequences; return the first free row."""
-    return chains.collect_chains(
+    return chains_.collect_chains(
         unpack(store[0], Chains), unpack(store[0], Orders), query, source, False, depth,
         unpack(scratch[0], Found), row,
     )  # fmt: skip
@@ -163,7 +188,7 @@ def collect_texts(
     texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
     predicted = unpack(store[0], Chains)
     indexed = unpack(store[0], Orders)
-    end = chains.collect_chains(predicted, indexed, query, source, False, depth, found, row)
+    end = chains_.collect_chains(predicted, indexed, query, source, False, depth, found, row)
     cursors.set_text_cursors(texts, found.rows, row, end)
     return cursors.collect_text_cursors(
         texts, predicted.tokens, source, query, depth, found, row, end
@@ -202,38 +227,157 @@ def collect_segment(
     )
 
 
+CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
+"""Stages of a draft, to be added up: what each database finds, and the tree of all rows."""
+
+_GENERATIONS: Final = int(Source.GENERATIONS)
+
+
 @kernel()
-def grow_tree(
-    scratch: NDArray[Any],
-    sequence: NDArray[Any],
-    live: NDArray[np.int64],
-    tables: NDArray[Any],
-    weights: NDArray[Any],
-    prior: NDArray[Any],
-    num_rows: int,
+def draft_tree(
+    shared: NDArray[Any],
+    sequence: int,
+    scratch: int,
+    stages: int,
+    row: int,
+    longest: int,
     budget: int,
     min_probability: float,
-) -> int:
-    """Weigh the rows and grow a tree; see `tree_growth.weigh_rows` and `tree_growth.grow_tree`.
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> tuple[int, int, int]:
+    """Do stages of a draft, in their order: one call, for it costs as much as a node.
 
     Args:
-        scratch: `Found`, `Work` and `Grown`, packed.
-        sequence: `Chains`, packed.
-        live: int64[sets, WAYS], of generations.
-        tables: `Tables`, packed.
-        weights: WEIGHTS[1].
-        prior: PRIOR[1].
-        num_rows: rows in use.
-        budget: most nodes to take.
+        shared: `Shared`, packed.
+        sequence: address of a packed store.
+        scratch: address of a packed scratch memory.
+        stages: what to do.
+        row: first free row.
+        longest: no match in the corpus is longer than this.
+        budget: most nodes to take, and most tokens to copy after an occurrence.
         min_probability: candidates below it are not considered.
+        token_ids: int32[budget], the tree, written with the following; see `layout.Grown`.
+        parents: int32[budget].
+        probabilities: float32[budget].
+        sources: uint8[budget].
+
+    Returns:
+        The number of nodes, the first free row, and the longest match in the corpus.
     """
-    found = unpack(scratch[0], Found)
-    growth.weigh_rows(found.rows, num_rows, prior[0].trust, prior[0].backoff, found.counts)
-    return growth.grow_tree(
-        found, num_rows, unpack(sequence[0], Chains), live, unpack(tables[0], Tables), weights,
-        prior[0].escape, unpack(scratch[0], Work), unpack(scratch[0], Grown), budget,
-        min_probability,
-    )  # fmt: skip
+    of = unpack(shared[0], Shared)
+    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
+    found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
+    tables = unpack(of.tables[0], Tables)
+    query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
+    if stages & TREE:
+        call_root(tables.starts1, of.live, query, unpack_at(scratch, SCRATCH_LAYOUT, Work).tail)
+    if stages & CONTEXT:
+        cursor = unpack_at(sequence, STORE_LAYOUT, Cursor).cursor
+        similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
+        orders = unpack_at(sequence, STORE_LAYOUT, Orders)
+        row = _collect_own(chains, orders, cursor, query, budget, found, row)
+    if stages & TREE:
+        call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
+    if stages & GENERATIONS:
+        row = chains_.collect_chains(
+            unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
+            False, budget, found, row,
+        )  # fmt: skip
+    if stages & CORPUS:
+        bound, longest = longest, 0
+        for index in range(of.segments.shape[0]):
+            segment = unpack(of.segments[index], SegmentArrays)
+            row, match = suffixes.collect_suffixes(segment, query, bound, budget, found, row)
+            longest = max(longest, match)
+    size = 0
+    if stages & TREE:
+        prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
+        growth.weigh_rows(found.rows, row, prior.trust, prior.backoff, found.counts)
+        size = growth.grow_tree(
+            found, row, chains, of.live, tables, of.weights, prior.escape,
+            unpack_at(scratch, SCRATCH_LAYOUT, Work),
+            Grown(token_ids, parents, probabilities, sources), budget, min_probability,
+        )  # fmt: skip
+    return size, row, longest
+
+
+@kernel()
+def draft_sequences(
+    shared: NDArray[Any],
+    scratch: int,
+    asked: NDArray[np.int64],
+    min_probabilities: NDArray[np.float64],
+    turn: NDArray[np.int64],
+    found: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> int:
+    """Draft for those of n sequences that no other thread takes, in all stages.
+
+    Args:
+        shared: `Shared`, packed.
+        scratch: address of this thread's packed scratch memory.
+        asked: int64[n, 3], the address of each sequence's packed store, a bound of its longest
+            match in the corpus, and the most nodes of its tree.
+        min_probabilities: float64[n], candidates below them are not considered.
+        turn: int64[1], the next sequence to be taken by any thread; 0 at first.
+        found: int64[n, 3], written: nodes, rows of evidence, and longest match in the corpus.
+        token_ids: int32[n, budget], the trees, written with the following; see `layout.Grown`.
+        parents: int32[n, budget].
+        probabilities: float32[n, budget].
+        sources: uint8[n, budget].
+
+    Returns:
+        The last sequence that was drafted for, -1 if there was none.
+    """
+    last = -1
+    while True:
+        index = take_number(turn)
+        if index >= asked.shape[0]:
+            return last
+        budget = asked[index, 2]
+        size, rows, match = draft_tree(
+            shared, asked[index, 0], scratch, CONTEXT + GENERATIONS + CORPUS + TREE, 0,
+            asked[index, 1], budget, min_probabilities[index], token_ids[index, :budget],
+            parents[index, :budget], probabilities[index, :budget], sources[index, :budget],
+        )  # fmt: skip
+        found[index, 0], found[index, 1], found[index, 2] = size, rows, match
+        last = index
+
+
+@kernel()
+def commit_tokens(
+    weights: NDArray[Any],
+    sequence: int,
+    scratch: int,
+    tokens: NDArray[np.int32],
+    rate: float,
+) -> int:
+    """Learn from the tokens that followed the last draft, and append them to its sequence.
+
+    Args:
+        weights: WEIGHTS[1], updated; see `mixing.learn`.
+        sequence: address of a packed store, with room for the tokens.
+        scratch: address of the packed scratch memory of the draft; 0 to learn nothing.
+        tokens: int32[n].
+        rate: size of a step.
+
+    Returns:
+        The number of updated nodes.
+    """
+    learned = 0
+    if scratch != 0:
+        learned = mixing.learn(weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate)
+    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
+    begin = chains.state[0]
+    chains_.append_tokens(chains, unpack_at(sequence, STORE_LAYOUT, Orders).orders, tokens)
+    cursors.move_cursor(unpack_at(sequence, STORE_LAYOUT, Cursor).cursor, chains, begin)
+    return learned
 
 
 @kernel()

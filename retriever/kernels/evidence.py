@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.candidates import UNKNOWN, add_rows
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Chains, Evidence, Tables, Traits, Work
 from retriever.kernels.succession import add_followers, add_live, add_successors, set_states
 
@@ -46,6 +46,7 @@ def gather(
     context: Chains,
     escape: float,
     work: Work,
+    num_slots: int,
     current: int,
     num_nodes: int,
 ) -> int:
@@ -62,10 +63,11 @@ def gather(
         escape: weight of tokens that no row predicts.
         work: scratch; children and their evidence are written from `num_nodes` on, and the node's
             traits.
+        num_slots: of the table of siblings, a power of two: `slots_for` the rows.
         current: the node.
         num_nodes: candidates so far.
     """
-    nodes, evidence, slots, tail = work.nodes, work.evidence, work.slots, work.tail
+    nodes, evidence, slots, tail = work.nodes, work.evidence, work.slots[:num_slots], work.tail
     values, shares = tables.values, tables.shares
     node = nodes[current]
     traits = work.traits[node.place + 1]
@@ -89,10 +91,14 @@ def gather(
         tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, 2, known,
         left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
+    for child in range(num_nodes, end):  # most of them: read by `_estimate`
+        prefetch(shares, nodes[child].token)
     left = np.float32(1.0)
+    # No token that shares its place in the table has come yet: so it is mostly.
+    occurs = context.last[node.token & (context.last.shape[0] - 1)] >= 0
     for order in (2, 1):
         end, left = add_followers(
-            context.tokens, context.heads, context.links, context.state[0], order, left,
+            context.tokens, context.heads, context.links, context.state[0], occurs, order, left,
             nodes, evidence, slots, tail, work.followers, current, end, traits,
         )  # fmt: skip
     for order in (3, 2):
@@ -151,7 +157,7 @@ def _date(
     mask = last.shape[0] - 1
     for child in range(first, end):
         position = last[nodes[child].token & mask]
-        distance = np.float32(_NEVER)
-        if position >= 0 and tokens[position] == nodes[child].token:
-            distance = np.float32(now - position)
+        # Branchless: which candidates have occurred varies.
+        has_occurred = (position >= 0) & (tokens[max(position, 0)] == nodes[child].token)
+        distance = np.float32(now - position) if has_occurred else np.float32(_NEVER)
         evidence[child, Evidence.RECENCY] = distance

@@ -6,10 +6,12 @@ that it needs by a named tuple. The packing side must keep the arrays alive and 
 record is in use.
 """
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -39,25 +41,29 @@ def pack(*tuples: NamedTuple) -> NDArray[Any]:
         if name in named:
             raise ValueError(f"{name} cannot be packed: another array has this name")
         named[name] = each
-    record = np.zeros(
-        1, _dtype(tuple((name, each.ndim, each.dtype) for name, each in named.items()))
-    )
-    for name, each in named.items():
-        record[name]["address"], record[name]["shape"] = each.ctypes.data, each.shape
+    kinds = tuple((name, each.ndim, each.dtype) for name, each in named.items())
+    dtype, places = _layout(kinds)
+    record = np.zeros(1, dtype)
+    numbers = record.view(np.int64)
+    for place, each in zip(places, named.values(), strict=True):
+        numbers[place : place + 1 + each.ndim] = each.__array_interface__["data"][0], *each.shape
     return record
 
 
 @cache
-def _dtype(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> np.dtype[Any]:
+def _layout(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> tuple[np.dtype[Any], list[int]]:
     """Return the type of the record for arrays of these names, dimensions and elements.
 
-    Of equal types there is one object: a kernel that meets another takes a microsecond to compare.
+    Also the place of each array in it, in words of eight bytes. Of equal types there is one object:
+    a kernel that meets another takes a microsecond to compare.
     """
     fields = [
         (name, [("address", np.int64), ("shape", np.int64, (ndim,)), ("element", element)])
         for name, ndim, element in kinds
     ]
-    return np.dtype(fields, align=True)
+    dtype: np.dtype[Any] = np.dtype(fields, align=True)
+    offsets: Any = dtype.fields
+    return dtype, [offsets[name][1] // 8 for name, _, _ in kinds]
 
 
 if TYPE_CHECKING:
@@ -66,24 +72,49 @@ if TYPE_CHECKING:
         """Return the arrays of a record that a named tuple names."""
         ...
 
+    def unpack_at(address: int, layout: np.dtype[Any], kind: type[_Arrays]) -> _Arrays:
+        """Return the arrays that a named tuple names of a record of a layout, at an address."""
+        ...
+
 else:
 
     @intrinsic
     def unpack(_context: Any, record: types.Record, kind: types.NamedTupleClass) -> Any:
         """Return the arrays of a record that a named tuple names."""
-        names = kind.instance_class._fields
-        packed = [record.typeof(name) for name in names]
-        kinds = [types.Array(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed]
-        result = types.NamedTuple(kinds, kind.instance_class)
-
-        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            arrays = [
-                _array_at(context, builder, arguments[0], record.offset(name), of, array)
-                for name, of, array in zip(names, packed, kinds, strict=True)
-            ]
-            return context.make_tuple(builder, result, arrays)
-
+        result, generate = _unpacking(record, kind)
         return result(record, kind), generate
+
+    @intrinsic
+    def unpack_at(
+        _context: Any, address: types.Integer, layout: types.DType, kind: types.NamedTupleClass
+    ) -> Any:
+        """Return the arrays that a named tuple names of a record of a layout, at an address."""
+        result, at_record = _unpacking(layout.dtype, kind)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            record = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+            return at_record(context, builder, signature, [record])
+
+        return result(address, layout, kind), generate
+
+
+def _unpacking(record: Any, kind: Any) -> tuple[Any, Any]:
+    """Return the type of what is unpacked, and what emits code for it."""
+    names = kind.instance_class._fields
+    packed = [record.typeof(name) for name in names]
+    array_type: Any = types.Array  # numba's types of both are wrong
+    named_tuple: Any = types.NamedTuple
+    kinds = [array_type(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed]
+    result = named_tuple(kinds, kind.instance_class)
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        arrays = [
+            _array_at(context, builder, arguments[0], record.offset(name), of, array)
+            for name, of, array in zip(names, packed, kinds, strict=True)
+        ]
+        return context.make_tuple(builder, result, arrays)
+
+    return result, generate
 
 
 def _array_at(
@@ -108,6 +139,21 @@ def _array_at(
     populate: Any = populate_array
     populate(array, address, shape, strides, itemsize, None)
     return array._getvalue()  # noqa: SLF001
+
+
+CACHE_LINE: Final = 64
+"""Bytes that memory moves at once."""
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
+    """Return zeros that begin at a cache line, so that records of its size lie in one line each.
+
+    Numpy's own arrays begin at multiples of 16 bytes: their records would lie in two.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 MAX_MATCH: Final = 32
@@ -155,7 +201,8 @@ NODE: Final = np.dtype(
         ("depth", np.int32),
         ("first_row", np.int32),
         ("last_row", np.int32),
-        ("slot", np.int32),  # where the token stands in the table of siblings
+        ("slot", np.int16),  # where the token stands in the table of siblings
+        ("is_called", np.int16),  # whether what is read of it was prefetched
         ("place", np.int32),  # index in the tree, -1 for the root and for what is not in it
         ("source", np.int16),
         ("dominant", np.int16),  # database of the longest match that agrees with the path
@@ -313,6 +360,30 @@ class TextCursors(NamedTuple):
     starts: NDArray[np.int64]
 
 
+class Shared(NamedTuple):
+    """What the sequences of a tenant are drafted from, but for databases without a kernel.
+
+    Attributes:
+        outputs: of generations, packed: one record of `STORE_LAYOUT`.
+        live: int64[sets, WAYS], of generations.
+        segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
+        tables: `Tables`, packed.
+        weights: WEIGHTS[1].
+    """
+
+    outputs: NDArray[Any]
+    live: NDArray[np.int64]
+    segments: NDArray[Any]
+    tables: NDArray[Any]
+    weights: NDArray[Any]
+
+
+class Priors(NamedTuple):
+    """The weights of rows before mixing: PRIOR[1]."""
+
+    prior: NDArray[Any]
+
+
 class SegmentArrays(NamedTuple):
     """The arrays of a segment of the corpus, and how it is searched; see `kernels.suffixes`."""
 
@@ -383,30 +454,38 @@ class Scratch:
         max_depth: most nodes of a tree, and tokens of a continuation.
         max_rows: most rows of evidence.
         max_nodes: most candidates that are considered.
+        prior: PRIOR[1], weights of rows before mixing; zeros if not given.
 
     Attributes:
         found: rows of evidence.
         work: where the tree grows.
         grown: the tree.
-        packed: all of these, packed for kernels.
+        packed: all of these, packed for kernels: one record of `SCRATCH_LAYOUT`.
+        address: of that.
     """
 
-    def __init__(self, max_depth: int, max_rows: int = 1024, max_nodes: int = 1 << 14) -> None:
+    def __init__(
+        self,
+        max_depth: int,
+        max_rows: int = 1024,
+        max_nodes: int = 1 << 14,
+        prior: NDArray[Any] | None = None,
+    ) -> None:
         num_slots = 2 << (max_rows + MAX_SUCCESSORS - 1).bit_length()
         self.found = Found(
-            np.zeros(max_rows, ROW),
-            np.zeros((max_rows, max_depth), np.int32),
-            np.zeros(RECENT_SIZE, np.float32),
+            aligned_zeros((max_rows,), ROW),
+            aligned_zeros((max_rows, max_depth), np.int32),
+            aligned_zeros((RECENT_SIZE,), np.float32),
             np.zeros(MAX_MATCH, np.int32),
             np.zeros(MAX_MATCH + 1),
         )
         self.work = Work(
-            np.zeros(max_nodes, NODE),
-            np.zeros((max_nodes, Evidence.WIDTH), np.float32),
-            np.zeros(max_nodes, np.float32),
-            np.zeros((max_depth + 1, Traits.SIZE), np.float32),
-            np.zeros(max_nodes, np.int64),
-            np.zeros(NUM_RANKS, np.int32),
+            aligned_zeros((max_nodes,), NODE),
+            aligned_zeros((max_nodes, Evidence.WIDTH), np.float32),
+            aligned_zeros((max_nodes,), np.float32),
+            aligned_zeros((max_depth + 1, Traits.SIZE), np.float32),
+            aligned_zeros((max_nodes,), np.int64),
+            aligned_zeros((NUM_RANKS,), np.int32),
             np.full(num_slots, -1, np.int32),
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),
@@ -418,7 +497,9 @@ class Scratch:
             np.zeros(max_depth, np.float32),
             np.zeros(max_depth, np.uint8),
         )
-        self.packed = pack(self.found, self.work, self.grown)
+        self._priors = Priors(np.zeros(1, PRIOR) if prior is None else prior)
+        self.packed = pack(self.found, self.work, self.grown, self._priors)
+        self.address: int = self.packed.ctypes.data
 
     @property
     def rows(self) -> NDArray[Any]:
@@ -429,3 +510,17 @@ class Scratch:
     def continuations(self) -> NDArray[np.int32]:
         """int32[max_rows, max_depth], what followed each occurrence."""
         return self.found.continuations
+
+
+def _store_layout() -> "np.dtype[Any]":
+    none, none_2d = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
+    numbers = np.zeros(0, np.int64)
+    chains = Chains(none, none_2d, none_2d, numbers, none)
+    return pack(chains, Orders(numbers, numbers), Cursor(numbers)).dtype
+
+
+STORE_LAYOUT: Final = _store_layout()
+"""A packed store: `Chains`, `Orders` and `Cursor`."""
+
+SCRATCH_LAYOUT: Final = Scratch(1, 1, 1).packed.dtype
+"""A packed scratch memory: `Found`, `Work`, `Grown` and `Priors`."""

@@ -131,9 +131,8 @@ def _entry(check: int, count: int, token: int) -> int:
 @kernel()
 def entry_count(entry: int, check: int) -> int:
     """Return the count of an entry, or 0 if it is free or of another context."""
-    if entry == 0 or entry >> _CHECK_SHIFT != check:
-        return 0
-    return (entry >> _COUNT_SHIFT) & _MAX_COUNT
+    is_counted = (entry != 0) & (entry >> _CHECK_SHIFT == check)  # branchless: it varies
+    return ((entry >> _COUNT_SHIFT) & _MAX_COUNT) * is_counted
 
 
 @kernel()

@@ -65,24 +65,66 @@ def set_states(
 def call_from_memory(
     tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
 ) -> None:
-    """Prefetch what the functions below read first, if the node is considered."""
+    """Prefetch what the functions below read first, if the node is considered.
+
+    Where the successors of its pair and triple stand has been prefetched with its siblings.
+    """
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     for order in (2, 3):
         prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
-    if 0 <= node.token < tables.starts1.shape[0]:
-        begin = np.int64(tables.starts1[node.token])
-        prefetch(tables.tokens2, begin)
-        prefetch(tables.counts2, begin)
-    if 0 <= node.pair < tables.starts2.shape[0]:
-        begin = np.int64(tables.starts2[node.pair])
-        prefetch(tables.tokens3, begin)
-        prefetch(tables.counts3, begin)
-        prefetch(tables.counts2, node.pair)
     if 0 <= node.triple < tables.starts3.shape[0]:
         begin = np.int64(tables.starts3[node.triple])
         prefetch(tables.tokens4, begin)
         prefetch(tables.counts4, begin)
-        prefetch(tables.counts3, node.triple)
+    if 0 <= node.pair < tables.starts2.shape[0]:
+        begin = np.int64(tables.starts2[node.pair])
+        prefetch(tables.tokens3, begin)
+        prefetch(tables.counts3, begin)
+        prefetch(tables.starts3, begin)
+    if 0 <= node.token < tables.starts1.shape[0]:
+        begin = np.int64(tables.starts1[node.token])
+        prefetch(tables.tokens2, begin)
+        prefetch(tables.counts2, begin)
+        prefetch(tables.starts2, begin)
+
+
+@kernel()
+def call_root(
+    starts1: NDArray[np.uint32],
+    live: NDArray[np.int64],
+    query: NDArray[np.int32],
+    tail: NDArray[np.int32],
+) -> None:
+    """Prefetch what is read first for the root of a tree, before its rows are looked for.
+
+    Args:
+        starts1: of the phrase tables.
+        live: int64[sets, WAYS], of generations.
+        query: int32[q], the last tokens of the context.
+        tail: int32[3], scratch.
+    """
+    for back in range(min(tail.shape[0], query.shape[0])):
+        token = query[query.shape[0] - 1 - back]
+        tail[tail.shape[0] - 1 - back] = token
+        prefetch(starts1, token)
+    for order in (2, 3):
+        prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
+
+
+@kernel()
+def call_root_successors(
+    starts1: NDArray[np.uint32],
+    tokens2: NDArray[Any],
+    counts2: NDArray[np.uint8],
+    query: NDArray[np.int32],
+) -> None:
+    """Prefetch the first successors of the last three tokens, whose places `call_root` called."""
+    for back in range(min(3, query.shape[0])):
+        token = query[query.shape[0] - 1 - back]
+        if 0 <= token < starts1.shape[0]:
+            prefetch(tokens2, np.int64(starts1[token]))
+            if back == 0:
+                prefetch(counts2, np.int64(starts1[token]))
 
 
 @kernel()
@@ -162,6 +204,7 @@ def add_followers(
     heads: NDArray[np.int32],
     links: NDArray[np.int32],
     length: int,
+    occurs: bool,
     order: int,
     left: np.float32,
     nodes: NDArray[Any],
@@ -175,10 +218,12 @@ def add_followers(
 ) -> tuple[int, np.float32]:
     """Add successors of the last one or two tokens in the sequence itself.
 
+    None are looked for where it is known that the last one does not occur there.
+
     Returns the node count and the coefficient of the next shorter context.
     """
     found = 0
-    if tail[3 - order] >= 0:
+    if occurs and tail[3 - order] >= 0:
         found = _follow(sequence, heads, links, length, order, tail, followers)
     traits[Traits.CONTEXT_1 + 1 - order] = found
     strength = np.float32(_CONTEXT_STRENGTH[order - 1])
@@ -239,19 +284,20 @@ def add_live(
     if tail[3 - order] < 0:
         return num_nodes, left
     key = hash_context(tail, order)
-    place, check, total = key & (live.shape[0] - 1), check_of(key), 0
+    ways, check, total = live[key & (live.shape[0] - 1)], check_of(key), 0
     for way in range(WAYS):
-        total += entry_count(live[place, way], check)
+        total += entry_count(ways[way], check)
     traits[trait] = total
     strength = np.float32(_LIVE_STRENGTH[order - 2])
     share = left / (np.float32(total) + strength)
+    if total == 0:  # so it is mostly
+        return num_nodes, share * strength
     for way in range(WAYS):
-        count = entry_count(live[place, way], check)
+        count = entry_count(ways[way], check)
         if count > 0:
             child, num_nodes = child_with(
-                entry_token(live[place, way]), nodes, evidence, slots, current, num_nodes,
-                _GENERATIONS,
-            )  # fmt: skip
+                entry_token(ways[way]), nodes, evidence, slots, current, num_nodes, _GENERATIONS
+            )
             if child >= 0:
                 evidence[child, Evidence.LIVE] += share * np.float32(count)
     return num_nodes, share * strength

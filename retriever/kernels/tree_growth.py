@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.kernels.candidates import slots_for
 from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import NUM_RANKS, Chains, Found, Grown, Tables, Work
@@ -78,6 +79,7 @@ def pop(heap: NDArray[np.int64], size: int) -> int:
     return best
 
 
+_NEXT: Final = 3  # candidates on top of the heap that are prefetched
 _HOPE: Final = 0.33  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
@@ -160,19 +162,20 @@ def grow_tree(
     probabilities, sources = grown.probabilities, grown.sources
     plant(rows, num_rows, sequence, nodes)
     ranks[:] = 0
+    num_slots = slots_for(num_rows)
     num_nodes, heap_size, size, current = 1, 0, 0, 0
     lowest, spare = NUM_RANKS - 1, -budget
     while True:
         if rank_of(nodes[current].probability * _HOPE) <= lowest:
             num_nodes = gather(
-                rows, continuations, tables, live, sequence, escape, work, current, num_nodes
-            )
+                rows, continuations, tables, live, sequence, escape, work, num_slots, current,
+                num_nodes,
+            )  # fmt: skip
             mix(weights[0], work, current)
-            num_offered = _offer_children(
-                tables, live, work, current, heap_size, lowest, min_probability
-            )
+            num_offered = _offer_children(work, current, heap_size, lowest, min_probability)
             heap_size += num_offered
             spare += num_offered
+            _call_next(tables, live, work, heap_size)
             while spare >= ranks[lowest]:
                 spare -= ranks[lowest]
                 lowest -= 1
@@ -195,8 +198,6 @@ def grow_tree(
 
 @kernel()
 def _offer_children(
-    tables: Tables,
-    live: NDArray[np.int64],
     work: Work,
     current: int,
     heap_size: int,
@@ -205,8 +206,7 @@ def _offer_children(
 ) -> int:
     """Push those candidates of a node that can still be taken; return how many.
 
-    Ranks after `lowest` are skipped: enough others are more probable. Memory of candidates whose
-    children can be taken too is prefetched.
+    Ranks after `lowest` are skipped: enough others are more probable.
     """
     nodes, shares, heap, ranks = work.nodes, work.shares, work.heap, work.ranks
     parent, num_offered = nodes[current], 0
@@ -221,6 +221,19 @@ def _offer_children(
             ranks[rank_of(probability)] += 1
             push(heap, heap_size + num_offered, key_of(probability, child))
             num_offered += 1
-            if probability * np.float32(_HOPE) >= least:
-                call_from_memory(tables, live, work.tail, node)
     return num_offered
+
+
+@kernel()
+def _call_next(tables: Tables, live: NDArray[np.int64], work: Work, heap_size: int) -> None:
+    """Prefetch what is read of the candidates that are next.
+
+    Of all candidates whose children may be taken that would be more than memory can deliver.
+    """
+    nodes, heap = work.nodes, work.heap
+    size = min(heap_size, _NEXT)
+    for place in range(size):
+        node = nodes[candidate_of(heap[place])]
+        if node.is_called == 0:
+            node.is_called = 1
+            call_from_memory(tables, live, work.tail, node)

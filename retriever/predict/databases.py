@@ -8,20 +8,30 @@ add one, write it in a file of its own with its number (`Source.register`), and 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexer.reader import COUNT_VALUES, Index, PhraseTables, Segment, sum_tables, token_dtype
 from retriever.drafter import TokenIds
-from retriever.kernels.entries import collect_segment
+from retriever.kernels.entries import (
+    CONTEXT,
+    CORPUS,
+    GENERATIONS,
+    TREE,
+    collect_segment,
+    commit_tokens,
+    draft_tree,
+)
 from retriever.kernels.layout import (
     MAX_MATCH,
     SEGMENT_LIMITS,
     Chains,
+    Grown,
     Scratch,
     SegmentArrays,
+    Shared,
     Tables,
     pack,
 )
@@ -31,7 +41,7 @@ from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
-from retriever.tree import Source
+from retriever.tree import DraftTree, Source
 
 _FREQUENT: Final = 4.0  # -ln of a token's share: 2% of the corpus and more has rarity 0
 _RARE: Final = 12.0  # 6 in a million and less has rarity 1
@@ -124,9 +134,16 @@ class Context:
         for _ in self.committing(tokens):
             pass
 
-    def committing(self, tokens: TokenIds) -> Iterator[None]:
-        """Append int32[n]; yield after each piece of work. Meanwhile nobody else may append."""
-        size = len(self) + len(tokens)
+    def advance(self, num_tokens: int) -> None:
+        """Note that a kernel has appended tokens, for which there was room."""
+        self._store.advance(num_tokens)
+
+    def committing(self, tokens: TokenIds, room_for: int = 0) -> Iterator[None]:
+        """Append int32[n]; yield after each piece of work. Meanwhile nobody else may append.
+
+        There is room for `room_for` more tokens then.
+        """
+        size = len(self) + len(tokens) + room_for
         if size > self._store.capacity:
             cursor = self._store.cursor
             grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT, cursor=cursor)
@@ -199,9 +216,9 @@ class Context:
         return self._store.chains
 
     @property
-    def packed(self) -> NDArray[Any]:
-        """The same, packed for kernels."""
-        return self._store.packed
+    def address(self) -> int:
+        """Where the same is packed for kernels; elsewhere once the sequence has outgrown it."""
+        return self._store.address
 
 
 @dataclass(slots=True)
@@ -215,7 +232,7 @@ class Corpus:
         shortest: shorter matches are not searched: the tables hold them.
         enough: once a length occurs this often, shorter matches are not searched.
         packed_tables: the tables, packed for kernels.
-        packed_segments: the segments, packed for kernels.
+        packed_segments: the segments, packed for kernels: a record for each.
     """
 
     segments: Sequence[Segment]
@@ -224,7 +241,7 @@ class Corpus:
     enough: int = 16
     shortest: int = SHORTEST_MATCH
     packed_tables: NDArray[Any] = field(init=False)
-    packed_segments: list[NDArray[Any]] = field(init=False)
+    packed_segments: NDArray[Any] = field(init=False)
     _arrays: list[SegmentArrays] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +252,9 @@ class Corpus:
         self._arrays = [
             SegmentArrays(each.tokens, each.suffixes, each.starts, limits) for each in self.segments
         ]
-        self.packed_segments = [pack(each) for each in self._arrays]
+        # Of one type: one vocabulary says how wide tokens are.
+        packed = [pack(each) for each in self._arrays]
+        self.packed_segments = np.concatenate(packed or [_no_segments(self.tables)])
 
     def search(self, question: Question, longest: int, row: int) -> tuple[int, int]:
         """Write rows of evidence; return the first free row and how long a match can be.
@@ -247,10 +266,18 @@ class Corpus:
         """
         query, _, depth, scratch = question
         found = 0  # matches below `shortest` are not searched
-        for segment in self.packed_segments:
+        for place in range(len(self.packed_segments)):
+            segment = self.packed_segments[place : place + 1]
             row, match = collect_segment(segment, query, longest, depth, scratch.packed, row)
             found = max(found, match)
         return row, max(found, self.shortest - 1)
+
+
+def _no_segments(tables: Tables) -> NDArray[Any]:
+    """Return no records of the type that segments have."""
+    tokens = np.zeros(0, tables.tokens2.dtype)
+    numbers, limits = np.zeros(0, np.uint32), np.zeros(0, SEGMENT_LIMITS)
+    return pack(SegmentArrays(tokens, numbers, numbers, limits))[:0]
 
 
 class CorpusCursor:
@@ -283,10 +310,49 @@ class CorpusCursor:
         finally:
             self._longest = longest
 
+    @property
+    def longest(self) -> int:
+        """Upper bound of the match length."""
+        return self._longest
+
+    def narrow(self, found: int) -> None:
+        """Note the length of the longest match, 0 if there was none."""
+        self._longest = max(found, self.corpus.shortest - 1)
+
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence; see `Corpus.search`."""
         row, self._longest = self.corpus.search(question, self._longest, row)
         return row
+
+
+def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
+    """Return `Shared`, packed, of sequences of a tenant and a corpus; made where it has changed."""
+    generations, shared = pool.generations, pool.shared
+    generations.leave_out_expired()
+    if (
+        shared is None
+        or pool.packed is None
+        or shared.outputs is not generations.packed
+        or shared.live is not generations.live
+        or shared.tables is not corpus.packed_tables
+        or shared.weights is not pool.weights
+    ):
+        pool.shared = shared = Shared(
+            generations.packed,
+            generations.live,
+            corpus.packed_segments,
+            corpus.packed_tables,
+            pool.weights,
+        )
+        pool.packed = pack(shared)
+    return pool.packed
+
+
+class _Run(NamedTuple):
+    """Stages of a draft that one call of a kernel does, and the database that is asked then."""
+
+    stages: int
+    then: Database | None
 
 
 class Databases:
@@ -328,6 +394,8 @@ class Databases:
         self._supposing: list[SupposingDatabase] = [
             each for each in self._opened if isinstance(each, SupposingDatabase)
         ]
+        self._others = [each for each in self._opened if each is not self.context]
+        self._runs = self._planned()
 
     def expect(self, predictions: Predictions) -> None:
         """Draft from these predictions from now on; they begin with those of before."""
@@ -395,19 +463,80 @@ class Databases:
                     supposed.enter_context(database.supposing(tokens, last))
             yield
 
-    def find(self, depth: int, scratch: Scratch) -> int:
-        """Write rows of evidence from all databases; return how many.
+    def learn_and_commit(self, tokens: TokenIds, scratch: Scratch | None, rate: float) -> None:
+        """Append int32[n], n at least 1, having learned from what followed a draft of the sequence.
 
         Args:
-            depth: most tokens to copy after an occurrence.
-            scratch: written.
+            tokens: what followed.
+            scratch: as the draft left it; None to learn nothing.
+            rate: size of a learning step.
         """
+        context, pool = self.context, self.pool
+        if not context.has_room(len(tokens)):
+            for _ in context.committing(tokens[:0], room_for=len(tokens)):
+                pass
+        address = 0 if scratch is None else scratch.address
+        pool.learned += commit_tokens(pool.weights, context.address, address, tokens, rate)
+        context.advance(len(tokens))
+        for database in self._others:
+            database.commit(tokens)
+
+    def draft(self, scratch: Scratch, budget: int, min_probability: float) -> tuple[DraftTree, int]:
+        """Collect rows of evidence from all databases and grow a tree from them.
+
+        Args:
+            scratch: written.
+            budget: most nodes of the tree, and most tokens to copy after an occurrence.
+            min_probability: less probable nodes are left out.
+
+        Returns:
+            The tree, and the number of rows.
+        """
+        shared = packed_for(self.pool, self.in_corpus.corpus)
+        address, longest = self.context.address, self.in_corpus.longest
+        grown = Grown(
+            np.empty(budget, np.int32),
+            np.empty(budget, np.int32),
+            np.empty(budget, np.float32),
+            np.empty(budget, np.uint8),
+        )
+        row = size = 0
+        for stages, then in self._runs:
+            size, row, found = draft_tree(
+                shared, address, scratch.address, stages, row, longest, budget, min_probability,
+                *grown,
+            )  # fmt: skip
+            if stages & CORPUS:
+                self.in_corpus.narrow(found)
+            if then is not None:
+                row = then.collect(self._question(budget, scratch), row)
+        return DraftTree(*grown).prefix(size), row
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether one call of a kernel asks all databases."""
+        return len(self._runs) == 1
+
+    def _question(self, depth: int, scratch: Scratch) -> Question:
         rarity = self.in_corpus.corpus.tables.rarity
-        question = Question(self.context.last(MAX_MATCH), rarity, depth, scratch)
-        row = 0
+        return Question(self.context.last(MAX_MATCH), rarity, depth, scratch)
+
+    def _planned(self) -> list[_Run]:
+        """Return the calls of a draft: one, but for databases without a stage of the kernel."""
+        stages = {
+            id(self.context): CONTEXT,
+            id(self.pool.generations): GENERATIONS,
+            id(self.in_corpus): CORPUS,
+        }
+        runs, current = [], 0
         for database in self._opened:
-            row = database.collect(question, row)
-        return row
+            stage = stages.get(id(database), 0)
+            if stage > current:  # the kernel does stages in their order
+                current += stage
+            else:
+                runs.append(_Run(current, database))
+                current = 0
+        return [*runs, _Run(current + TREE, None)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 from weakref import ref
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError
 from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.layout import aligned_zeros
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
@@ -340,9 +341,18 @@ class Generations:
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
+        self.leave_out_expired()
+        return self._store.collect(question, row)
+
+    def leave_out_expired(self) -> None:
+        """Make outputs that have expired by now unreadable."""
         if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
             self._expire()
-        return self._store.collect(question, row)
+
+    @property
+    def packed(self) -> NDArray[Any]:
+        """The store, packed for kernels; another one once the ring has grown."""
+        return self._store.packed
 
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring if the tokens would overwrite outputs within the capacity.
@@ -453,4 +463,4 @@ def generations_bytes(capacity: int, limits: ChainLimits) -> int:
 
 def live_table(capacity: int) -> NDArray[np.int64]:
     """Return int64[sets, WAYS], an empty table with an entry for each token of a ring."""
-    return np.zeros((max(1, capacity // WAYS), WAYS), np.int64)
+    return aligned_zeros((max(1, capacity // WAYS), WAYS), np.int64)

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from retriever.drafter import Fate
+from retriever.kernels.layout import Shared
 from retriever.predict.generations import Generations, Output
 from retriever.predict.weights import Weights, prior_weights, to_bytes
 
@@ -38,6 +42,8 @@ class Pool:
         learned: steps learned from.
         logged: steps learned from when the log last got the weights.
         last_used_s: time of the last call that needed it, by `time.monotonic`.
+        shared: what its sequences are drafted from; see `databases.packed_for`.
+        packed: the same, packed for kernels.
     """
 
     tenant: str
@@ -46,6 +52,8 @@ class Pool:
     learned: int = 0
     logged: int = 0
     last_used_s: float = 0.0
+    shared: Shared | None = None
+    packed: NDArray[Any] | None = None
 
     def add(self, output: Output) -> Entry:
         """Add an output, and return its entry for the log."""

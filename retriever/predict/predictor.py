@@ -4,6 +4,7 @@ A draft collects rows of evidence from all databases, weighs them, and grows a t
 next commit learns from the tokens that followed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
-from retriever.kernels.entries import grow_tree, learn
+from retriever.kernels.entries import learn
 from retriever.kernels.layout import PRIOR, Scratch
 from retriever.predict.databases import DATABASES, Databases
+from retriever.predict.parallel import Asked, Threads
 from retriever.predict.pool import Pool
 from retriever.tree import DraftTree
 
@@ -54,19 +56,21 @@ class Predictor:
     Args:
         max_budget: most nodes of any tree.
         prior: weights before learning.
+        num_threads: over which a step of many sequences is divided.
 
     Attributes:
         scratch: of the last draft; holds its candidates until the next one.
         num_rows: rows of evidence of the last draft.
     """
 
-    def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
-        self.scratch = Scratch(max_depth=max_budget)
+    def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int = 1) -> None:
+        self._prior = prior.to_kernel()
+        self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
+        self._threads = Threads(num_threads, max_budget, self._prior)
         self._max_budget = max_budget
         self._supposed: Scratch | None = None  # of drafts ahead: the last draft is learned from
         self.num_rows = 0
         self._rate = prior.rate
-        self._prior = prior.to_kernel()
         # Of the draft in the scratch memory; weak, so that an ended sequence leaves memory.
         self._last: ref[Databases] | None = None
 
@@ -74,9 +78,32 @@ class Predictor:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
-        self.num_rows = databases.find(budget, self.scratch)
+        tree, self.num_rows = databases.draft(self.scratch, budget, min_probability)
         self._last = ref(databases)
-        return self._vote_and_grow(self.scratch, self.num_rows, databases, budget, min_probability)
+        return tree
+
+    def draft_each(self, asked: Sequence[Asked]) -> list[DraftTree]:
+        """Return the tree of each sequence of a step, in order, as one `draft` after the other.
+
+        Sequences that one kernel call can draft for are divided over threads.
+        """
+        trees = [DraftTree.empty()] * len(asked)
+        units: dict[Any, list[int]] = {}
+        for number, (databases, budget, _) in enumerate(asked):
+            if budget > 0 and len(databases.context) > 0:
+                shared = (id(databases.pool), id(databases.corpus))
+                units.setdefault(shared if databases.is_compiled else number, []).append(number)
+        # The unit of the last sequence comes last: that one is learned from.
+        for numbers in sorted(units.values(), key=max):
+            members = [asked[number] for number in numbers]
+            if len(members) == 1:
+                drafted = [self.draft(*members[0])]
+            else:
+                (drafted, self.num_rows), self.scratch = self._threads.draft(members, self.scratch)
+                self._last = ref(members[-1].databases)
+            for number, tree in zip(numbers, drafted, strict=True):
+                trees[number] = tree
+        return trees
 
     def suppose(
         self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
@@ -85,16 +112,19 @@ class Predictor:
         if budget == 0:
             return DraftTree.empty()
         if self._supposed is None:
-            self._supposed = Scratch(max_depth=self._max_budget)
-        scratch = self._supposed
+            self._supposed = Scratch(max_depth=self._max_budget, prior=self._prior)
         with databases.supposing(tokens):
-            num_rows = databases.find(budget, scratch)
-            return self._vote_and_grow(scratch, num_rows, databases, budget, min_probability)
+            tree, _ = databases.draft(self._supposed, budget, min_probability)
+        return tree
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn if the last draft was for it."""
-        self.note(databases, tokens)
-        databases.commit(tokens)
+        if len(tokens):
+            was_last = self._last is not None and self._last() is databases
+            if was_last:
+                self._last = None
+            learned_from = self.scratch if was_last and databases.learns else None
+            databases.learn_and_commit(tokens, learned_from, self._rate)
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
         """Learn from int32[n], tokens that follow a sequence, if the last draft was for it."""
@@ -106,35 +136,3 @@ class Predictor:
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Learn from the last draft and int32[n], n at least 1, the tokens that followed it."""
         pool.learned += learn(pool.weights, self.scratch.packed, tokens, self._rate)
-
-    def _vote_and_grow(
-        self,
-        scratch: Scratch,
-        num_rows: int,
-        databases: Databases,
-        budget: int,
-        min_probability: float,
-    ) -> DraftTree:
-        """Weigh the rows and grow the tree; candidates of every node are mixed from all evidence.
-
-        One kernel does both: a call costs as much as a node.
-        """
-        pool = databases.pool
-        size = grow_tree(
-            scratch.packed,
-            databases.context.packed,
-            pool.generations.live,
-            databases.corpus.packed_tables,
-            pool.weights,
-            self._prior,
-            num_rows,
-            budget,
-            float(min_probability),
-        )
-        grown = scratch.grown
-        return DraftTree(
-            grown.token_ids[:size].copy(),
-            grown.parents[:size].copy(),
-            grown.probabilities[:size].copy(),
-            grown.sources[:size].copy(),
-        )

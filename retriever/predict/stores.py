@@ -139,7 +139,9 @@ class ChainStore:
         chains: the arrays.
         cursor: where the sequence is being copied from; moves as it grows.
         orders: the indexed n-grams.
-        packed: these arrays and the indexed orders, packed for kernels.
+        packed: these arrays and the indexed orders, packed for kernels: one record of
+            `layout.STORE_LAYOUT`.
+        address: of that.
         num_bytes: their memory, in bytes.
     """
 
@@ -164,6 +166,7 @@ class ChainStore:
             _mapped((max(size, _MIN_LAST) if source == Source.CONTEXT else 1,), -1),
         )
         self.packed = pack(self.chains, self.orders, Cursor(self.cursor))
+        self.address: int = self.packed.ctypes.data
         self.num_bytes = sum(array.nbytes for array in self.chains)
         self._start = self._end = start
 
@@ -200,6 +203,10 @@ class ChainStore:
         """Append int32[n] to a sequence, and move its cursor."""
         extend_sequence(self.packed, tokens)
         self._end += len(tokens)
+
+    def advance(self, num_tokens: int) -> None:
+        """Note that a kernel has appended tokens."""
+        self._end += num_tokens
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:

@@ -72,6 +72,7 @@ class DraftCounts:
 
     def __init__(self) -> None:
         self.by_source: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
+        self._uncounted: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)  # of no index
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0
@@ -100,9 +101,8 @@ class DraftCounts:
             tokens: int32[n], the tokens committed next.
             by_index: int64[2, MAX_SOURCES], counts of the indexes that it was drafted from.
         """
-        for counts in (self.by_source, by_index):
-            if counts is not None:
-                count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, counts)
+        counted = (self.by_source, self._uncounted if by_index is None else by_index)
+        count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
         self.num_outcomes += 1
         self.num_committed += len(tokens)
 
@@ -113,7 +113,8 @@ class DraftCounts:
     def warm(self) -> None:
         """Compile or load the kernel, without counting anything."""
         tree = DraftTree.empty()
-        count_outcome(tree.token_ids, tree.parents, tree.sources, _NOTHING, self.by_source)
+        counted = (self.by_source, self._uncounted)
+        count_outcome(tree.token_ids, tree.parents, tree.sources, _NOTHING, *counted)
 
 
 _BETWEEN_PAUSES: Final = 256

@@ -53,6 +53,7 @@ from retriever.log.pools import Pools
 from retriever.predict.databases import Context, Databases, context_bytes
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.ledger import Charge, Ledger, with_ceilings
+from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.predictor import Predictor
@@ -146,7 +147,9 @@ class EmbeddedDrafter:
         self.uses = TenantUses()
         self._base_bytes = 0
         self._lock = Lock()
-        self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
+        self._predictor = options.get("predictor") or Predictor(
+            self.limits.max_budget_nodes, num_threads=options.get("threads", 1)
+        )
         self._sessions = Sessions(self.limits)
         self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
         self._bindings = Bindings(indexes, phrases, bound, self._sessions, self._lock)
@@ -245,7 +248,7 @@ class EmbeddedDrafter:
         began = perf_counter()
         with self._lock:
             steps = self._committed(requests)
-            trees = [self._draft(step) for step in steps]
+            trees = self._draft_all(steps)
             self.draft_counts.stepped(len(steps), perf_counter() - began)
         return trees
 
@@ -439,7 +442,7 @@ class EmbeddedDrafter:
     def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
         """Draft for committed requests; also for sessions that have ended since."""
         with self._lock:
-            return [self._draft(step) for step in steps]
+            return self._draft_all(list(steps))
 
     def drafting_ahead(
         self, step: CheckedRequest, until_s: float = math.inf
@@ -857,8 +860,10 @@ class EmbeddedDrafter:
         session = self._sessions.get(SessionKey(namespace, request.session))
         _check_not_committing(session, request.session)
         check_draft(request.budget_nodes, request.min_probability, self.limits)
-        check_outcomes([len(outcome) for outcome in request.outcomes], self.limits)
-        outcomes = [self._tokens(outcome) for outcome in request.outcomes]
+        outcomes: list[TokenIds] = []
+        if request.outcomes:
+            check_outcomes([len(outcome) for outcome in request.outcomes], self.limits)
+            outcomes = [self._tokens(outcome) for outcome in request.outcomes]
         tokens = self._tokens(request.new_tokens)
         num_known = len(session.databases.context)
         check_length(num_known + len(tokens), self.limits)
@@ -884,6 +889,19 @@ class EmbeddedDrafter:
             by_index = self._bindings.corpora(session.tenant).outcomes
             self.draft_counts.committed(session.drafted, new_tokens, by_index)
             session.drafted = None
+
+    def _draft_all(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
+        """Draft for the sequences of a step, divided over threads where there are several."""
+        if len(steps) == 1 or any(step.session.is_committing for step in steps):
+            return [self._draft(step) for step in steps]
+        asked = []
+        for session, _, request, _ in steps:
+            session.databases.turn_to(self._bindings.corpus(session.tenant))
+            asked.append(Asked(session.databases, request.budget_nodes, request.min_probability))
+        trees = self._predictor.draft_each(asked)
+        for step, tree in zip(steps, trees, strict=True):
+            step.session.drafted = tree
+        return trees
 
     def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session

@@ -117,6 +117,8 @@ class OpeningOptions(TypedDict, total=False):
             by every refresh, instead of being raised.
         refresh_s: period of looking for changed indexes in a separate thread, in seconds; 0 for
             never. `refresh` looks at once.
+        threads: most threads over which a step of several sequences is divided; 1 by default: a
+            helper that waits for a processor holds the step up, so name only as many as are free.
         predictor: grows the trees, with room for `limits`; made if not given.
         replication: the server through which drafters of the same vocabulary share outputs; None
             for none.
@@ -130,6 +132,7 @@ class OpeningOptions(TypedDict, total=False):
     hold_indexes: bool
     skip_missing: bool
     refresh_s: float
+    threads: int
     predictor: Predictor | None
     replication: ReplicationOptions | None
 

@@ -25,6 +25,7 @@ from retriever.drafter import Prediction, TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Context, Corpus, Databases, tables_of
 from retriever.predict.generations import Generations
+from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.predictor import Predictor
@@ -105,12 +106,15 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         lock: held while the predictor is used.
     """
     context = np.zeros(2 * MAX_MATCH, np.int32)
-    predictions = Predictions([Prediction(context)])
-    unused = Databases(Context(context), Pool("", Generations(0)), corpus, predictions=predictions)
+    unused = Databases(Context(context), Pool("", Generations(0)), corpus)
     unused.pool.generations.add(context)
     with lock:
-        predictor.draft(unused, 1, 0.0)
+        predictor.draft_each([Asked(unused, 1, 0.0)] * 2)
         predictor.commit(unused, context[:1])
+        unused.expect(Predictions([Prediction(context)]))
+        predictor.draft(unused, 1, 0.0)
+        predictor.note(unused, context[:1])
+        unused.commit(context[:1])
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:

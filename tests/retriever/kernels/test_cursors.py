@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
-from retriever.predict.databases import Context
+from retriever.predict.databases import Context, Databases
 from retriever.predict.question import Question
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
-from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
+from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, draft_without_cursor
 from tests.retriever.kernels.twins.row_twins import Row
 from tests.suite_parts import cases
 
@@ -193,7 +193,7 @@ def num_right(edit: str) -> NDArray[np.int64]:
 def test_copying_goes_on_after_an_edit(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens after it in most files, where words are ambiguous, and earlier than otherwise."""
     right = num_right(edit)
-    monkeypatch.setattr(Context, "collect", collect_without_cursor)
+    monkeypatch.setattr(Databases, "draft", draft_without_cursor)
     right_without = num_right(edit)
     whole, whole_without = (right == AHEAD).sum(axis=0), (right_without == AHEAD).sum(axis=0)
     assert whole[2] >= 0.7 * NUM_FILES
@@ -216,7 +216,7 @@ def test_copying_is_offered_before_any_token_agrees(
         wanted = np.array(after[:AHEAD], np.int32)
         with monkeypatch.context() as patch:
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == AHEAD
-            patch.setattr(Context, "collect", collect_without_cursor)
+            patch.setattr(Databases, "draft", draft_without_cursor)
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == 0
 
 

@@ -7,7 +7,17 @@ import pytest
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel, prefetch
-from retriever.kernels.layout import NODE, pack, unpack
+from retriever.kernels.layout import (
+    CACHE_LINE,
+    NODE,
+    STORE_LAYOUT,
+    Chains,
+    aligned_zeros,
+    pack,
+    unpack,
+    unpack_at,
+)
+from retriever.predict.databases import Context
 
 
 class Several(NamedTuple):
@@ -95,3 +105,28 @@ def test_asking_for_memory_changes_nothing_wherever_it_is() -> None:
     array = np.arange(5, 9, dtype=np.int32)
     assert [look_ahead(array, index) for index in (0, 3, 4, -1, 1 << 40)] == [5] * 5
     assert array.tolist() == [5, 6, 7, 8]
+
+
+@kernel()
+def sum_of(address: int) -> int:
+    """Add up the tokens of a store that is packed at an address."""
+    chains, total = unpack_at(address, STORE_LAYOUT, Chains), 0
+    for position in range(chains.state[0]):
+        total += chains.tokens[position]
+    return total
+
+
+def test_a_record_is_unpacked_at_its_address() -> None:
+    for size in (0, 1, 5000):
+        context = Context(np.arange(size, dtype=np.int32))
+        assert sum_of(context.address) == size * (size - 1) // 2
+
+
+def test_records_begin_at_cache_lines() -> None:
+    for shape, dtype in (((3,), NODE), ((1000, 8), np.dtype(np.int64)), ((0,), NODE)):
+        array = aligned_zeros(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, dtype)
+        assert array.size == 0 or array.ctypes.data % CACHE_LINE == 0
+        assert array.flags.c_contiguous
+        assert not array.view(np.uint8).any()
+    assert NODE.itemsize == CACHE_LINE

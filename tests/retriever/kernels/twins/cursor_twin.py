@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from retriever.kernels.layout import MAX_MATCH
-from retriever.predict.databases import Context
-from retriever.tree import Source
+from retriever.predict.databases import Databases
+from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.row_twins import Row, copy_from, match_length
 
 LONG = 8
@@ -67,13 +67,13 @@ class CursorTwin:
         return rows[:room]
 
 
-_COLLECT = Context.collect
+_DRAFT = Databases.draft
 
 
-def collect_without_cursor(context: Context, *args: Any) -> int:
-    """In place of `Context.collect`: forgets where the cursor stood, so that it has no effect."""
-    context._store.cursor[:] = -1, 0
-    return _COLLECT(context, *args)
+def draft_without_cursor(databases: Databases, *args: Any) -> tuple[DraftTree, int]:
+    """In place of `Databases.draft`: forgets where the cursor stood, so that it has no effect."""
+    databases.context._store.cursor[:] = -1, 0
+    return _DRAFT(databases, *args)
 
 
 @dataclass(frozen=True)

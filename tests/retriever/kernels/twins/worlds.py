@@ -10,6 +10,7 @@ from indexer.format.documents import DocumentTableBuilder
 from indexer.format.names import separator_of, token_dtype
 from indexer.format.opening import Segment
 from indexer.reader import PhraseTables
+from retriever.kernels.candidates import slots_for
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Tables
 from retriever.kernels.tree_growth import grow_tree
@@ -68,7 +69,8 @@ class World:
         return int(
             gather(
                 self.scratch.rows, self.scratch.continuations, self.tables, self.generations.live,
-                self.context.chains, ESCAPE, self.scratch.work, current, num_nodes,
+                self.context.chains, ESCAPE, self.scratch.work, slots_for(len(self.rows)), current,
+                num_nodes,
             )
         )  # fmt: skip
 

@@ -1,0 +1,169 @@
+"""A step's trees, and what is learned from them, do not depend on threads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from indexer.build import build_from_tokens
+from indexer.reader import Vocabulary
+from retriever import DraftRequest, DraftTree, TokenIds
+from retriever.kernels.compiling import kernel, take_number
+from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.predict.parallel import LEAST_SEQUENCES
+from retriever.predict.phrases import ListedPhrases
+from retriever.predict.predictor import DEFAULT_PRIOR
+from retriever.predict.question import Question
+from retriever.sequences import SessionKey
+from retriever.sessions.embedded import EmbeddedDrafter
+
+NUM_TOKENS = 40
+SESSIONS = 24
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Return tokens that repeat earlier ones, with errors."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = rng.integers(0, NUM_TOKENS, 24).tolist()
+    while len(tokens) < length:
+        begin = int(rng.integers(0, len(tokens) - 12))
+        piece = tokens[begin : begin + int(rng.integers(3, 12))]
+        tokens += piece if rng.random() < 0.7 else [*piece[:-1], int(rng.integers(NUM_TOKENS))]
+    return tokens[:length]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel") / "index"
+    documents = [(str(number), text(number, 300)) for number in range(4)]
+    build_from_tokens(documents, path, Vocabulary(NUM_TOKENS, "ab" * 32))
+    return path
+
+
+def drafter_of(index: Path, threads: int, *, with_phrases: bool = False) -> EmbeddedDrafter:
+    phrases = ListedPhrases([tuple(text(7, 30)[:length]) for length in (3, 6, 9, 30)])
+    drafter = EmbeddedDrafter.open_indexes(
+        [index], threads=threads, phrases=phrases if with_phrases else None
+    )
+    for number in range(SESSIONS):
+        prompt = text(number % 9, 20 + number) if number != 5 else []
+        drafter.open(str(number), prompt, tenant="ab"[number % 5 == 3], remember=number % 7 != 6)
+    return drafter
+
+
+def steps() -> Iterator[list[tuple[str, TokenIds, int, int, float]]]:
+    """Yield steps of all sequences or of some: name, new tokens, length, budget, probability."""
+    rng = np.random.default_rng(11)
+    texts = [[*text(number % 9, 20 + number), *text(number, 400)] for number in range(SESSIONS)]
+    lengths = [20 + number if number != 5 else 0 for number in range(SESSIONS)]
+    for step in range(40):
+        asked = []
+        for number in rng.permutation(SESSIONS)[: SESSIONS if step % 3 else 5].tolist():
+            new = texts[number][lengths[number] :][: int(rng.integers(0, 6))]
+            lengths[number] += len(new)
+            budget, least = int(rng.choice([0, 1, 8, 32])), float(rng.choice([0, 0, 0.01]))
+            asked.append((str(number), np.array(new, np.int32), lengths[number], budget, least))
+        yield asked
+
+
+def as_lists(tree: DraftTree) -> list[Any]:
+    return [tree.token_ids.tolist(), tree.parents.tolist(), tree.probabilities.tolist(),
+            tree.sources.tolist()]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_phrases", [False, True])
+def test_trees_and_weights_are_those_of_one_draft_after_the_other(
+    index: Path,
+    with_phrases: bool,  # noqa: FBT001
+) -> None:
+    """Of the last sequence of a step is learned, whichever thread drafted for it."""
+    alone = drafter_of(index, 1, with_phrases=with_phrases)
+    several = [drafter_of(index, threads, with_phrases=with_phrases) for threads in (1, 2, 3, 5)]
+    num_nodes = 0
+    for asked in steps():
+        requests = [DraftRequest(*each) for each in asked]
+        committed: Any = alone.commit_each(requests, "")
+        expected = [as_lists(alone.draft_each([step])[0]) for step in committed]
+        num_nodes += sum(len(tokens) for tokens, *_ in expected)
+        for drafter in several:
+            assert [as_lists(tree) for tree in drafter.draft(requests)] == expected
+    assert num_nodes > 3000
+    for tenant in ("a", "b"):
+        pool = alone._pools.get(tenant)
+        assert pool.learned > 0
+        for drafter in several:
+            other = drafter._pools.get(tenant)
+            assert other.learned == pool.learned
+            assert other.weights.tobytes() == pool.weights.tobytes()
+
+
+def test_rows_of_the_kernel_are_those_that_databases_collect(index: Path) -> None:
+    drafter = drafter_of(index, 1, with_phrases=True)
+    drafter.remember(text(4, 300), tenant="a")
+    ours, theirs, seen = Scratch(32, prior=DEFAULT_PRIOR.to_kernel()), Scratch(32), set[int]()
+    for asked in steps():
+        for name, new, length, budget, _ in asked:
+            drafter.draft([DraftRequest(name, new, length, 1)])
+            databases = drafter._sessions.get(SessionKey("", name)).databases
+            if budget == 0 or length == 0:
+                continue
+            _, num_rows = databases.draft(ours, budget, 0.0)
+            query, rarity = databases.context.last(MAX_MATCH), databases.corpus.tables.rarity
+            row = 0
+            for database in databases._opened:
+                row = database.collect(Question(query, rarity, budget, theirs), row)
+            assert row == num_rows
+            for field in ("length", "match", "source", "count", "similarity"):
+                assert ours.rows[field][:row].tolist() == theirs.rows[field][:row].tolist()
+            for place, size in enumerate(ours.rows["length"][:row].tolist()):
+                ends = [each.continuations[place, :size].tolist() for each in (ours, theirs)]
+                assert ends[0] == ends[1]
+            seen.update(ours.rows["source"][:row].tolist())
+    assert seen == {1, 2, 3, 4}
+
+
+def test_helpers_draft_where_a_step_has_enough_sequences(index: Path) -> None:
+    drafter = drafter_of(index, 3)
+    scratches = drafter._predictor._threads._scratches
+    for count, helpers in ((2 * LEAST_SEQUENCES - 1, 0), (2 * LEAST_SEQUENCES, 1), (SESSIONS, 2)):
+        chosen = [number for number in range(SESSIONS) if number % 5 not in {0, 3}][:count]
+        requests = [DraftRequest(str(each), ids(), 20 + each, 8) for each in chosen]
+        assert len(drafter.draft(requests)) == len(chosen)
+        expected = min(helpers, len(chosen) // LEAST_SEQUENCES - 1)
+        assert len(scratches) == max(0, expected)
+
+
+def ids(*tokens: int) -> TokenIds:
+    return np.array(tokens, np.int32)
+
+
+def test_one_sequence_wakes_no_thread(index: Path) -> None:
+    drafter = drafter_of(index, 4)
+    drafter.draft([DraftRequest("1", ids(), 21, 32)])
+    assert drafter._predictor._threads._helpers is None
+
+
+@kernel()
+def taken(counter: Any, numbers: Any) -> int:
+    """Take numbers and count each, until there are no more."""
+    while True:
+        number = take_number(counter)
+        if number >= numbers.shape[0]:
+            return 0
+        numbers[number] += 1
+
+
+def test_every_number_is_taken_once() -> None:
+    counter, numbers = np.zeros(1, np.int64), np.zeros(300_000, np.int64)
+    taken(counter, numbers[:0])
+    counter[:] = 0
+    threads = [Thread(target=taken, args=(counter, numbers)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (numbers == 1).all()
+    assert counter[0] == len(numbers) + len(threads)
