@@ -34,6 +34,11 @@ def kernel(
     Unless a kernel `allocates`, reference counting is off: the arrays' owners outlive the call.
     Counting took a third of the time of short loops.
 
+    What sums with `fastmath` is inlined (`forceinline`), and so are its callers up to those that
+    Python calls. A callee that is not inlined is optimized once by itself and again within each
+    caller, which may order its sums anew, and both copies have one name: a process that compiled
+    runs the former, one that loads the caller from disk the latter. Their last bits differ.
+
     Args:
         allocates: whether the kernel creates arrays.
         options: further options of numba.

@@ -233,7 +233,7 @@ CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
 _GENERATIONS: Final = int(Source.GENERATIONS)
 
 
-@kernel()
+@kernel(forceinline=True)
 def draft_tree(
     shared: NDArray[Any],
     sequence: int,

@@ -23,6 +23,10 @@ from retriever.kernels.layout import (
     Work,
 )
 
+_FAST: Final = {"contract", "reassoc", "nsz"}
+"""What may be done to sums: they become vector code, rounded as the compiler comes to order them.
+See `kernel` for why such functions and their callers are inlined."""
+
 _LEAST_GRADIENT: Final = np.float32(0.002)  # smaller ones are skipped: saves time
 
 # Of evidence by its kind: what is added to it, and how its logarithm is moved and scaled.
@@ -31,7 +35,7 @@ _SHIFT: Final = np.array([8, 8, 8, 5, -10, 12, 0, 0], np.float32)
 _SCALE: Final = np.array([0.25, 0.25, 0.25, 0.3, 0.15, 0.25, 0, 0], np.float32)
 
 
-@kernel(fastmath={"contract", "reassoc", "nsz"})
+@kernel(forceinline=True, fastmath=_FAST)
 def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
     """Replace evidence by its logarithms, moved and scaled to about -2 to 2.
 
@@ -56,7 +60,7 @@ def to_traits(traits: NDArray[np.float32]) -> None:
         traits[index] = fast_log2(traits[index] + np.float32(0.1)) * np.float32(0.2)
 
 
-@kernel(fastmath={"contract", "reassoc", "nsz"})
+@kernel(forceinline=True, fastmath=_FAST)
 def score(
     weights: Any,
     traits: NDArray[np.float32],
@@ -88,7 +92,7 @@ def score(
         scores[index] = total
 
 
-@kernel(fastmath={"contract", "reassoc", "nsz"})
+@kernel(forceinline=True, fastmath=_FAST)
 def score_escape(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
     bias, output, of_traits = weights.escape_bias, weights.escape_output, weights.escape_traits
@@ -113,7 +117,7 @@ def depth_bucket(traits: NDArray[np.float32]) -> int:
     return min(DEPTH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.DEPTH] * np.float32(2) - 0.01)))
 
 
-@kernel(fastmath={"contract", "reassoc", "nsz"})
+@kernel(forceinline=True, fastmath=_FAST)
 def to_shares(shares: NDArray[np.float32], escape: float) -> None:
     """Replace scores by probabilities; the rest to one is "none of these"."""
     highest = np.float32(escape)
@@ -128,7 +132,7 @@ def to_shares(shares: NDArray[np.float32], escape: float) -> None:
         shares[index] *= scale
 
 
-@kernel()
+@kernel(forceinline=True)
 def mix(weights: Any, work: Work, current: int) -> None:
     """Write the probabilities of a node's candidates, given the node.
 
@@ -146,7 +150,7 @@ def mix(weights: Any, work: Work, current: int) -> None:
     to_shares(scores, score_escape(weights, traits, node.dominant))
 
 
-@kernel()
+@kernel(forceinline=True)
 def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Update the weights by the tokens that followed; return the number of updated nodes.
 
@@ -177,7 +181,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
     return tokens.shape[0]
 
 
-@kernel()
+@kernel(forceinline=True)
 def _descend(
     weights: Any,
     node: Any,
@@ -199,7 +203,7 @@ def _descend(
     _move_escape(weights, traits, gradient)
 
 
-@kernel(fastmath={"contract", "reassoc", "nsz"})
+@kernel(forceinline=True, fastmath=_FAST)
 def _move_candidate(
     weights: Any, features: NDArray[np.float32], traits: NDArray[np.float32], step: float
 ) -> None:
@@ -220,7 +224,7 @@ def _move_candidate(
             of_evidence[kind, unit] -= through * features[kind]
 
 
-@kernel(fastmath={"contract", "reassoc", "nsz"})
+@kernel(forceinline=True, fastmath=_FAST)
 def _move_escape(weights: Any, traits: NDArray[np.float32], step: float) -> None:
     bias, output, of_traits = weights.escape_bias, weights.escape_output, weights.escape_traits
     for unit in range(HIDDEN):

@@ -120,7 +120,7 @@ def weigh_rows(
         rows[index].weight *= counts[rows[index].match]
 
 
-@kernel()
+@kernel(forceinline=True)
 def grow_tree(
     found: Found,
     num_rows: int,

@@ -107,3 +107,39 @@ def test_a_damaged_cache_is_compiled_over(tmp_path: Path, monkeypatch: pytest.Mo
         path.write_bytes(b"\x80damaged")
     del sys.modules["damaged"]
     assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
+
+
+PROBABILITIES = """
+import numpy as np
+from retriever.predict.databases import Context, Corpus, Databases, tables_of
+from retriever.predict.generations import Generations
+from retriever.predict.pool import Pool
+from retriever.predict.predictor import Predictor
+
+rng = np.random.default_rng(5)
+predictor, pool = Predictor(32), Pool("", Generations(0))
+corpus = Corpus([], tables_of([]))
+for _ in range(20):
+    databases = Databases(Context(rng.integers(0, 9, 200).astype(np.int32)), pool, corpus)
+    print(predictor.draft(databases, 32, 0.0).probabilities.tobytes().hex())
+    predictor.commit(databases, rng.integers(0, 9, 2).astype(np.int32))
+print(pool.weights.tobytes().hex())
+"""
+
+
+@pytest.mark.soak
+def test_kernels_compute_the_same_compiled_or_kept(tmp_path: Path) -> None:
+    """To the last bit: the order of a sum does not depend on where its code comes from."""
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", PROBABILITIES],
+            env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for _ in range(2)
+    ]
+    assert ["compiling kernels" in each.stderr for each in printed] == [True, False]
+    assert printed[0].stdout == printed[1].stdout
+    assert len(printed[0].stdout.splitlines()) == 21

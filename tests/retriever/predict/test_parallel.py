@@ -10,7 +10,7 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import DraftRequest, DraftTree, TokenIds
+from retriever import DraftRequest, DraftTree, Prediction, TokenIds
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.parallel import LEAST_SEQUENCES
@@ -43,14 +43,25 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def drafter_of(index: Path, threads: int, *, with_phrases: bool = False) -> EmbeddedDrafter:
+def drafter_of(
+    index: Path, threads: int, *, with_phrases: bool = False, with_predictions: bool = True
+) -> EmbeddedDrafter:
     phrases = ListedPhrases([tuple(text(7, 30)[:length]) for length in (3, 6, 9, 30)])
     drafter = EmbeddedDrafter.open_indexes(
         [index], threads=threads, phrases=phrases if with_phrases else None
     )
     for number in range(SESSIONS):
         prompt = text(number % 9, 20 + number) if number != 5 else []
-        drafter.open(str(number), prompt, tenant="ab"[number % 5 == 3], remember=number % 7 != 6)
+        expected = [Prediction(np.array(text(number % 9, 200), np.int32))] * (
+            with_predictions and number % 6 == 4
+        )
+        drafter.open(
+            str(number),
+            prompt,
+            tenant="ab"[number % 5 == 3],
+            remember=number % 7 != 6,
+            predictions=expected,
+        )
     return drafter
 
 
@@ -122,11 +133,11 @@ def test_rows_of_the_kernel_are_those_that_databases_collect(index: Path) -> Non
                 ends = [each.continuations[place, :size].tolist() for each in (ours, theirs)]
                 assert ends[0] == ends[1]
             seen.update(ours.rows["source"][:row].tolist())
-    assert seen == {1, 2, 3, 4}
+    assert seen == {1, 2, 3, 4, 6}
 
 
 def test_helpers_draft_where_a_step_has_enough_sequences(index: Path) -> None:
-    drafter = drafter_of(index, 3)
+    drafter = drafter_of(index, 3, with_predictions=False)
     scratches = drafter._predictor._threads._scratches
     for count, helpers in ((2 * LEAST_SEQUENCES - 1, 0), (2 * LEAST_SEQUENCES, 1), (SESSIONS, 2)):
         chosen = [number for number in range(SESSIONS) if number % 5 not in {0, 3}][:count]
