@@ -83,26 +83,33 @@ class _Queue:
         return self.begun.popleft() if self.begun else None
 
 
-class SwitchInterval:
+class _SwitchInterval:
     """Python's switch interval, short while there is work that may hold the interpreter."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._num_working = 0
         self._before_s = sys.getswitchinterval()
 
     @contextmanager
     def short(self) -> Iterator[None]:
         """Keep it short during the block."""
-        if not self._num_working:
-            self._before_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(SWITCH_S, self._before_s))
-        self._num_working += 1
+        with self._lock:
+            if not self._num_working:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_S, self._before_s))
+            self._num_working += 1
         try:
             yield
         finally:
-            self._num_working -= 1
-            if not self._num_working:
-                sys.setswitchinterval(self._before_s)
+            with self._lock:
+                self._num_working -= 1
+                if not self._num_working:
+                    sys.setswitchinterval(self._before_s)
+
+
+_SWITCH_INTERVAL: Final = _SwitchInterval()
+"""Of the process: services whose work overlaps must not take each other's for what was before."""
 
 
 class Lane:
@@ -113,7 +120,6 @@ class Lane:
         num_threads: how many pieces are worked on at once.
         max_waiting: work of one tenant that may be in the lane at once.
         uses: gets the time that tenants take.
-        interval: made short while the lane works.
     """
 
     def __init__(
@@ -122,9 +128,7 @@ class Lane:
         num_threads: int,
         max_waiting: int,
         uses: TenantUses,
-        interval: SwitchInterval | None = None,
     ) -> None:
-        self._interval = interval or SwitchInterval()
         self._threads = ThreadPoolExecutor(num_threads, f"foredraft-{name}")
         self._num_threads = num_threads
         self._max_waiting = max_waiting
@@ -159,7 +163,7 @@ class Lane:
         """
         self._admit(tenant)
         work = _Work(tenant, pieces, asyncio.get_running_loop().create_future())
-        with self._interval.short():
+        with _SWITCH_INTERVAL.short():
             with self._lock:
                 self._tenants.setdefault(tenant, _Queue()).fresh.append(work)
             self._threads.submit(self._take_pieces)
@@ -277,11 +281,11 @@ class Lanes:
 
     def __init__(self, limits: Limits, uses: TenantUses) -> None:
         num_reading = min(4, max(1, (os.cpu_count() or 1) - 1))
-        most, interval = limits.max_tenant_waiting, SwitchInterval()
-        self.reading = Lane("reading", num_reading, most, uses, interval)
-        self.explaining = Lane("explaining", 1, most, uses, interval)
-        self.disk = Lane("disk", 2, most, uses, interval)
-        self.loading = Lane("loading", 2, most, uses, interval)
+        most = limits.max_tenant_waiting
+        self.reading = Lane("reading", num_reading, most, uses)
+        self.explaining = Lane("explaining", 1, most, uses)
+        self.disk = Lane("disk", 2, most, uses)
+        self.loading = Lane("loading", 2, most, uses)
 
     def close(self) -> None:
         """End the threads after the pieces that are under way."""

@@ -163,3 +163,19 @@ def test_threads_switch_quickly_only_while_a_lane_works() -> None:
 
     assert asyncio.run(run()) <= SWITCH_S < before_s
     assert sys.getswitchinterval() == before_s
+
+
+def test_lanes_whose_work_overlaps_leave_the_switch_interval_as_it_was() -> None:
+    before_s = sys.getswitchinterval()
+
+    async def run() -> None:
+        first, second = threading.Event(), threading.Event()
+        earlier, later = await held(lane(), first), await held(lane(), second)
+        first.set()
+        await earlier
+        assert sys.getswitchinterval() <= SWITCH_S
+        second.set()
+        await later
+
+    asyncio.run(run())
+    assert sys.getswitchinterval() == before_s
