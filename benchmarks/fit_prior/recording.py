@@ -44,6 +44,11 @@ class Recorder(Predictor):
             databases.pool.weights[:] = self._start
         return super().draft(databases, budget, min_probability)
 
+    def commit(self, databases: Databases, tokens: TokenIds) -> None:
+        """Append int32[n]; what is learned before is noted, so not in one call with it."""
+        self.note(databases, tokens)
+        databases.commit(tokens)
+
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Note the outcomes, and learn from them."""
         self._noted.extend(outcomes_of(self.scratch.work, tokens))
