@@ -6,9 +6,10 @@
 Prompts of mixed lengths, and limits of their own, are decoded one by one and then with so many at a
 time, by drafters that begin alike. Three things are reported of the latter. Places: in how many
 passes one was free while prompts waited. Memory: that of the process after each tenth of the
-prompts. Shares: a sequence's fair share is the time that it takes alone, times what all take longer
-together, in the mean; its own time, from its admission to its end, over that is 1 where the places
-are shared evenly.
+prompts. Shares: with N places a sequence's fair share is one N-th of the machine, so the time that
+it takes alone times N; its own time, from its admission to its end, is held against that, and what
+passes of many gain is below 1. It is also held against what all take longer in the mean: 1 where
+what is gained is shared evenly, too.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import Annotated, Final
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.budget import MeasuredBudget
@@ -108,10 +110,18 @@ def resident_megabytes() -> float:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
 
 
-def shares(alone: Sequence[float], together: Sequence[float]) -> list[float]:
-    """Return each sequence's time over its fair share."""
-    longer = sum(together) / sum(alone)
-    return [own / (before * longer) for before, own in zip(alone, together, strict=True)]
+def longer(alone: Sequence[float], together: Sequence[float]) -> NDArray[np.float64]:
+    """Return float64[n], how many times as long each sequence takes among others."""
+    return np.asarray(together) / np.asarray(alone)
+
+
+def spread(values: NDArray[np.float64]) -> dict[str, float]:
+    """Return the median, the 95th percentile and the most of some values."""
+    return {
+        "median": float(np.median(values)),
+        "percentile_95": float(np.percentile(values, 95)),
+        "most": float(values.max()),
+    }
 
 
 def mixed(
@@ -154,7 +164,8 @@ def main(  # noqa: PLR0913  options
     requests = mixed(encoded, count, max_new_tokens, np.random.default_rng(seed))
     alone = sat(language_model, index, requests, 1)
     together = sat(language_model, index, requests, parallel)
-    over_fair = shares(alone.seconds, together.seconds)
+    times = longer(alone.seconds, together.seconds)
+    mean = sum(together.seconds) / sum(alone.seconds)
     lengths = [len(request.prompt) for request in requests]
     report = {
         **circumstances(language_model),
@@ -164,11 +175,8 @@ def main(  # noqa: PLR0913  options
         "num_identical": sum(map(list.__eq__, alone.outputs, together.outputs)),
         "alone": {**asdict(alone), "outputs": None, "seconds": sum(alone.seconds)},
         "together": {**asdict(together), "outputs": None, "seconds": sum(together.seconds)},
-        "over_fair_share": {
-            "median": float(np.median(over_fair)),
-            "percentile_95": float(np.percentile(over_fair, 95)),
-            "most": max(over_fair),
-        },
+        "over_fair_share": spread(times / parallel),
+        "over_mean": spread(times / mean),
     }
     text = json.dumps(report, indent=1)
     if output is not None:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexer.build import build_from_tokens
-from indexer.reader import Vocabulary
 from retriever import DraftRequest, DraftTree, Prediction, TokenIds
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import MAX_MATCH, Scratch
@@ -19,28 +17,19 @@ from retriever.predict.predictor import DEFAULT_PRIOR
 from retriever.predict.question import Question
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.retriever import repeating
 
-NUM_TOKENS = 40
 SESSIONS = 24
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Return tokens that repeat earlier ones, with errors."""
-    rng = np.random.default_rng(seed)
-    tokens: list[int] = rng.integers(0, NUM_TOKENS, 24).tolist()
-    while len(tokens) < length:
-        begin = int(rng.integers(0, len(tokens) - 12))
-        piece = tokens[begin : begin + int(rng.integers(3, 12))]
-        tokens += piece if rng.random() < 0.7 else [*piece[:-1], int(rng.integers(NUM_TOKENS))]
-    return tokens[:length]
+    return repeating.text(np.random.default_rng(seed), length)
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parallel") / "index"
-    documents = [(str(number), text(number, 300)) for number in range(4)]
-    build_from_tokens(documents, path, Vocabulary(NUM_TOKENS, "ab" * 32))
-    return path
+    folder = tmp_path_factory.mktemp("parallel")
+    return repeating.index_of_text(folder / "index", np.random.default_rng(0))
 
 
 def drafter_of(

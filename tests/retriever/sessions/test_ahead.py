@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexer.build import build_from_tokens
-from indexer.reader import Vocabulary
 from retriever import (
     DraftRequest,
     DraftTree,
@@ -21,8 +19,7 @@ from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.predict.phrases import ListedPhrases
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
-
-NUM_TOKENS = 40
+from tests.retriever.repeating import NUM_TOKENS, index_of_text, text
 
 
 def ids(*tokens: int) -> TokenIds:
@@ -34,23 +31,9 @@ def same(one: DraftTree, other: DraftTree) -> bool:
     return all(getattr(one, name).tolist() == getattr(other, name).tolist() for name in names)
 
 
-def text(rng: np.random.Generator, length: int) -> list[int]:
-    """Return tokens that repeat earlier ones, with errors, as edits do."""
-    tokens: list[int] = rng.integers(0, NUM_TOKENS, 24).tolist()
-    while len(tokens) < length:
-        begin = int(rng.integers(0, len(tokens) - 12))
-        piece = tokens[begin : begin + int(rng.integers(3, 12))]
-        tokens += piece if rng.random() < 0.7 else [*piece[:-1], int(rng.integers(NUM_TOKENS))]
-    return tokens[:length]
-
-
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = np.random.default_rng(1)
-    path = tmp_path_factory.mktemp("ahead") / "index"
-    documents = [(str(number), text(rng, 300)) for number in range(4)]
-    build_from_tokens(documents, path, Vocabulary(NUM_TOKENS, "ab" * 32))
-    return path
+    return index_of_text(tmp_path_factory.mktemp("ahead") / "index", np.random.default_rng(1))
 
 
 def of_all_databases(index: Path) -> EmbeddedDrafter:
