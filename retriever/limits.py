@@ -107,8 +107,8 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
     if array.size == 0:
         return np.empty(0, np.int32)
     # For the few tokens of a step, Python's min and max are faster than a call of numpy.
-    values = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
-    _check_ids(values, vocabulary_size)
+    ids = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
+    _check_ids(ids, vocabulary_size)
     return np.array(array, np.int32)  # a copy: the caller's array may change
 
 
@@ -135,12 +135,12 @@ def _integers(tokens: ArrayLike) -> NDArray[Any]:
 
 def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
     highest = vocabulary_size if vocabulary_size is not None else _BEYOND
-    for worst in (min(ids), max(ids)):
-        if not 0 <= worst < highest:
-            raise InvalidRequestError(
-                f"token id {worst} is outside the vocabulary of {highest}: "
-                "the tokenizer at hand is not the one that is drafted for"
-            )
+    least, most = min(ids), max(ids)
+    if least < 0 or most >= highest:
+        raise InvalidRequestError(
+            f"token id {least if least < 0 else most} is outside the vocabulary of {highest}: "
+            "the tokenizer at hand is not the one that is drafted for"
+        )
 
 
 def check_session_name(session: str) -> None:

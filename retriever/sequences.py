@@ -206,7 +206,9 @@ class OpenSessions(Generic[_Key, _Session]):
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self.remove(name)
+        session = self._by_name.pop(name, None)
+        if session is None:
+            return self.get(name)
         self._by_name[name] = session
         return session
 

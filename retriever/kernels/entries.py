@@ -305,11 +305,21 @@ def draft_tree(
 
 
 @kernel()
+def _append(sequence: int, tokens: NDArray[np.int32]) -> None:
+    """Append tokens to the sequence whose packed store is at an address; there is room for them."""
+    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
+    begin = chains.state[0]
+    chains_.append_tokens(chains, unpack_at(sequence, STORE_LAYOUT, Orders).orders, tokens)
+    cursors.move_cursor(unpack_at(sequence, STORE_LAYOUT, Cursor).cursor, chains, begin)
+
+
+@kernel()
 def draft_sequences(
     shared: NDArray[Any],
     scratch: int,
     asked: NDArray[np.int64],
     min_probabilities: NDArray[np.float64],
+    new_tokens: NDArray[np.int32],
     turn: NDArray[np.int64],
     found: NDArray[np.int64],
     token_ids: NDArray[np.int32],
@@ -317,14 +327,16 @@ def draft_sequences(
     probabilities: NDArray[np.float32],
     sources: NDArray[np.uint8],
 ) -> int:
-    """Draft for those of n sequences that no other thread takes, in all stages.
+    """Append to those of n sequences that no other thread takes, and draft for them.
 
     Args:
         shared: `Shared`, packed.
         scratch: address of this thread's packed scratch memory.
-        asked: int64[n, 3], the address of each sequence's packed store, a bound of its longest
-            match in the corpus, and the most nodes of its tree.
+        asked: int64[n, 5], the address of each sequence's packed store, a bound of its longest
+            match in the corpus, the most nodes of its tree, and where in `new_tokens` those that
+            are appended to it begin and end: there is room for them.
         min_probabilities: float64[n], candidates below them are not considered.
+        new_tokens: int32[m], of all sequences.
         turn: int64[1], the next sequence to be taken by any thread; 0 at first.
         found: int64[n, 3], written: nodes, rows of evidence, and longest match in the corpus.
         token_ids: int32[n, budget], the trees, written with the following; see `layout.Grown`.
@@ -341,10 +353,14 @@ def draft_sequences(
         if index >= asked.shape[0]:
             return last
         budget = asked[index, 2]
+        begin, end = asked[index, 3], asked[index, 4]
+        if end > begin:
+            _append(asked[index, 0], new_tokens[begin:end])
         size, rows, match = draft_tree(
             shared, asked[index, 0], scratch, CONTEXT + GENERATIONS + CORPUS + TREE, 0,
-            asked[index, 1], budget, min_probabilities[index], token_ids[index, :budget],
-            parents[index, :budget], probabilities[index, :budget], sources[index, :budget],
+            min(MAX_MATCH, asked[index, 1] + end - begin), budget, min_probabilities[index],
+            token_ids[index, :budget], parents[index, :budget], probabilities[index, :budget],
+            sources[index, :budget],
         )  # fmt: skip
         found[index, 0], found[index, 1], found[index, 2] = size, rows, match
         last = index
@@ -373,10 +389,7 @@ def commit_tokens(
     learned = 0
     if scratch != 0:
         learned = mixing.learn(weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate)
-    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
-    begin = chains.state[0]
-    chains_.append_tokens(chains, unpack_at(sequence, STORE_LAYOUT, Orders).orders, tokens)
-    cursors.move_cursor(unpack_at(sequence, STORE_LAYOUT, Cursor).cursor, chains, begin)
+    _append(sequence, tokens)
     return learned
 
 

@@ -517,6 +517,16 @@ class Databases:
         """Whether one call of a kernel asks all databases."""
         return len(self._runs) == 1
 
+    def committed(self, num_tokens: int, match: int) -> None:
+        """Note that a kernel has appended tokens and asked all databases, which it can.
+
+        Args:
+            num_tokens: that it has appended.
+            match: longest match in the corpus that it has found, 0 if there was none.
+        """
+        self.context.advance(num_tokens)
+        self.in_corpus.narrow(match)
+
     def _question(self, depth: int, scratch: Scratch) -> Question:
         rarity = self.in_corpus.corpus.tables.rarity
         return Question(self.context.last(MAX_MATCH), rarity, depth, scratch)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.drafter import TokenIds
 from retriever.kernels.entries import draft_sequences
 from retriever.kernels.layout import Scratch
 from retriever.predict.databases import Databases, packed_for
@@ -23,15 +24,17 @@ LEAST_SEQUENCES: Final = 4
 
 
 class Asked(NamedTuple):
-    """A sequence of a step: of at least one token, with databases that one kernel call asks.
+    """A sequence of a step.
 
     Attributes:
         databases: of the sequence.
-        budget: most nodes of its tree, at least one.
+        tokens: int32[n], committed to it before it is drafted for.
+        budget: most nodes of its tree.
         min_probability: less probable nodes are left out.
     """
 
     databases: Databases
+    tokens: TokenIds
     budget: int
     min_probability: float
 
@@ -67,10 +70,11 @@ class Threads:
         self._scratches: list[Scratch] = []
 
     def draft(self, asked: Sequence[Asked], first: Scratch) -> tuple[Drafted, Scratch]:
-        """Draft for sequences of one tenant and one corpus.
+        """Commit to sequences of one tenant and one corpus, and draft for them.
 
         Args:
-            asked: at least one.
+            asked: at least one, each of at least one token then and with a budget of at least one.
+                One kernel call asks its databases, and its tokens can be appended.
             first: scratch memory of the calling thread.
 
         Returns:
@@ -78,13 +82,11 @@ class Threads:
             kept for a helper if it is another.
         """
         shared = packed_for(asked[0].databases.pool, asked[0].databases.corpus)
-        numbers = np.array(
-            [
-                (each.databases.context.address, each.databases.in_corpus.longest, each.budget)
-                for each in asked
-            ],
-            np.int64,
-        )
+        numbers, end = [], 0
+        for databases, tokens, budget, _ in asked:
+            begin, end = end, end + len(tokens)
+            context = databases.context
+            numbers.append((context.address, databases.in_corpus.longest, budget, begin, end))
         least = np.array([each.min_probability for each in asked], np.float64)
         shape = (len(asked), max(each.budget for each in asked))
         grown = (
@@ -95,7 +97,8 @@ class Threads:
         )
         found, turn = np.empty((len(asked), 3), np.int64), np.zeros(1, np.int64)
         scratches = [first, *self._helping(len(asked))]
-        arguments = (numbers, least, turn, found, *grown)
+        new_tokens = np.concatenate([each.tokens for each in asked])
+        arguments = (np.array(numbers, np.int64), least, new_tokens, turn, found, *grown)
         helping = [
             self._executor.submit(draft_sequences, shared, each.address, *arguments)
             for each in scratches[1:]
@@ -107,9 +110,11 @@ class Threads:
             self._scratches[place - 1], first = first, self._scratches[place - 1]
         sizes, rows, matches = found.T.tolist()
         for each, match in zip(asked, matches, strict=True):
-            each.databases.in_corpus.narrow(match)
-        whole = map(DraftTree, *grown)
-        trees = [tree.prefix(size) for size, tree in zip(sizes, whole, strict=True)]
+            each.databases.committed(len(each.tokens), match)
+        trees = [
+            DraftTree(ids[:size], parents[:size], probabilities[:size], sources[:size])
+            for ids, parents, probabilities, sources, size in zip(*grown, sizes, strict=True)
+        ]
         return Drafted(trees, rows[-1]), first
 
     @property

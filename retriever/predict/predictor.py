@@ -4,7 +4,7 @@ A draft collects rows of evidence from all databases, weighs them, and grows a t
 next commit learns from the tokens that followed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
@@ -83,27 +83,53 @@ class Predictor:
         return tree
 
     def draft_each(self, asked: Sequence[Asked]) -> list[DraftTree]:
-        """Return the tree of each sequence of a step, in order, as one `draft` after the other.
+        """Commit the tokens of all sequences of a step, then draft: the tree of each, in order.
 
-        Sequences that one kernel call can draft for are divided over threads.
+        That is as one `commit` after the other, and then one `draft` after the other. Sequences
+        that one kernel call can draft for are divided over threads.
         """
+        if len(asked) == 1:
+            ((databases, tokens, budget, min_probability),) = asked
+            self.commit(databases, tokens)
+            return [self.draft(databases, budget, min_probability)]
+        self._learn_first(asked)
         trees = [DraftTree.empty()] * len(asked)
-        units: dict[Any, list[int]] = {}
-        for number, (databases, budget, _) in enumerate(asked):
-            if budget > 0 and len(databases.context) > 0:
-                shared = (id(databases.pool), id(databases.corpus))
-                units.setdefault(shared if databases.is_compiled else number, []).append(number)
         # The unit of the last sequence comes last: that one is learned from.
-        for numbers in sorted(units.values(), key=max):
+        for numbers in sorted(self._units(asked), key=max):
             members = [asked[number] for number in numbers]
             if len(members) == 1:
-                drafted = [self.draft(*members[0])]
+                ((databases, tokens, budget, min_probability),) = members
+                self.commit(databases, tokens)
+                drafted = [self.draft(databases, budget, min_probability)]
             else:
                 (drafted, self.num_rows), self.scratch = self._threads.draft(members, self.scratch)
                 self._last = ref(members[-1].databases)
             for number, tree in zip(numbers, drafted, strict=True):
                 trees[number] = tree
         return trees
+
+    def _learn_first(self, asked: Sequence[Asked]) -> None:
+        """Learn from the last draft, if it is of a step's sequence, before others read weights."""
+        last = self._last() if self._last is not None else None
+        for databases, tokens, _, _ in asked:
+            if databases is last:
+                self.note(databases, tokens)
+
+    def _units(self, asked: Sequence[Asked]) -> Iterable[list[int]]:
+        """Return the numbers of sequences that are drafted for together, without empty trees.
+
+        To those with empty trees tokens are committed now.
+        """
+        units: dict[Any, list[int]] = {}
+        for number, (databases, tokens, budget, _) in enumerate(asked):
+            context, num_new = databases.context, len(tokens)
+            if budget == 0 or len(context) + num_new == 0:
+                self.commit(databases, tokens)
+            elif databases.is_compiled and context.has_room(num_new):
+                units.setdefault((id(databases.pool), id(databases.corpus)), []).append(number)
+            else:
+                units[number] = [number]
+        return units.values()
 
     def suppose(
         self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float

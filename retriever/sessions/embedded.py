@@ -247,8 +247,8 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
-            steps = self._committed(requests)
-            trees = self._draft_all(steps)
+            steps = self._charged(requests)
+            trees = self._commit_and_draft(steps)
             self.draft_counts.stepped(len(steps), perf_counter() - began)
         return trees
 
@@ -263,9 +263,8 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began, until_s = perf_counter(), time.monotonic() + timeout_s
         with self._lock:
-            steps = self._committed(requests)
-            for step in steps:
-                self._draft(step)
+            steps = self._charged(requests)
+            self._commit_and_draft(steps)
         trees = [list(self.drafting_ahead(step, until_s)) for step in steps]
         self.count_step(len(steps), perf_counter() - began)
         return trees
@@ -870,14 +869,18 @@ class EmbeddedDrafter:
         check_step(request, num_known, len(tokens))
         return CheckedRequest(session, tokens, request, outcomes)
 
-    def _committed(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
-        """Check a step as a whole, and commit its tokens."""
+    def _charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
+        """Check a step as a whole, and take the memory for its tokens."""
         steps = [self._checked(request, "") for request in requests]
         for step in steps:  # what is taken for a refused step is given back with its session
             self._sessions.charge(step.session, len(step.new_tokens))
-        for step in steps:  # all before any draft: learning reads the last draft
-            self._commit(step.session, step.new_tokens)
         return steps
+
+    def _commit_and_draft(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
+        """Commit the tokens of charged steps, count what they say of the last drafts, and draft."""
+        for session, new_tokens, _, _ in steps:
+            self._note_outcome(session, new_tokens)
+        return self._draft_together(steps, [step.new_tokens for step in steps])
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
         """Commit checked tokens, and count the outcome of the session's last draft."""
@@ -891,13 +894,20 @@ class EmbeddedDrafter:
             session.drafted = None
 
     def _draft_all(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
-        """Draft for the sequences of a step, divided over threads where there are several."""
+        """Draft for sequences whose tokens are committed."""
         if len(steps) == 1 or any(step.session.is_committing for step in steps):
             return [self._draft(step) for step in steps]
+        return self._draft_together(steps, [_NO_TOKENS] * len(steps))
+
+    def _draft_together(
+        self, steps: Sequence[CheckedRequest], tokens: Sequence[TokenIds]
+    ) -> list[DraftTree]:
+        """Commit int32[n] to each sequence of a step and draft, divided over threads."""
         asked = []
-        for session, _, request, _ in steps:
-            session.databases.turn_to(self._bindings.corpus(session.tenant))
-            asked.append(Asked(session.databases, request.budget_nodes, request.min_probability))
+        for (session, _, request, _), new in zip(steps, tokens, strict=True):
+            databases = session.databases
+            databases.turn_to(self._bindings.corpus(databases.pool.tenant))
+            asked.append(Asked(databases, new, request.budget_nodes, request.min_probability))
         trees = self._predictor.draft_each(asked)
         for step, tree in zip(steps, trees, strict=True):
             step.session.drafted = tree

@@ -109,7 +109,7 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     unused = Databases(Context(context), Pool("", Generations(0)), corpus)
     unused.pool.generations.add(context)
     with lock:
-        predictor.draft_each([Asked(unused, 1, 0.0)] * 2)
+        predictor.draft_each([Asked(unused, context[:0], 1, 0.0)] * 2)
         predictor.commit(unused, context[:1])
         unused.expect(Predictions([Prediction(context)]))
         predictor.draft(unused, 1, 0.0)
