@@ -517,6 +517,10 @@ class Databases:
         """Whether one call of a kernel asks all databases."""
         return len(self._runs) == 1
 
+    def can_append(self, num_tokens: int) -> bool:
+        """Return whether a kernel can append so many tokens before it asks all databases."""
+        return self.is_compiled and self.context.has_room(num_tokens)
+
     def committed(self, num_tokens: int, match: int) -> None:
         """Note that a kernel has appended tokens and asked all databases, which it can.
 

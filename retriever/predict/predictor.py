@@ -95,11 +95,9 @@ class Predictor:
         self._learn_first(asked)
         trees = [DraftTree.empty()] * len(asked)
         # The unit of the last sequence comes last: that one is learned from.
-        for numbers in sorted(self._units(asked), key=max):
-            members = [asked[number] for number in numbers]
-            if len(members) == 1:
-                ((databases, tokens, budget, min_probability),) = members
-                self.commit(databases, tokens)
+        for numbers, members in sorted(self._units(asked), key=_last_number):
+            if len(members) == 1 and not len(members[0].tokens):
+                ((databases, _, budget, min_probability),) = members
                 drafted = [self.draft(databases, budget, min_probability)]
             else:
                 (drafted, self.num_rows), self.scratch = self._threads.draft(members, self.scratch)
@@ -115,20 +113,24 @@ class Predictor:
             if databases is last:
                 self.note(databases, tokens)
 
-    def _units(self, asked: Sequence[Asked]) -> Iterable[list[int]]:
-        """Return the numbers of sequences that are drafted for together, without empty trees.
+    def _units(self, asked: Sequence[Asked]) -> Iterable[tuple[list[int], list[Asked]]]:
+        """Return sequences, with their numbers, that are drafted for together.
 
-        To those with empty trees tokens are committed now.
+        Those with empty trees are left out. Tokens that no kernel can append while it drafts for
+        other sequences are committed now.
         """
-        units: dict[Any, list[int]] = {}
-        for number, (databases, tokens, budget, _) in enumerate(asked):
-            context, num_new = databases.context, len(tokens)
-            if budget == 0 or len(context) + num_new == 0:
+        units: dict[Any, tuple[list[int], list[Asked]]] = {}
+        for number, each in enumerate(asked):
+            databases, tokens, budget, _ = each
+            if budget == 0 or not databases.can_append(len(tokens)):
                 self.commit(databases, tokens)
-            elif databases.is_compiled and context.has_room(num_new):
-                units.setdefault((id(databases.pool), id(databases.corpus)), []).append(number)
-            else:
-                units[number] = [number]
+                tokens = tokens[:0]
+            if budget > 0 and len(databases.context) + len(tokens) > 0:
+                shared = (id(databases.pool), id(databases.corpus))
+                key = shared if databases.is_compiled else number
+                numbers, members = units.setdefault(key, ([], []))
+                numbers.append(number)
+                members.append(each._replace(tokens=tokens))
         return units.values()
 
     def suppose(
@@ -162,3 +164,7 @@ class Predictor:
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Learn from the last draft and int32[n], n at least 1, the tokens that followed it."""
         pool.learned += learn(pool.weights, self.scratch.packed, tokens, self._rate)
+
+
+def _last_number(unit: tuple[list[int], list[Asked]]) -> int:
+    return unit[0][-1]
