@@ -88,10 +88,6 @@ class Predictor:
         That is as one `commit` after the other, and then one `draft` after the other. Sequences
         that one kernel call can draft for are divided over threads.
         """
-        if len(asked) == 1:
-            ((databases, tokens, budget, min_probability),) = asked
-            self.commit(databases, tokens)
-            return [self.draft(databases, budget, min_probability)]
         self._learn_first(asked)
         trees = [DraftTree.empty()] * len(asked)
         # The unit of the last sequence comes last: that one is learned from.
@@ -122,15 +118,16 @@ class Predictor:
         units: dict[Any, tuple[list[int], list[Asked]]] = {}
         for number, each in enumerate(asked):
             databases, tokens, budget, _ = each
-            if budget == 0 or not databases.can_append(len(tokens)):
+            appended = len(tokens)
+            if budget == 0 or not databases.can_append(appended):
                 self.commit(databases, tokens)
-                tokens = tokens[:0]
-            if budget > 0 and len(databases.context) + len(tokens) > 0:
+                each, appended = each._replace(tokens=tokens[:0]), 0  # noqa: PLW2901
+            if budget > 0 and len(databases.context) + appended > 0:
                 shared = (id(databases.pool), id(databases.corpus))
                 key = shared if databases.is_compiled else number
                 numbers, members = units.setdefault(key, ([], []))
                 numbers.append(number)
-                members.append(each._replace(tokens=tokens))
+                members.append(each)
         return units.values()
 
     def suppose(
