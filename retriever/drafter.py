@@ -80,6 +80,26 @@ def _predicted_text(prediction: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Kin:
+    """Which sequences a sequence is like, and by which version of a model it is written.
+
+    Attributes:
+        group: sequences that run at once and say the same: samples of one prompt, agents at one
+            task. What is committed in one serves the others of its tenant's group in their next
+            step. Empty for none.
+        policy_version: of a model that is trained while it decodes, 0 or more; None if it is not
+            stated. What other versions have written counts less, see `FADING`.
+    """
+
+    group: str = ""
+    policy_version: int | None = None
+
+
+ALONE: Final = Kin()
+"""Of a sequence without a group, whose version is not stated."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftRequest:
     """One sequence's part of a decoding step.
 

@@ -13,6 +13,7 @@ from retriever.kernels import cursors, mixing, phrase_matching, similarity, suff
 from retriever.kernels import tree_growth as growth
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import (
+    LANE_LAYOUT,
     MAX_MATCH,
     SCRATCH_LAYOUT,
     STORE_LAYOUT,
@@ -20,6 +21,8 @@ from retriever.kernels.layout import (
     Cursor,
     Found,
     Grown,
+    Lane,
+    Lanes,
     Orders,
     PhraseArrays,
     Priors,
@@ -168,6 +171,41 @@ def collect_outputs(
 
 
 @kernel()
+def append_to_lane(
+    running: NDArray[Any], lane: int, sequence: int, first: int, end: int, linked_from: int
+) -> None:
+    """Append tokens of a sequence to its lane; see `chains.append_lane`.
+
+    Args:
+        running: `Lanes` and their `Orders`, packed.
+        lane: address of the packed lane.
+        sequence: address of the sequence's packed store.
+        first: position of the first token.
+        end: position after the last one.
+        linked_from: n-grams that end before this position are not linked.
+    """
+    chains_.append_lane(
+        unpack(running[0], Lanes), unpack(running[0], Orders).orders,
+        unpack_at(lane, LANE_LAYOUT, Lane).lane,
+        unpack_at(sequence, STORE_LAYOUT, Chains).tokens, first, end, linked_from,
+    )  # fmt: skip
+
+
+@kernel()
+def withdraw_lane(running: NDArray[Any], lane: int) -> None:
+    """Overwrite a lane's tokens; see `chains.withdraw_lane`."""
+    chains_.withdraw_lane(unpack(running[0], Lanes), unpack_at(lane, LANE_LAYOUT, Lane).lane)
+
+
+@kernel(allocates=True)
+def move_lanes(running: NDArray[Any], grown: NDArray[Any]) -> None:
+    """Move all lanes to an empty ring of more blocks; see `chains.move_lanes`."""
+    chains_.move_lanes(
+        unpack(running[0], Lanes), unpack(grown[0], Lanes), unpack(running[0], Orders).orders
+    )
+
+
+@kernel()
 def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Move a sequence's cursors in predicted texts by tokens that were appended to it."""
     cursors.move_text_cursors(
@@ -228,15 +266,18 @@ def collect_segment(
 
 
 CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
-"""Stages of a draft, to be added up: what each database finds, and the tree of all rows."""
+"""Stages of a draft, to be added up: what each database finds, and the tree of all rows. That of
+generations asks the sequences that are running, too."""
 
 _GENERATIONS: Final = int(Source.GENERATIONS)
+_SIBLINGS: Final = int(Source.SIBLINGS)
 
 
 @kernel(forceinline=True)
 def draft_tree(
     shared: NDArray[Any],
     sequence: int,
+    lane: int,
     scratch: int,
     stages: int,
     row: int,
@@ -253,6 +294,7 @@ def draft_tree(
     Args:
         shared: `Shared`, packed.
         sequence: address of a packed store.
+        lane: address of a packed lane.
         scratch: address of a packed scratch memory.
         stages: what to do.
         row: first free row.
@@ -285,6 +327,10 @@ def draft_tree(
         row = chains_.collect_chains(
             unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
             False, budget, found, row,
+        )  # fmt: skip
+        row = chains_.collect_lanes(
+            unpack(of.running[0], Lanes), unpack(of.running[0], Orders),
+            unpack_at(lane, LANE_LAYOUT, Lane).lane, query, _SIBLINGS, budget, found, row,
         )  # fmt: skip
     if stages & CORPUS:
         bound, longest = longest, 0
@@ -322,8 +368,8 @@ def draft_sequences(
     Args:
         shared: `Shared`, packed.
         scratch: address of this thread's packed scratch memory.
-        asked: int64[n, 3], the address of each sequence's packed store, a bound of its longest
-            match in the corpus, and the most nodes of its tree.
+        asked: int64[n, 4], the addresses of each sequence's packed store and lane, a bound of its
+            longest match in the corpus, and the most nodes of its tree.
         min_probabilities: float64[n], candidates below them are not considered.
         turn: int64[1], the next sequence to be taken by any thread; 0 at first.
         found: int64[n, 3], written: nodes, rows of evidence, and longest match in the corpus.
@@ -340,10 +386,10 @@ def draft_sequences(
         index = take_number(turn)
         if index >= asked.shape[0]:
             return last
-        budget = asked[index, 2]
+        budget = asked[index, 3]
         size, rows, match = draft_tree(
-            shared, asked[index, 0], scratch, CONTEXT + GENERATIONS + CORPUS + TREE, 0,
-            asked[index, 1], budget, min_probabilities[index], token_ids[index, :budget],
+            shared, asked[index, 0], asked[index, 1], scratch,
+            CONTEXT + GENERATIONS + CORPUS + TREE, 0, asked[index, 2], budget, min_probabilities[index], token_ids[index, :budget],
             parents[index, :budget], probabilities[index, :budget], sources[index, :budget],
         )  # fmt: skip
         found[index, 0], found[index, 1], found[index, 2] = size, rows, match

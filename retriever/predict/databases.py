@@ -40,6 +40,7 @@ from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
+from retriever.predict.running import READER, RunningOutput
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
 from retriever.tree import DraftTree, Source
 
@@ -334,12 +335,14 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         or pool.packed is None
         or shared.outputs is not generations.packed
         or shared.live is not generations.live
+        or shared.running is not pool.running_packed
         or shared.tables is not corpus.packed_tables
         or shared.weights is not pool.weights
     ):
         pool.shared = shared = Shared(
             generations.packed,
             generations.live,
+            pool.running_packed,
             corpus.packed_segments,
             corpus.packed_tables,
             pool.weights,
@@ -368,6 +371,7 @@ class Databases:
 
     Attributes:
         in_corpus: the sequence's cursor in the corpus.
+        lane: the sequence among the tenant's running ones.
     """
 
     def __init__(  # noqa: PLR0913  (the databases, by name)
@@ -386,6 +390,7 @@ class Databases:
         self.phrases = phrases
         self.predictions = predictions
         self.in_corpus = CorpusCursor(corpus)
+        self.lane = READER
         self._open_all()
 
     def _open_all(self) -> None:
@@ -403,6 +408,24 @@ class Databases:
             predictions.go_on_from(self.predictions)
         self.predictions = predictions
         self._open_all()
+
+    def join(self, group: str, *, is_shared: bool, version: int = -1) -> None:
+        """Draft from the running sequences of a group, and serve them; before the first draft.
+
+        Args:
+            group: its name.
+            is_shared: whether the tenant's other sequences are served, too.
+            version: of the model that decodes; -1 if it is not stated.
+        """
+        running = self.pool.running
+        if running is not None:
+            fields = running.join(group, is_shared=is_shared, version=version)
+            self.lane = RunningOutput(running, fields, self.context, len(self.context))
+            self._open_all()
+
+    def leave(self) -> None:
+        """End: nothing of the sequence is left among the running ones."""
+        self.lane.leave()
 
     @property
     def num_bytes(self) -> int:
@@ -442,7 +465,7 @@ class Databases:
         for database in self._opened:
             if database is self.context:
                 yield from self.context.committing(tokens)
-            else:
+            elif database is not self.lane:  # others read it: it is noted with the lock held
                 database.commit(tokens)
 
     def can_suppose(self, num_tokens: int) -> bool:
@@ -494,6 +517,7 @@ class Databases:
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
         address, longest = self.context.address, self.in_corpus.longest
+        lane = self.lane.address
         grown = Grown(
             np.empty(budget, np.int32),
             np.empty(budget, np.int32),
@@ -503,7 +527,7 @@ class Databases:
         row = size = 0
         for stages, then in self._runs:
             size, row, found = draft_tree(
-                shared, address, scratch.address, stages, row, longest, budget, min_probability,
+                shared, address, lane, scratch.address, stages, row, longest, budget, min_probability,
                 *grown,
             )  # fmt: skip
             if stages & CORPUS:
@@ -530,6 +554,8 @@ class Databases:
         }
         runs, current = [], 0
         for database in self._opened:
+            if database is self.lane:  # asked with generations
+                continue
             stage = stages.get(id(database), 0)
             if stage > current:  # the kernel does stages in their order
                 current += stage
@@ -562,6 +588,7 @@ DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
     DatabaseKind(Source.PREDICTIONS, 3.0, lambda all_: all_.predictions),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),
+    DatabaseKind(Source.SIBLINGS, 5.0, lambda all_: all_.lane if all_.lane.is_written else None),
     DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
     DatabaseKind(Source.CORPUS, 0.35, lambda all_: all_.in_corpus),
 ]

@@ -80,7 +80,12 @@ class Threads:
         shared = packed_for(asked[0].databases.pool, asked[0].databases.corpus)
         numbers = np.array(
             [
-                (each.databases.context.address, each.databases.in_corpus.longest, each.budget)
+                (
+                    each.databases.context.address,
+                    each.databases.lane.address,
+                    each.databases.in_corpus.longest,
+                    each.budget,
+                )
                 for each in asked
             ],
             np.int64,

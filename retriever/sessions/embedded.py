@@ -24,11 +24,14 @@ from retriever.drafter import (
     Fate,
     Findings,
     FoundPage,
+    ALONE,
     Keeping,
+    Kin,
     Prediction,
     TokenIds,
 )
 from retriever.errors import (
+    LimitExceededError,
     OutOfSequenceError,
     RetrieverError,
     UnknownSessionError,
@@ -57,6 +60,7 @@ from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.predictor import Predictor
+from retriever.predict.running import RunningOutputs
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
@@ -224,14 +228,22 @@ class EmbeddedDrafter:
         remember: bool = True,
         tenant: str = "",
         predictions: Sequence[Prediction] = (),
+        group: str = "",
+        policy_version: int | None = None,
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
         Drafts come from the tenant's own generations, never another's; the output is added to them
         if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
-        alone.
+        alone, and from the tenant's running sequences, see `Kin`.
         """
-        prepared = self.prepare(prompt, remember=remember, tenant=tenant, predictions=predictions)
+        prepared = self.prepare(
+            prompt,
+            remember=remember,
+            tenant=tenant,
+            predictions=predictions,
+            kin=Kin(group, policy_version),
+        )
         self.begin(SessionKey("", session), prepared)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
@@ -308,10 +320,13 @@ class EmbeddedDrafter:
         remember: bool = True,
         tenant: str = "",
         predictions: Sequence[Prediction] = (),
+        kin: Kin = ALONE,
     ) -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
         return _whole(
-            self.preparing(prompt, remember=remember, tenant=tenant, predictions=predictions)
+            self.preparing(
+                prompt, remember=remember, tenant=tenant, predictions=predictions, kin=kin
+            )
         )
 
     def preparing(
@@ -322,6 +337,7 @@ class EmbeddedDrafter:
         tenant: str = "",
         charge: Charge | None = None,
         predictions: Sequence[Prediction] = (),
+        kin: Kin = ALONE,
     ) -> Generator[None, None, Session]:
         """Do as `prepare` does, in pieces; `charge` is that of `charge_reading`, if it was called.
 
@@ -346,13 +362,15 @@ class EmbeddedDrafter:
         databases = Databases(
             context, pool, corpus, learns=remember, phrases=cursor, predictions=predicted
         )
-        return Session(databases, len(tokens), remember)
+        return Session(databases, len(tokens), remember, kin=kin)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
         """Begin a sequence as `open` does, under a name that no open session has."""
         check_session_name(key.name)
         with self._lock:
             self._sessions.add(key, prepared)
+            if prepared.kin.group:
+                self._join(prepared)
 
     def adding_predictions(
         self, key: SessionKey, predictions: Sequence[Prediction]
@@ -821,6 +839,15 @@ class EmbeddedDrafter:
             self._forget(scope, self._replication.delete)
         finally:
             self._replication.keep_position()
+
+    def _join(self, session: Session) -> None:
+        """Have a session serve its group; where there is no room for it, it does not."""
+        pool = session.databases.pool
+        if pool.running is None:
+            with suppress(LimitExceededError):
+                charge = self._ledger.take(pool.tenant, 0, is_locked=True)
+                pool.running = RunningOutputs(charge)
+        session.databases.join(session.kin.group, is_shared=session.remember)
 
     # Called without the lock.
 
