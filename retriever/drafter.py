@@ -88,11 +88,14 @@ class Kin:
             task. What is committed in one serves the others of its tenant's group in their next
             step. Empty for none.
         policy_version: of a model that is trained while it decodes, 0 or more; None if it is not
-            stated. What other versions have written counts less, see `FADING`.
+            stated. What the next version or the one before has written counts half, what is further
+            off half of that, and an eighth at least. Where it is not stated, all counts in full.
+        oldest_version: what older versions have written does not count at all.
     """
 
     group: str = ""
     policy_version: int | None = None
+    oldest_version: int = 0
 
 
 ALONE: Final = Kin()

@@ -210,6 +210,80 @@ def collect_chains(
     return row
 
 
+@kernel(inline="always")
+def faded(written_by: int, lane: NDArray[np.int64]) -> float:
+    """Return what an occurrence counts that a version has written, for a lane; see `FADING`."""
+    weight = np.float64(1.0)
+    if lane[VERSION] >= 0:
+        if written_by < lane[OLDEST]:
+            return np.float64(0.0)
+        left = abs(lane[VERSION] - written_by)
+        while left > 0 and weight > LEAST_FADED:
+            weight *= FADING
+            left -= 1
+    return weight
+
+
+@kernel()
+def fade_rows(
+    found: Found, first: int, end: int, versions: NDArray[np.int64], lane: NDArray[np.int64]
+) -> int:
+    """Set what rows of generations count by the versions that have written them.
+
+    Args:
+        found: rows and continuations, of which those from `first` to `end` are of generations;
+            updated. Rows that do not count are dropped, and later ones take their places.
+        first: first row.
+        end: after the last one.
+        versions: int64[n, 2], positions from which on outputs are of a version, rising, and it.
+            What stands before the first one is of version 0.
+        lane: int64[6], of the sequence that asks.
+
+    Returns:
+        The end of the rows that are left.
+    """
+    rows, continuations, kept = found.rows, found.continuations, first
+    for index in range(first, end):
+        count = faded(version_at(versions, rows[index].position), lane)
+        if count <= 0:
+            continue
+        if kept < index:
+            rows[kept] = rows[index]
+            for depth in range(rows[index].length):
+                continuations[kept, depth] = continuations[index, depth]
+        rows[kept].count = count
+        kept += 1
+    return kept
+
+
+@kernel()
+def version_at(versions: NDArray[np.int64], position: int) -> int:
+    """Return the version that has written a position; arguments as for `fade_rows`."""
+    low, high = 0, versions.shape[0]
+    while low < high:
+        middle = (low + high) >> 1
+        if versions[middle, 0] <= position:
+            low = middle + 1
+        else:
+            high = middle
+    return versions[low - 1, 1] if low > 0 else np.int64(0)
+
+
+@kernel()
+def are_all_recent(
+    versions: NDArray[np.int64], oldest: int, end: int, lane: NDArray[np.int64]
+) -> bool:
+    """Return whether a sequence takes evidence of all versions between two positions."""
+    if lane[VERSION] < 0 or lane[OLDEST] == 0:
+        return True
+    if version_at(versions, oldest) < lane[OLDEST]:
+        return False
+    for index in range(versions.shape[0]):
+        if oldest < versions[index, 0] < end and versions[index, 1] < lane[OLDEST]:
+            return False
+    return True
+
+
 @kernel()
 def head_position(head: int, total: int) -> int:
     """Return the position that a head stands for in a store of `total` tokens, -1 for none."""
@@ -278,10 +352,17 @@ def _write(row: Any, length: int, match: int, source: int) -> None:
     row.count = 1.0
 
 
-NUMBER, GROUP, LAST_BLOCK, IS_SHARED, VERSION = 0, 1, 2, 3, 4
-"""Fields of a lane, int64[5]: its number (-1 for a reader that writes none), its group (0 for
-none), its last block (-1 for none), whether all groups may see it, and the version of the model that
-writes it (-1 if it is not stated)."""
+NUMBER, GROUP, LAST_BLOCK, IS_SHARED, VERSION, OLDEST = 0, 1, 2, 3, 4, 5
+"""Fields of a lane, int64[6]: its number (-1 for a reader that writes none), its group (0 for
+none), its last block (-1 for none), whether all groups may see it, the version of the model that
+writes it (-1 if it is not stated: it counts as 0, and for it evidence of all versions counts in
+full), and the oldest version whose evidence counts."""
+
+FADING: Final = 0.5
+"""What evidence counts of that of the next version. Versions are as far apart as their numbers."""
+
+LEAST_FADED: Final = 0.125
+"""What evidence counts at least: texts of long ago tell of a prompt where nothing else does."""
 
 _SHIFT_OF_BLOCK: Final = LANE_BLOCK.bit_length() - 1
 
@@ -301,7 +382,7 @@ def append_lane(
     Args:
         lanes: updated.
         orders: int64[orders], the indexed n-gram orders, longest first.
-        lane: int64[5], updated. It has all tokens of the sequence from its first one to `first`.
+        lane: int64[6], updated. It has all tokens of the sequence from its first one to `first`.
         sequence: int32[n], all tokens of the sequence.
         first: position in the sequence of the first token to append.
         end: position after the last one.
@@ -437,7 +518,7 @@ def collect_lanes(
     Args:
         lanes: of one tenant.
         indexed: the n-grams by which they are found.
-        lane: int64[5], of the sequence that asks.
+        lane: int64[6], of the sequence that asks.
         query: int32[q], the last tokens of the context.
         source: database that the rows are marked with.
         depth: most tokens to copy for each occurrence.
@@ -486,12 +567,14 @@ def _collect_in(
         while position >= oldest and row < last_row and probes > 0:
             block = blocks[(position >> _SHIFT_OF_BLOCK) & block_mask]
             is_own = block.lane == lane[NUMBER] or block.lane < 0
-            if not is_own and (block.group == group) == is_of_group:
+            count = faded(max(block.version, 0), lane)
+            if not is_own and (block.group == group) == is_of_group and count > 0:
                 match, before = _match_lane(lanes, position, query)
                 if order <= match < too_long:
                     length = _copy_lane(lanes, position, depth, found.continuations[row])
                     if length > 0:
                         _write(rows[row], length, match, source)
+                        rows[row].count = count
                         rows[row].position = position
                         rows[row].similarity = _similarity_in(lanes, before, found.recent)
                         row += 1

@@ -419,6 +419,9 @@ class Shared(NamedTuple):
     Attributes:
         outputs: of generations, packed: one record of `STORE_LAYOUT`.
         live: int64[sets, WAYS], of generations.
+        versions: int64[n, 2], by which versions of a model generations are; see
+            `chains.fade_rows`.
+        no_live: int64[1, WAYS], an empty table in its place.
         running: `Lanes` and their `Orders`, packed: outputs of sequences that are not at their end.
         segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
         tables: `Tables`, packed.
@@ -427,6 +430,8 @@ class Shared(NamedTuple):
 
     outputs: NDArray[Any]
     live: NDArray[np.int64]
+    versions: NDArray[np.int64]
+    no_live: NDArray[np.int64]
     running: NDArray[Any]
     segments: NDArray[Any]
     tables: NDArray[Any]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.reader import COUNT_VALUES, Index, PhraseTables, Segment, sum_tables, token_dtype
-from retriever.drafter import TokenIds
+from retriever.drafter import Kin, TokenIds
 from retriever.kernels.entries import (
     CONTEXT,
     CORPUS,
@@ -35,12 +35,13 @@ from retriever.kernels.layout import (
     Tables,
     pack,
 )
+from retriever.predict.generations import live_table
 from retriever.predict.ledger import Charge
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
-from retriever.predict.running import READER, RunningOutput
+from retriever.predict.running import READER, RunningOutput, lane_fields
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
 from retriever.tree import DraftTree, Source
 
@@ -326,6 +327,9 @@ class CorpusCursor:
         return row
 
 
+_NO_LIVE: Final = live_table(0)
+
+
 def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
     """Return `Shared`, packed, of sequences of a tenant and a corpus; made where it has changed."""
     generations, shared = pool.generations, pool.shared
@@ -335,6 +339,7 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         or pool.packed is None
         or shared.outputs is not generations.packed
         or shared.live is not generations.live
+        or shared.versions is not generations.versions
         or shared.running is not pool.running_packed
         or shared.tables is not corpus.packed_tables
         or shared.weights is not pool.weights
@@ -342,6 +347,8 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         pool.shared = shared = Shared(
             generations.packed,
             generations.live,
+            generations.versions,
+            _NO_LIVE,
             pool.running_packed,
             corpus.packed_segments,
             corpus.packed_tables,
@@ -409,23 +416,27 @@ class Databases:
         self.predictions = predictions
         self._open_all()
 
-    def join(self, group: str, *, is_shared: bool, version: int = -1) -> None:
-        """Draft from the running sequences of a group, and serve them; before the first draft.
+    def join(self, kin: Kin, *, is_shared: bool) -> None:
+        """Draft as one of its kin, and serve those of its group; before the first draft.
+
+        Without running outputs in the pool the sequence serves none.
 
         Args:
-            group: its name.
+            kin: of the sequence.
             is_shared: whether the tenant's other sequences are served, too.
-            version: of the model that decodes; -1 if it is not stated.
         """
         running = self.pool.running
-        if running is not None:
-            fields = running.join(group, is_shared=is_shared, version=version)
+        if kin.group and running is not None:
+            fields = lane_fields(kin, running.join(), is_shared=is_shared)
             self.lane = RunningOutput(running, fields, self.context, len(self.context))
             self._open_all()
+        elif kin.policy_version is not None:
+            self.lane = RunningOutput(None, lane_fields(kin))
 
     def leave(self) -> None:
         """End: nothing of the sequence is left among the running ones."""
         self.lane.leave()
+        self.pool.tidy()
 
     @property
     def num_bytes(self) -> int:

@@ -63,6 +63,17 @@ class Pool:
         """Its running outputs, packed for kernels."""
         return NOTHING_RUNS if self.running is None else self.running.packed
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its outputs, ended and running, in bytes."""
+        running = 0 if self.running is None else self.running.num_bytes
+        return self.generations.num_bytes + running
+
+    def tidy(self) -> None:
+        """Give back the memory of running outputs once there are none."""
+        if self.running is not None and not self.running.num_lanes:
+            self.running = None
+
     def add(self, output: Output) -> Entry:
         """Add an output, and return its entry for the log."""
         self.generations.extend([output])

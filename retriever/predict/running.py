@@ -5,19 +5,17 @@ step, and the other sequences of its tenant once a block of it is full, if it is
 Nothing of it is left here when the sequence ends: if it is remembered, it is a generation then.
 """
 
-import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import TokenIds
+from retriever.drafter import ALONE, Kin, TokenIds
 from retriever.errors import LimitExceededError
-from retriever.kernels.chains import GROUP, LAST_BLOCK, SEPARATOR
+from retriever.kernels.chains import IS_SHARED, SEPARATOR
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
 from retriever.kernels.layout import BLOCK, LANE_BLOCK, Lane, Lanes, Orders, aligned_zeros, pack
 from retriever.predict.ledger import Charge
@@ -31,7 +29,9 @@ these, lanes gain half as much."""
 MOST_TOKENS: Final = 1 << 18
 """Tokens of a tenant's running outputs that are kept: the newest, in 13 MB."""
 
-_FEWEST_TOKENS: Final = 1 << 12
+FEWEST_TOKENS: Final = 1 << 12
+"""Tokens of a new ring."""
+
 _TAIL: Final = 8  # tokens of the prompt that a lane begins with: the longest n-gram
 _AT_ONCE: Final = 1 << 12  # tokens that are noted in one piece: of a longer one, its end
 
@@ -90,7 +90,8 @@ class RunningOutputs:
         self._charge = charge
         self._most_tokens = most_tokens
         self._numbers = count()
-        self._take(_ring(min(_FEWEST_TOKENS, most_tokens)))
+        self._num_lanes = 0
+        self._take(_ring(min(FEWEST_TOKENS, most_tokens)))
 
     def _take(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -108,9 +109,15 @@ class RunningOutputs:
         """Most tokens that lanes have: whole blocks."""
         return LANE_BLOCK * int(self._lanes.state[2])
 
-    def join(self, group: str, *, is_shared: bool, version: int = -1) -> NDArray[np.int64]:
-        """Return the fields of a new lane: one that begins now."""
-        return np.array([next(self._numbers), group_number(group), -1, is_shared, version], np.int64)
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that have joined and not left."""
+        return self._num_lanes
+
+    def join(self) -> int:
+        """Return the number of a new lane."""
+        self._num_lanes += 1
+        return next(self._numbers)
 
     def note(self, lane: int, sequence: int, first: int, end: int, linked_from: int) -> None:
         """Append tokens of a sequence to its lane; see `kernels.entries.append_to_lane`."""
@@ -123,6 +130,11 @@ class RunningOutputs:
     def withdraw(self, lane: int) -> None:
         """Overwrite a lane's tokens."""
         withdraw_lane(self.packed, lane)
+
+    def leave(self, lane: int) -> None:
+        """End a lane: nothing of it is left."""
+        self.withdraw(lane)
+        self._num_lanes -= 1
 
     def clear(self) -> None:
         """Delete and overwrite everything; lanes begin again with what comes."""
@@ -162,7 +174,7 @@ class RunningOutput:
 
     Args:
         outputs: of its tenant; None for a sequence without a group, which reads alone.
-        fields: of its lane, see `RunningOutputs.join`.
+        fields: of its lane, see `lane_fields`.
         sequence: that it is the output of; None as above.
         prompt_length: of that.
 
@@ -212,16 +224,23 @@ class RunningOutput:
 
     def restrict(self) -> None:
         """Serve the group alone from now on, and with nothing of what has come."""
-        self._fields[3] = 0
+        self._fields[IS_SHARED] = 0
         if self._sequence is not None:
             self._noted = self._linked_from = len(self._sequence)
 
     def leave(self) -> None:
         """End: nothing of it is left for others."""
         if self._outputs is not None:
-            self._outputs.withdraw(self.address)
+            self._outputs.leave(self.address)
             self._outputs = self._sequence = None
 
 
-READER: Final = RunningOutput(None, np.array([-1, 0, -1, 0, -1], np.int64))
-"""A sequence without a group."""
+def lane_fields(kin: Kin, number: int = -1, *, is_shared: bool = False) -> NDArray[np.int64]:
+    """Return int64[6], the fields of a lane; see `kernels.chains`."""
+    version = -1 if kin.policy_version is None else kin.policy_version
+    group = group_number(kin.group) if number >= 0 else 0
+    return np.array([number, group, -1, is_shared, version, kin.oldest_version], np.int64)
+
+
+READER: Final = RunningOutput(None, lane_fields(ALONE))
+"""A sequence without a group, whose version is not stated."""

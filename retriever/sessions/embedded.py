@@ -60,7 +60,7 @@ from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.predictor import Predictor
-from retriever.predict.running import RunningOutputs
+from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
@@ -230,6 +230,7 @@ class EmbeddedDrafter:
         predictions: Sequence[Prediction] = (),
         group: str = "",
         policy_version: int | None = None,
+        oldest_version: int = 0,
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
@@ -242,7 +243,7 @@ class EmbeddedDrafter:
             remember=remember,
             tenant=tenant,
             predictions=predictions,
-            kin=Kin(group, policy_version),
+            kin=Kin(group, policy_version, oldest_version),
         )
         self.begin(SessionKey("", session), prepared)
 
@@ -369,7 +370,7 @@ class EmbeddedDrafter:
         check_session_name(key.name)
         with self._lock:
             self._sessions.add(key, prepared)
-            if prepared.kin.group:
+            if prepared.kin is not ALONE:
                 self._join(prepared)
 
     def adding_predictions(
@@ -843,11 +844,12 @@ class EmbeddedDrafter:
     def _join(self, session: Session) -> None:
         """Have a session serve its group; where there is no room for it, it does not."""
         pool = session.databases.pool
-        if pool.running is None:
+        if session.kin.group and pool.running is None:
             with suppress(LimitExceededError):
-                charge = self._ledger.take(pool.tenant, 0, is_locked=True)
+                least = running_bytes(FEWEST_TOKENS)
+                charge = self._ledger.take(pool.tenant, least, is_locked=True)
                 pool.running = RunningOutputs(charge)
-        session.databases.join(session.kin.group, is_shared=session.remember)
+        session.databases.join(session.kin, is_shared=session.remember)
 
     # Called without the lock.
 
@@ -950,7 +952,8 @@ class EmbeddedDrafter:
         output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
         if len(output):
             self._name_vocabulary(ended.tenant)
-        entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
+        version = ended.kin.policy_version or 0
+        entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name, version)
         self._replication.hold(entry)
         return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces
 
@@ -970,7 +973,8 @@ class EmbeddedDrafter:
         output = context.last(len(context) - session.prompt_length)
         if len(output):
             self._name_vocabulary(session.tenant)
-        self._replication.hold(self._pools.remember(session.databases.pool, output, key.name))
+        version, pool = session.kin.policy_version or 0, session.databases.pool
+        self._replication.hold(self._pools.remember(pool, output, key.name, version))
 
 
 def _whole(pieces: Generator[None, None, _Result]) -> _Result:
