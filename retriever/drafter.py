@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Protocol, Self, TypedDict, Unpack, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,14 @@ class Kin:
 
 ALONE: Final = Kin()
 """Of a sequence without a group, whose version is not stated."""
+
+
+class KinOptions(TypedDict, total=False):
+    """The fields of `Kin`, as `GroupDrafter.open` takes them."""
+
+    group: str
+    policy_version: int | None
+    oldest_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +269,31 @@ class PredictionDrafter(Protocol):
             UnknownSessionError: the session is not open.
             InvalidRequestError: one is empty, or has a token outside the vocabulary.
             LimitExceededError: the session's predictions would be too many or too long.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupDrafter(Protocol):
+    """A `Drafter` whose sequences draft from one another while they run."""
+
+    takes_groups: bool
+
+    def open(
+        self,
+        session: str,
+        prompt: TokenIds,
+        *,
+        remember: bool = True,
+        **kin: Unpack[KinOptions],
+    ) -> None:
+        """Begin a sequence as `Drafter.open` does, as one of its kin: see `Kin`.
+
+        What is committed serves its group in the next step, and the other sequences of its tenant
+        some tens of tokens later if it is to be remembered. Once it is closed nothing of that is
+        left, but its output among the generations if that is remembered.
+
+        Raises: as `Drafter.open`, and `InvalidRequestError` for a name or a number that is none.
         """
         ...
 

@@ -395,7 +395,8 @@ def draft_sequences(
         budget = asked[index, 3]
         size, rows, match = draft_tree(
             shared, asked[index, 0], asked[index, 1], scratch,
-            CONTEXT + GENERATIONS + CORPUS + TREE, 0, asked[index, 2], budget, min_probabilities[index], token_ids[index, :budget],
+            CONTEXT + GENERATIONS + CORPUS + TREE, 0, asked[index, 2], budget,
+            min_probabilities[index], token_ids[index, :budget],
             parents[index, :budget], probabilities[index, :budget], sources[index, :budget],
         )  # fmt: skip
         found[index, 0], found[index, 1], found[index, 2] = size, rows, match

@@ -354,7 +354,10 @@ BLOCK: Final = np.dtype(
         ("group", np.int64),  # of its lane, more than 0
         ("version", np.int64),  # of the model that writes its lane, -1 if it is not stated
         ("used", np.int32),  # tokens in it
-        ("skipped", np.int32),  # of these, tokens of the prompt: no n-gram that ends there is linked
+        (
+            "skipped",
+            np.int32,
+        ),  # of these, tokens of the prompt: no n-gram that ends there is linked
         ("is_shared", np.int32),  # whether all groups may see it once it is full
     ],
     align=True,
@@ -395,8 +398,6 @@ class Lane(NamedTuple):
 
 class Cursor(NamedTuple):
     """Where a sequence is being copied from: int64[2]; see `kernels.cursors`."""
-
-    cursor: NDArray[np.int64]
 
     cursor: NDArray[np.int64]
 

@@ -13,8 +13,9 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and of the re
 
 An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, and 128 more
 where an origin follows, and 64 more where a version follows), the origin that it is deleted by (16
-bytes), the version of the model that wrote it (u64) and its tokens (u16 or u32), little-endian. A tenant's outputs are numbered upwards, the oldest goes first. Findings are a time
-(f64), the length of their model's fingerprint (u8), it, and what a model found likely, opaque here.
+bytes), the version of the model that wrote it (u64) and its tokens (u16 or u32), little-endian. A
+tenant's outputs are numbered upwards, the oldest goes first. Findings are a time (f64), the length
+of their model's fingerprint (u8), it, and what a model found likely, opaque here.
 """
 
 import math

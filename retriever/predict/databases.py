@@ -538,8 +538,8 @@ class Databases:
         row = size = 0
         for stages, then in self._runs:
             size, row, found = draft_tree(
-                shared, address, lane, scratch.address, stages, row, longest, budget, min_probability,
-                *grown,
+                shared, address, lane, scratch.address, stages, row, longest, budget,
+                min_probability, *grown,
             )  # fmt: skip
             if stages & CORPUS:
                 self.in_corpus.narrow(found)

@@ -1,8 +1,9 @@
 """Outputs of sequences that are running, from which others draft before they end.
 
-A sequence of a group writes its output into a *lane*: sequences of its group find that in their next
-step, and the other sequences of its tenant once a block of it is full, if it is to be remembered.
-Nothing of it is left here when the sequence ends: if it is remembered, it is a generation then.
+A sequence of a group writes its output into a *lane*: sequences of its group find that in their
+next step, and the other sequences of its tenant once a block of it is full, if it is to be
+remembered. Nothing of it is left here when the sequence ends: if it is remembered, it is a
+generation then.
 """
 
 from contextlib import AbstractContextManager, nullcontext

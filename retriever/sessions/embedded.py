@@ -20,13 +20,13 @@ from numpy.typing import ArrayLike
 
 from indexer.reader import Index
 from retriever.drafter import (
+    ALONE,
     DraftRequest,
     Fate,
     Findings,
     FoundPage,
-    ALONE,
     Keeping,
-    Kin,
+    KinOptions,
     Prediction,
     TokenIds,
 )
@@ -60,11 +60,17 @@ from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.predictor import Predictor
-from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
+from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
-from retriever.sequences import SessionKey, check_batch, check_step, checked_predictions
+from retriever.sequences import (
+    SessionKey,
+    check_batch,
+    check_step,
+    checked_kin,
+    checked_predictions,
+)
 from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import (
     NO_PHRASES,
@@ -132,6 +138,7 @@ class EmbeddedDrafter:
         draft_counts: counts of drafts and their outcomes.
         uses: what each tenant has used, as far as a service counts it.
         administration: what an operator does with it while it runs.
+        takes_groups: see `GroupDrafter`.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -139,6 +146,8 @@ class EmbeddedDrafter:
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
         ReplicationError: `replication` cannot be used; a server that is down is no error.
     """
+
+    takes_groups = True
 
     def __init__(
         self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
@@ -228,23 +237,17 @@ class EmbeddedDrafter:
         remember: bool = True,
         tenant: str = "",
         predictions: Sequence[Prediction] = (),
-        group: str = "",
-        policy_version: int | None = None,
-        oldest_version: int = 0,
+        **kin: Unpack[KinOptions],
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
         Drafts come from the tenant's own generations, never another's; the output is added to them
         if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
-        alone, and from the tenant's running sequences, see `Kin`.
+        alone, and from the tenant's running sequences, see `GroupDrafter`.
         """
-        prepared = self.prepare(
-            prompt,
-            remember=remember,
-            tenant=tenant,
-            predictions=predictions,
-            kin=Kin(group, policy_version, oldest_version),
-        )
+        stated = checked_kin(**kin)
+        prepared = self.prepare(prompt, remember=remember, tenant=tenant, predictions=predictions)
+        prepared.kin = stated
         self.begin(SessionKey("", session), prepared)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
@@ -321,13 +324,10 @@ class EmbeddedDrafter:
         remember: bool = True,
         tenant: str = "",
         predictions: Sequence[Prediction] = (),
-        kin: Kin = ALONE,
     ) -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
         return _whole(
-            self.preparing(
-                prompt, remember=remember, tenant=tenant, predictions=predictions, kin=kin
-            )
+            self.preparing(prompt, remember=remember, tenant=tenant, predictions=predictions)
         )
 
     def preparing(
@@ -338,7 +338,6 @@ class EmbeddedDrafter:
         tenant: str = "",
         charge: Charge | None = None,
         predictions: Sequence[Prediction] = (),
-        kin: Kin = ALONE,
     ) -> Generator[None, None, Session]:
         """Do as `prepare` does, in pieces; `charge` is that of `charge_reading`, if it was called.
 
@@ -363,7 +362,7 @@ class EmbeddedDrafter:
         databases = Databases(
             context, pool, corpus, learns=remember, phrases=cursor, predictions=predicted
         )
-        return Session(databases, len(tokens), remember, kin=kin)
+        return Session(databases, len(tokens), remember)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
         """Begin a sequence as `open` does, under a name that no open session has."""
