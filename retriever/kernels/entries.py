@@ -197,6 +197,24 @@ def withdraw_lane(running: NDArray[Any], lane: int) -> None:
     chains_.withdraw_lane(unpack(running[0], Lanes), unpack_at(lane, LANE_LAYOUT, Lane).lane)
 
 
+@kernel()
+def collect_running(
+    running: NDArray[Any],
+    lane: int,
+    source: int,
+    query: NDArray[np.int32],
+    depth: int,
+    scratch: NDArray[Any],
+    row: int,
+) -> int:
+    """Write continuations in running sequences, for one with this lane; return the free row."""
+    return chains_.collect_lanes(
+        unpack(running[0], Lanes), unpack(running[0], Orders),
+        unpack_at(lane, LANE_LAYOUT, Lane).lane, query, source, depth, unpack(scratch[0], Found),
+        row,
+    )  # fmt: skip
+
+
 @kernel(allocates=True)
 def move_lanes(running: NDArray[Any], grown: NDArray[Any]) -> None:
     """Move all lanes to an empty ring of more blocks; see `chains.move_lanes`."""

@@ -354,10 +354,7 @@ BLOCK: Final = np.dtype(
         ("group", np.int64),  # of its lane, more than 0
         ("version", np.int64),  # of the model that writes its lane, -1 if it is not stated
         ("used", np.int32),  # tokens in it
-        (
-            "skipped",
-            np.int32,
-        ),  # of these, tokens of the prompt: no n-gram that ends there is linked
+        ("skipped", np.int32),  # of these, of the prompt: no n-gram that ends there is linked
         ("is_shared", np.int32),  # whether all groups may see it once it is full
     ],
     align=True,

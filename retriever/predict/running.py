@@ -28,7 +28,7 @@ RUNNING_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(8, 16, 16, 16
 these, lanes gain half as much."""
 
 MOST_TOKENS: Final = 1 << 18
-"""Tokens of a tenant's running outputs that are kept: the newest, in 13 MB."""
+"""Tokens of a tenant's running outputs that are kept: the newest, in 15 MB."""
 
 FEWEST_TOKENS: Final = 1 << 12
 """Tokens of a new ring."""
