@@ -118,7 +118,7 @@ Source.register(3, "PHRASES", "#009e73")
 Source.register(4, "CORPUS", "#cc79a7")
 Source.register(5, "MODEL")
 Source.register(6, "PREDICTIONS", "#d55e00")
-Source.register(7, "SIBLINGS", "#56b4e9")
+Source.register(7, "SIBLINGS", "#f0e442")
 
 
 def drafted_sources() -> list[Source]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from retriever import (
 )
 from retriever.drafter import Kin
 from retriever.kernels.chains import FADING, LEAST_FADED
-from retriever.kernels.entries import collect_running
+from retriever.kernels.entries import append_to_lane, collect_running, move_lanes, withdraw_lane
 from retriever.kernels.layout import LANE_BLOCK, MAX_MATCH, Scratch
 from retriever.limits import Limits
 from retriever.predict.databases import Context
@@ -231,6 +232,18 @@ def test_a_group_of_ten_thousand_stays_within_its_memory() -> None:
     assert drafter._ledger.total == empty
 
 
+def test_warming_compiles_what_groups_need() -> None:
+    kernels = (append_to_lane, move_lanes, withdraw_lane)
+    EmbeddedDrafter().warm()
+    known = [len(each.signatures) for each in kernels]
+    assert all(known)
+    talk = Talk(EmbeddedDrafter())
+    talk.open("a", group="g")
+    talk.step("a", [1] * FEWEST_TOKENS)
+    talk.drafter.close("a")
+    assert [len(each.signatures) for each in kernels] == known
+
+
 def test_where_there_is_no_room_sequences_run_as_without_a_group() -> None:
     drafter = EmbeddedDrafter()
     talk = Talk(drafter)
@@ -250,7 +263,7 @@ def test_an_older_version_counts_less_and_can_be_dropped() -> None:
         drafter.close("w", ids(1, 2, 3, 4, 5, 6, 7, 8, last))
     context = [1, 2, 3, 4, 5, 6, 7, 8]
 
-    def shares(**kin: int) -> dict[int, float]:
+    def shares(**kin: Any) -> dict[int, float]:
         talk.open("s", ids(*context), remember=False, **kin)
         tree = talk.step("s")
         drafter.close("s")
