@@ -291,6 +291,24 @@ _GENERATIONS: Final = int(Source.GENERATIONS)
 _SIBLINGS: Final = int(Source.SIBLINGS)
 
 
+@kernel(inline="always")
+def _collect_running(
+    running: NDArray[Any],
+    lane: NDArray[np.int64],
+    query: NDArray[np.int32],
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write continuations in running sequences, if there are any."""
+    if running.shape[0] > 0:
+        row = chains_.collect_lanes(
+            unpack(running[0], Lanes), unpack(running[0], Orders), lane, query, _SIBLINGS, depth,
+            found, row,
+        )  # fmt: skip
+    return row
+
+
 @kernel(forceinline=True)
 def draft_tree(
     shared: NDArray[Any],
@@ -352,10 +370,7 @@ def draft_tree(
             oldest = max(outputs.state[2], outputs.state[0] - outputs.tokens.shape[0])
             if not chains_.are_all_recent(of.versions, oldest, outputs.state[0], fields):
                 live = of.no_live
-        row = chains_.collect_lanes(
-            unpack(of.running[0], Lanes), unpack(of.running[0], Orders), fields, query, _SIBLINGS,
-            budget, found, row,
-        )  # fmt: skip
+        row = _collect_running(of.running, fields, query, budget, found, row)
     if stages & CORPUS:
         bound, longest = longest, 0
         for index in range(of.segments.shape[0]):

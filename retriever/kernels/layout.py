@@ -421,6 +421,7 @@ class Shared(NamedTuple):
             `chains.fade_rows`.
         no_live: int64[1, WAYS], an empty table in its place.
         running: `Lanes` and their `Orders`, packed: outputs of sequences that are not at their end.
+            No record where none has a group.
         segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
         tables: `Tables`, packed.
         weights: WEIGHTS[1].

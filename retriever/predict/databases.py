@@ -41,7 +41,7 @@ from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
-from retriever.predict.running import READER, RunningOutput, lane_fields
+from retriever.predict.running import NOTHING_RUNS, READER, RunningOutput, lane_fields
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
 from retriever.tree import DraftTree, Source
 
@@ -333,6 +333,7 @@ _NO_LIVE: Final = live_table(0)
 def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
     """Return `Shared`, packed, of sequences of a tenant and a corpus; made where it has changed."""
     generations, shared = pool.generations, pool.shared
+    running = NOTHING_RUNS if pool.running is None else pool.running.packed
     generations.leave_out_expired()
     if (
         shared is None
@@ -340,7 +341,7 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         or shared.outputs is not generations.packed
         or shared.live is not generations.live
         or shared.versions is not generations.versions
-        or shared.running is not pool.running_packed
+        or shared.running is not running
         or shared.tables is not corpus.packed_tables
         or shared.weights is not pool.weights
     ):
@@ -349,7 +350,7 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
             generations.live,
             generations.versions,
             _NO_LIVE,
-            pool.running_packed,
+            running,
             corpus.packed_segments,
             corpus.packed_tables,
             pool.weights,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from retriever.drafter import Fate
 from retriever.kernels.layout import Shared
 from retriever.predict.generations import Generations, Output
-from retriever.predict.running import NOTHING_RUNS, RunningOutputs
+from retriever.predict.running import RunningOutputs
 from retriever.predict.weights import Weights, prior_weights, to_bytes
 
 
@@ -57,11 +57,6 @@ class Pool:
     running: RunningOutputs | None = None
     shared: Shared | None = None
     packed: NDArray[Any] | None = None
-
-    @property
-    def running_packed(self) -> NDArray[Any]:
-        """Its running outputs, packed for kernels."""
-        return NOTHING_RUNS if self.running is None else self.running.packed
 
     @property
     def num_bytes(self) -> int:

@@ -159,8 +159,8 @@ class RunningOutputs:
         self._take(grown)
 
 
-NOTHING_RUNS: Final = pack(_ring(LANE_BLOCK), _ORDERS)
-"""The running outputs of a tenant without any."""
+NOTHING_RUNS: Final = pack(_ring(LANE_BLOCK), _ORDERS)[:0]
+"""No running outputs, packed for kernels."""
 
 
 def group_number(group: str) -> int:
