@@ -8,7 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from time import perf_counter
 from typing import Final
@@ -49,11 +49,11 @@ from decoder.sampling.verification import (
     accept_greedy,
 )
 from decoder.stopping import StopRule, first_stop
-from retriever.drafter import Drafter, Prediction, TokenIds
+from retriever.drafter import ALONE, Drafter, Kin, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Followers
 from retriever.limits import MAX_OUTCOMES, Limits
-from retriever.sequences import TokenSequence, checked_predictions
+from retriever.sequences import TokenSequence, checked_kin, checked_predictions
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -93,6 +93,8 @@ class Request:
         accept: which drafted tokens are kept; `None` for the decoder's own rule.
         predictions: what the output is expected to contain: drafts of this sequence come from them,
             too, where its drafter takes any.
+        kin: sequences that run at once and say about the same, and the version of the model, where
+            the drafter takes groups.
     """
 
     prompt: Sequence[int] | TokenIds
@@ -102,6 +104,7 @@ class Request:
     observer: Observer | None = None
     accept: AcceptRule | None = None
     predictions: Sequence[Prediction] = ()
+    kin: Kin = ALONE
 
 
 class Decoder:
@@ -159,6 +162,7 @@ class Decoder:
         stop_rule: StopRule | None = None,
         observer: Observer | None = None,
         predictions: Sequence[Prediction] = (),
+        kin: Kin = ALONE,
     ) -> "Generation":
         """Prepare a sequence; iterating over the result decodes it.
 
@@ -166,11 +170,19 @@ class Decoder:
 
         Raises:
             InvalidPromptError: the prompt is empty or no token ids of the vocabulary, or leaves
-                no room below the model's limit; or a prediction is none.
+                no room below the model's limit; or a prediction, a group or a version is none.
             InvalidSettingsError: `max_new_tokens` is negative.
         """
         return self.prepare(
-            Request(prompt, max_new_tokens, remember, stop_rule, observer, predictions=predictions)
+            Request(
+                prompt,
+                max_new_tokens,
+                remember,
+                stop_rule,
+                observer,
+                predictions=predictions,
+                kin=kin,
+            )
         )
 
     def generate_many(
@@ -209,9 +221,10 @@ class Decoder:
         tokens = self.target.checked_prompt(request.prompt)
         try:
             predictions = checked_predictions(request.predictions, self.target.vocabulary_size)
+            kin = checked_kin(**asdict(request.kin))
         except InvalidRequestError as error:
             raise InvalidPromptError(str(error)) from error
-        request = replace(request, predictions=predictions)
+        request = replace(request, predictions=predictions, kin=kin)
         return Generation(self, request, tokens, next(self._numbers))
 
     def _admissible(self, number: int, request: Request) -> "Generation":
@@ -264,7 +277,10 @@ class Generation:
         self._decoder = decoder
         self._accept = request.accept or decoder.accept
         self._sequence = TokenSequence(
-            prompt, remember=request.remember, predictions=request.predictions
+            prompt,
+            remember=request.remember,
+            predictions=request.predictions,
+            kin=request.kin,
         )
         self._remaining = decoder.target.room(len(prompt), request.max_new_tokens)
         self._random_number = number

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Protocol, Self, TypedDict, Unpack, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,37 @@ def _predicted_text(prediction: object) -> str:
                 'prediction.content must have parts of the form {"type": "text", "text": TEXT}'
             )
     return "".join(part["text"] for part in content)
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """Which sequences a sequence is like, and by which version of a model it is written.
+
+    Attributes:
+        group: sequences that run at once and say the same: samples of one prompt, agents at one
+            task. What is committed in one serves the others of its tenant's group in their next
+            step. Empty for none.
+        policy_version: of a model that is trained while it decodes, 0 or more; None if it is not
+            stated. What the next version or the one before has written counts half, what is further
+            off half of that, and an eighth at least. Where it is not stated, all counts in full.
+        oldest_version: what older versions have written does not count at all.
+    """
+
+    group: str = ""
+    policy_version: int | None = None
+    oldest_version: int = 0
+
+
+ALONE: Final = Kin()
+"""Of a sequence without a group, whose version is not stated."""
+
+
+class KinOptions(TypedDict, total=False):
+    """The fields of `Kin`, as `GroupDrafter.open` takes them."""
+
+    group: str
+    policy_version: int | None
+    oldest_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +269,31 @@ class PredictionDrafter(Protocol):
             UnknownSessionError: the session is not open.
             InvalidRequestError: one is empty, or has a token outside the vocabulary.
             LimitExceededError: the session's predictions would be too many or too long.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupDrafter(Protocol):
+    """A `Drafter` whose sequences draft from one another while they run."""
+
+    takes_groups: bool
+
+    def open(
+        self,
+        session: str,
+        prompt: TokenIds,
+        *,
+        remember: bool = True,
+        **kin: Unpack[KinOptions],
+    ) -> None:
+        """Begin a sequence as `Drafter.open` does, as one of its kin: see `Kin`.
+
+        What is committed serves its group in the next step, and the other sequences of its tenant
+        some tens of tokens later if it is to be remembered. Once it is closed nothing of that is
+        left, but its output among the generations if that is remembered.
+
+        Raises: as `Drafter.open`, and `InvalidRequestError` for a name or a number that is none.
         """
         ...
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import count
 from logging import getLogger
@@ -16,9 +16,11 @@ import numpy as np
 
 from retriever.backoff import Backoff, drafter_backoff
 from retriever.drafter import (
+    ALONE,
     AheadDrafter,
     Drafter,
     DraftRequest,
+    GroupDrafter,
     Prediction,
     PredictionDrafter,
     TokenIds,
@@ -197,7 +199,8 @@ class Follower:
         name = self._followers.new_name() if self._given_name is None else self._given_name
         sequence = self.sequence
         if not sequence.predictions or not self._open_predicted(name):
-            self._followers.drafter.open(name, sequence.prompt, remember=sequence.remember)
+            drafter: Any = self._followers.drafter
+            drafter.open(name, sequence.prompt, remember=sequence.remember, **self._kin)
         self._known_predictions = sequence.predictions
         self.name, self.num_sent = name, sequence.num_prompt
 
@@ -209,11 +212,25 @@ class Follower:
             return False
         predictions = self._known_of(sequence.predictions)
         try:
-            drafter.open(name, sequence.prompt, remember=sequence.remember, predictions=predictions)
+            drafter.open(
+                name,
+                sequence.prompt,
+                remember=sequence.remember,
+                predictions=predictions,
+                **self._kin,
+            )
         except LimitExceededError as error:
             _log.warning("drafts go on without predictions, which are refused: %s", error)
             return False
         return True
+
+    @property
+    def _kin(self) -> dict[str, Any]:
+        """What the drafter is told of sequences that this one is like, if it takes groups."""
+        kin = self.sequence.kin
+        if kin is ALONE or not isinstance(self._followers.drafter, GroupDrafter):
+            return {}
+        return asdict(kin)
 
     def _known_of(self, predictions: Iterable[Prediction]) -> list[Prediction]:
         """Return those whose tokens the drafter can know."""

@@ -153,6 +153,16 @@ def check_session_name(session: str) -> None:
         raise InvalidRequestError(f"a session's name has 1 to {MAX_NAME_BYTES} bytes")
 
 
+def check_group_name(group: str) -> None:
+    """Refuse an invalid name of a group.
+
+    Raises:
+        InvalidRequestError: the name is too long, or cannot be encoded.
+    """
+    if not isinstance(group, str) or len(_encoded(group)) > MAX_NAME_BYTES:
+        raise InvalidRequestError(f"a group's name is a text of at most {MAX_NAME_BYTES} bytes")
+
+
 def check_tenant_name(tenant: str) -> None:
     """Refuse an invalid tenant name; the empty name stands for callers without a tenant.
 

@@ -6,12 +6,12 @@ shared: followers track positions in it and copy no tokens.
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.drafter import ALONE, DraftRequest, Kin, KinOptions, Prediction, TokenIds
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -19,7 +19,14 @@ from retriever.errors import (
     SessionExistsError,
     UnknownSessionError,
 )
-from retriever.limits import MAX_NAME_BYTES, Limits, check_predictions, checked_tokens, shown
+from retriever.limits import (
+    MAX_NAME_BYTES,
+    Limits,
+    check_group_name,
+    check_predictions,
+    checked_tokens,
+    shown,
+)
 
 _ROOM: Final = 512
 """Spare tokens of a new buffer: most generations are shorter, so that it rarely grows."""
@@ -33,14 +40,16 @@ class TokenSequence:
         num_prompt: how many of them are the prompt; all if not given.
         remember: whether its output joins the generations.
         predictions: what it is expected to become, checked.
+        kin: which sequences it is like, checked.
 
     Attributes:
         num_prompt: as given.
         remember: as given.
+        kin: as given.
         predictions: all so far, in the order in which they came, each text once.
     """
 
-    __slots__ = ("_buffer", "_length", "num_prompt", "predictions", "remember")
+    __slots__ = ("_buffer", "_length", "kin", "num_prompt", "predictions", "remember")
 
     def __init__(
         self,
@@ -49,6 +58,7 @@ class TokenSequence:
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        kin: Kin = ALONE,
     ) -> None:
         self._buffer = np.empty(len(tokens) + _ROOM, np.int32)
         self._buffer[: len(tokens)] = tokens
@@ -56,6 +66,7 @@ class TokenSequence:
         self.num_prompt = len(tokens) if num_prompt is None else num_prompt
         self.remember = remember
         self.predictions = list(predictions)
+        self.kin = kin
 
     def __len__(self) -> int:
         return self._length
@@ -276,6 +287,31 @@ def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
             f"{num_new}, but states a length of {request.length}: a step was lost or repeated; "
             "close the session and open it again"
         )
+
+
+_LAST_VERSION: Final = 1 << 62
+
+
+def checked_kin(**stated: Unpack[KinOptions]) -> Kin:
+    """Return which sequences a sequence is like, as its caller states it.
+
+    Raises:
+        InvalidRequestError: the group cannot be a name, or a version is no number from 0 on.
+    """
+    kin = Kin(**stated)
+    if kin == ALONE:
+        return ALONE
+    if kin.group:
+        check_group_name(kin.group)
+    for version in (kin.policy_version, kin.oldest_version):
+        is_number = isinstance(version, (int, np.integer)) and not isinstance(version, bool)
+        if version is not None and not (is_number and 0 <= version < _LAST_VERSION):
+            raise InvalidRequestError(f"{version!r} is no version: versions are numbers from 0 on")
+    if kin.oldest_version and kin.policy_version is None:
+        raise InvalidRequestError(
+            "an oldest version counts for a sequence of a version alone: state policy_version, too"
+        )
+    return kin
 
 
 def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:

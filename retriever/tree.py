@@ -19,7 +19,7 @@ PROBABILITY_SLACK: Final = 1e-6
 MAX_SOURCES: Final = 16
 """Upper bound of source numbers: the length of arrays indexed by source.
 
-Five databases, models and "unspecified" use 7. Each number costs 140 bytes of every tenant's
+Six databases, models and "unspecified" use 8. Each number costs 140 bytes of every tenant's
 weights.
 """
 
@@ -58,6 +58,7 @@ class Source(int, metaclass=_Listing):
     CORPUS: ClassVar["Source"]
     MODEL: ClassVar["Source"]
     PREDICTIONS: ClassVar["Source"]
+    SIBLINGS: ClassVar["Source"]
 
     name: str
     colour: str
@@ -117,6 +118,7 @@ Source.register(3, "PHRASES", "#009e73")
 Source.register(4, "CORPUS", "#cc79a7")
 Source.register(5, "MODEL")
 Source.register(6, "PREDICTIONS", "#d55e00")
+Source.register(7, "SIBLINGS", "#f0e442")
 
 
 def drafted_sources() -> list[Source]:

@@ -13,7 +13,7 @@ from decoder.observation import Observer, Statistics
 from decoder.stopping import StoppableText, StopStrings
 from indexer.errors import reason_of
 from indexer.launch import INTERRUPTED, TERMINATED
-from retriever.drafter import Prediction
+from retriever.drafter import ALONE, Kin, Prediction
 
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -127,6 +127,7 @@ class AnswerOptions:
         include_stop: whether the text ends behind a stop string instead of before it.
         remember: whether the drafter may use the answer for later ones.
         predictions: what the answer is expected to contain.
+        kin: which sequences the answer is like.
     """
 
     max_new_tokens: int
@@ -134,6 +135,7 @@ class AnswerOptions:
     include_stop: bool = False
     remember: bool = True
     predictions: tuple[Prediction, ...] = ()
+    kin: Kin = ALONE
 
 
 def answer(
@@ -171,6 +173,7 @@ def answer(
         stop_rule=text,
         observer=observer,
         predictions=options.predictions,
+        kin=options.kin,
     )
     answering = _Answering(decoder, text, on_text, interruption or Interruption())
     error = answering.run(generation)
@@ -219,6 +222,7 @@ def answer_many(
                 text,
                 task.observer,
                 predictions=options.predictions,
+                kin=options.kin,
             )
 
     many: Any = decoder.generate_many(requests(), parallel)

@@ -38,6 +38,7 @@ from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from indexer.flags import AsJson, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
+from retriever.drafter import Kin
 
 
 @errors_in_one_line(*FORESEEN)
@@ -82,6 +83,7 @@ def run_generate(
         output.include_stop,
         remember=not given.forget,
         predictions=tuple(read_predictions(given.prediction, encode)),
+        kin=Kin(given.group),
     )
     printer = Printer(
         as_json=as_json,

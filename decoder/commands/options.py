@@ -61,6 +61,15 @@ class AnsweredPrompts(PromptSettings):
             "as the file that is edited: drafts come from it, too. Repeatable."
         ),
     ] = ()
+    group: Annotated[
+        str,
+        Metavar("NAME"),
+        Field(
+            description="Answers of one group that are written at once draft from one another: "
+            "those of --parallel, and of other commands that share a service. They are about the "
+            "same: samples of one prompt, agents at one task."
+        ),
+    ] = ""
     parallel: Annotated[
         int,
         Field(

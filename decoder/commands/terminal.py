@@ -29,6 +29,7 @@ _FEW: Final = {
     Source.CORPUS: "magenta",
     Source.MODEL: "cyan",
     Source.PREDICTIONS: "red",
+    Source.SIBLINGS: "bright_yellow",
 }
 """For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
 

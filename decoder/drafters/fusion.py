@@ -14,7 +14,7 @@ reading counts, at every depth, as one more source.
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +39,14 @@ from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
-from retriever.drafter import Drafter, DraftRequest, Prediction, TokenIds
+from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, TokenIds
 from retriever.follower import DraftLimits, Followers
 from retriever.sequences import (
     OpenSessions,
     TokenSequence,
     check_named_once,
     check_step,
+    checked_kin,
     checked_predictions,
 )
 from retriever.tree import ROOT, DraftTree, Source
@@ -176,6 +177,8 @@ class FusedDrafter:
         VocabularyMismatchError: a reader proposes tokens that the target does not know.
     """
 
+    takes_groups = True
+
     def __init__(
         self,
         drafters: Sequence[Drafter],
@@ -222,11 +225,12 @@ class FusedDrafter:
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`."""
+        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
         self._sessions.check_free(session)
-        expected = checked_predictions(predictions)
-        sequence = TokenSequence(prompt, remember=remember, predictions=expected)
+        expected, stated = checked_predictions(predictions), checked_kin(**kin)
+        sequence = TokenSequence(prompt, remember=remember, predictions=expected, kin=stated)
         self._sessions.add(session, self.follow(sequence))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:

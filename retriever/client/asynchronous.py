@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc import aio
@@ -24,7 +24,7 @@ from retriever.client.streams import (
     check_is_older,
     check_opens,
 )
-from retriever.drafter import Drafter, DraftRequest, Prediction, without_outcomes
+from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, without_outcomes
 from retriever.errors import CredentialsError, DrafterUnavailableError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -176,6 +176,8 @@ class AsyncResilientDrafter(FailOpenClient):
         InvalidRequestError: no address, or a duplicate.
     """
 
+    takes_groups = True
+
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
         self,
         addresses: str | Sequence[str],
@@ -219,13 +221,14 @@ class AsyncResilientDrafter(FailOpenClient):
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`.
+        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`.
 
         Servers are told with its first step.
         """
         self._start()
-        self._planner.open(session, prompt, remember=remember, predictions=predictions)
+        self._planner.open(session, prompt, remember=remember, predictions=predictions, **kin)
 
     async def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.

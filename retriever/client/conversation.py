@@ -520,6 +520,7 @@ class Conversation:
             remember=sequence.remember,
             fingerprint=self._fingerprint,
             predictions=() if name in self._unpredicted else known.predictions,
+            kin=sequence.kin,
         )
         message.openings.append(opening)
         return known

@@ -1,14 +1,20 @@
 """A drafter in numpy alone: copies what followed the last tokens in the sequence or generations."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.drafter import DraftRequest, KinOptions, Prediction, TokenIds
 from retriever.limits import check_session_name, checked_tokens
-from retriever.sequences import OpenSessions, TokenSequence, check_step, checked_predictions
+from retriever.sequences import (
+    OpenSessions,
+    TokenSequence,
+    check_step,
+    checked_kin,
+    checked_predictions,
+)
 from retriever.tree import DraftTree, Source
 
 _NO_TOKEN: Final = -1  # between outputs, so that no match spans two
@@ -33,6 +39,8 @@ class LocalDrafter:
         recent_tokens: generations to remember, in tokens.
     """
 
+    takes_groups = True
+
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
         self._recent_tokens = recent_tokens
         self._recent = _NO_TOKENS
@@ -45,12 +53,14 @@ class LocalDrafter:
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`."""
+        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
         check_session_name(session)
         self._sequences.check_free(session)
         tokens, expected = checked_tokens(prompt, None), checked_predictions(predictions)
-        sequence = TokenSequence(tokens, remember=remember, predictions=expected)
+        stated = checked_kin(**kin)
+        sequence = TokenSequence(tokens, remember=remember, predictions=expected, kin=stated)
         self._sequences.add(session, sequence)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:

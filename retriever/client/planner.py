@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final
+from typing import Final, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +21,7 @@ from retriever.client.conversation import (
     SequenceStep,
 )
 from retriever.client.local import LocalDrafter
-from retriever.drafter import Drafter, DraftRequest, Prediction
+from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction
 from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_ids, checked_tokens
@@ -30,6 +30,7 @@ from retriever.sequences import (
     TokenSequence,
     check_named_once,
     check_step,
+    checked_kin,
     checked_predictions,
 )
 from retriever.tree import DraftTree
@@ -271,14 +272,18 @@ class Planner:
         *,
         remember: bool,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; servers are told with its first step."""
+        """Begin a sequence; servers are told with its first step.
+
+        Sequences of a group have the same server, so that they draft from one another.
+        """
         check_session_name(session)
         self._placed.check_free(session)
-        expected = checked_predictions(predictions)
+        expected, stated = checked_predictions(predictions), checked_kin(**kin)
         tokens = checked_tokens(prompt, None)
-        sequence = TokenSequence(tokens, remember=remember, predictions=expected)
-        order = ranked(session, self.conversations)
+        sequence = TokenSequence(tokens, remember=remember, predictions=expected, kin=stated)
+        order = ranked(stated.group or session, self.conversations)
         self._placed.add(session, _Assigned(sequence, order, order[0]))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Final, Self
+from typing import Final, Self, Unpack
 
 from numpy.typing import ArrayLike
 
@@ -23,7 +23,7 @@ from retriever.client.streams import (
     StreamTable,
     remote_channel,
 )
-from retriever.drafter import Drafter, DraftRequest, Prediction, without_outcomes
+from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, without_outcomes
 from retriever.tree import DraftTree
 from retriever.wire.messages import client_message
 
@@ -165,6 +165,8 @@ class ResilientDrafter(FailOpenClient):
         InvalidRequestError: no address, or a duplicate.
     """
 
+    takes_groups = True
+
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
         self,
         addresses: str | Sequence[str],
@@ -215,14 +217,15 @@ class ResilientDrafter(FailOpenClient):
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`.
+        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`.
 
         Servers are told with its first step.
         """
         self._start()
         with self._lock:
-            self._planner.open(session, prompt, remember=remember, predictions=predictions)
+            self._planner.open(session, prompt, remember=remember, predictions=predictions, **kin)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from threading import Lock
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, Unpack
 
 from numpy.typing import ArrayLike
 
@@ -18,7 +18,7 @@ from retriever.client.merging import merge_trees
 from retriever.client.planner import checked_addresses
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
-from retriever.drafter import DraftRequest, Prediction
+from retriever.drafter import DraftRequest, KinOptions, Prediction
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -35,6 +35,7 @@ from retriever.sequences import (
     TokenSequence,
     check_named_once,
     check_step,
+    checked_kin,
     checked_predictions,
 )
 from retriever.tree import DraftTree
@@ -320,6 +321,8 @@ class ShardedDrafter:
         InvalidRequestError: no address, or a duplicate.
     """
 
+    takes_groups = True
+
     def __init__(
         self,
         addresses: Iterable[str],
@@ -351,8 +354,9 @@ class ShardedDrafter:
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`.
+        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`.
 
         Unreachable servers are not an error.
 
@@ -360,9 +364,9 @@ class ShardedDrafter:
             VocabularyMismatchError: a shard has another vocabulary; the message names it.
         """
         check_session_name(session)
-        expected = checked_predictions(predictions)
+        expected, stated = checked_predictions(predictions), checked_kin(**kin)
         tokens = checked_tokens(prompt, None)
-        sequence = TokenSequence(tokens, remember=remember, predictions=expected)
+        sequence = TokenSequence(tokens, remember=remember, predictions=expected, kin=stated)
         with self._lock:
             self._sequences.add(session, sequence)
         try:

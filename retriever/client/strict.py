@@ -7,14 +7,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 import grpc
 from numpy.typing import ArrayLike
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.streams import LinkStream
-from retriever.drafter import DraftRequest, Findings, FoundPage, Prediction, without_outcomes
+from retriever.drafter import (
+    DraftRequest,
+    Findings,
+    FoundPage,
+    KinOptions,
+    Prediction,
+    without_outcomes,
+)
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -30,7 +37,7 @@ from retriever.limits import (
     checked_tokens,
     shown,
 )
-from retriever.sequences import OpenSessions, checked_predictions
+from retriever.sequences import OpenSessions, checked_kin, checked_predictions
 from retriever.tree import DraftTree, Explanation
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -365,6 +372,8 @@ class RemoteDrafter(Calls):
         InvalidRequestError: the client's name is too long.
     """
 
+    takes_groups = True
+
     def __init__(
         self,
         address: str,
@@ -393,8 +402,9 @@ class RemoteDrafter(Calls):
         *,
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
-        """Begin a sequence; see `Drafter.open` and `PredictionDrafter`."""
+        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
         check_session_name(session)
         message = opening_message(
             self._prefix + session,
@@ -403,6 +413,7 @@ class RemoteDrafter(Calls):
             fingerprint=self._fingerprint,
             client=self._client,
             predictions=checked_predictions(predictions),
+            kin=checked_kin(**kin),
         )
         self._call(self._stub.OpenSession, message)
         self._forget(session)  # the service ends sessions that are idle for long

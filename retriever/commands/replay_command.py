@@ -17,7 +17,7 @@ from retriever.commands.factories import OWN, find_factory, own_drafter, remote_
 from retriever.commands.options import clear_errors, progress
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
-from retriever.replay.replay import replay, tables
+from retriever.replay.replay import replay, replay_lanes, tables
 from retriever.replay.trace_spool import trace_spool
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
 from retriever.sessions.options import (
@@ -76,6 +76,17 @@ def replay_traces(
             rich_help_panel="Drafts",
         ),
     ] = 32,
+    lanes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Replay the traces of a group together, so many at once, step by step: records "
+            "that state the same `group`; of these, those that state the same `lane` follow one "
+            "another. Our own drafter drafts for each from the others. Without it, traces follow "
+            "one another as they are read.",
+            rich_help_panel="Drafts",
+        ),
+    ] = None,
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Replay only the first traces.", rich_help_panel="Report"),
@@ -139,7 +150,12 @@ def replay_traces(
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
         made = make_drafter(indexes, outputs, budget)
         after = calibration_after if calibration else None
-        report = replay(made, progress(recorded, "replaying", recorded.num_traces), budget, after)
+        if lanes is None:
+            traced = progress(recorded, "replaying", recorded.num_traces)
+            report = replay(made, traced, budget, after)
+        else:
+            grouped = progress(list(recorded.lanes()), "replaying")
+            report = replay_lanes(made, grouped, budget, lanes, after)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

@@ -7,6 +7,12 @@ none). A `SEPARATOR` stands after each document; no match and no continuation sp
 
 A head keeps the low 31 bits of its position. A bucket without entries for 2^31 tokens may appear to
 point into the ring again; such positions do not match, so it costs probes only.
+
+Lanes are texts that are written side by side, each a few tokens at a time, and are found in the
+same way. Each fills blocks of one ring, which know the one before and the one after; a match and a
+continuation go from block to block. An n-gram is linked twice: in a bucket of its group, at once,
+and in one of all groups once its block is full. Links follow the order in which they were made, so
+they may lead to a later position.
 """
 
 from typing import Any, Final
@@ -15,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel, prefetch
-from retriever.kernels.layout import Chains, Found, Orders
-from retriever.kernels.similarity import similarity_of
+from retriever.kernels.layout import LANE_BLOCK, RECENT_SIZE, Chains, Found, Lanes, Orders
+from retriever.kernels.similarity import WINDOW, similarity_of
 
 SEPARATOR: Final = -1
 """Ends a document in a store; no token has this id."""
@@ -204,6 +210,80 @@ def collect_chains(
     return row
 
 
+@kernel(inline="always")
+def faded(written_by: int, lane: NDArray[np.int64]) -> float:
+    """Return what an occurrence counts that a version has written, for a lane; see `FADING`."""
+    weight = np.float64(1.0)
+    if lane[VERSION] >= 0:
+        if written_by < lane[OLDEST]:
+            return np.float64(0.0)
+        left = abs(lane[VERSION] - written_by)
+        while left > 0 and weight > LEAST_FADED:
+            weight *= FADING
+            left -= 1
+    return weight
+
+
+@kernel()
+def fade_rows(
+    found: Found, first: int, end: int, versions: NDArray[np.int64], lane: NDArray[np.int64]
+) -> int:
+    """Set what rows of generations count by the versions that have written them.
+
+    Args:
+        found: rows and continuations, of which those from `first` to `end` are of generations;
+            updated. Rows that do not count are dropped, and later ones take their places.
+        first: first row.
+        end: after the last one.
+        versions: int64[n, 2], positions from which on outputs are of a version, rising, and it.
+            What stands before the first one is of version 0.
+        lane: int64[6], of the sequence that asks.
+
+    Returns:
+        The end of the rows that are left.
+    """
+    rows, continuations, kept = found.rows, found.continuations, first
+    for index in range(first, end):
+        count = faded(version_at(versions, rows[index].position), lane)
+        if count <= 0:
+            continue
+        if kept < index:
+            rows[kept] = rows[index]
+            for depth in range(rows[index].length):
+                continuations[kept, depth] = continuations[index, depth]
+        rows[kept].count = count
+        kept += 1
+    return kept
+
+
+@kernel()
+def version_at(versions: NDArray[np.int64], position: int) -> int:
+    """Return the version that has written a position; arguments as for `fade_rows`."""
+    low, high = 0, versions.shape[0]
+    while low < high:
+        middle = (low + high) >> 1
+        if versions[middle, 0] <= position:
+            low = middle + 1
+        else:
+            high = middle
+    return versions[low - 1, 1] if low > 0 else np.int64(0)
+
+
+@kernel()
+def are_all_recent(
+    versions: NDArray[np.int64], oldest: int, end: int, lane: NDArray[np.int64]
+) -> bool:
+    """Return whether a sequence takes evidence of all versions between two positions."""
+    if lane[VERSION] < 0 or lane[OLDEST] == 0:
+        return True
+    if version_at(versions, oldest) < lane[OLDEST]:
+        return False
+    for index in range(versions.shape[0]):
+        if oldest < versions[index, 0] < end and versions[index, 1] < lane[OLDEST]:
+            return False
+    return True
+
+
 @kernel()
 def head_position(head: int, total: int) -> int:
     """Return the position that a head stands for in a store of `total` tokens, -1 for none."""
@@ -215,7 +295,15 @@ def head_position(head: int, total: int) -> int:
 @kernel(inline="always")
 def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
     """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are not rings."""
-    key = np.uint64(order)
+    return salted_bucket_of(ring, begin, mask, order, num_buckets, 0)
+
+
+@kernel(inline="always")
+def salted_bucket_of(
+    ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int, salt: int
+) -> int:
+    """Do as `bucket_of` does, with other buckets for each salt."""
+    key = np.uint64(order) ^ np.uint64(salt)
     for offset in range(order):
         token = ring[(begin + offset) & mask]
         key = (key ^ np.uint64(token)) * _MULTIPLIER
@@ -262,3 +350,297 @@ def _write(row: Any, length: int, match: int, source: int) -> None:
     row.match = match
     row.source = source
     row.count = 1.0
+
+
+NUMBER, GROUP, LAST_BLOCK, IS_SHARED, VERSION, OLDEST = 0, 1, 2, 3, 4, 5
+"""Fields of a lane, int64[6]: its number (-1 for a reader that writes none), its group (0 for
+none), its last block (-1 for none), whether all groups may see it, the version of the model that
+writes it (-1 if it is not stated: it counts as 0, and for it evidence of all versions counts in
+full), and the oldest version whose evidence counts."""
+
+FADING: Final = 0.5
+"""What evidence counts of that of the next version. Versions are as far apart as their numbers."""
+
+LEAST_FADED: Final = 0.125
+"""What evidence counts at least: texts of long ago tell of a prompt where nothing else does."""
+
+_SHIFT_OF_BLOCK: Final = LANE_BLOCK.bit_length() - 1
+
+
+@kernel()
+def append_lane(
+    lanes: Lanes,
+    orders: NDArray[np.int64],
+    lane: NDArray[np.int64],
+    sequence: NDArray[np.int32],
+    first: int,
+    end: int,
+    linked_from: int,
+) -> None:
+    """Append tokens of a sequence to its lane, and link the n-grams that end at each.
+
+    Args:
+        lanes: updated.
+        orders: int64[orders], the indexed n-gram orders, longest first.
+        lane: int64[6], updated. It has all tokens of the sequence from its first one to `first`.
+        sequence: int32[n], all tokens of the sequence.
+        first: position in the sequence of the first token to append.
+        end: position after the last one.
+        linked_from: n-grams that end before this position are not linked: they are of the prompt.
+    """
+    blocks = lanes.blocks
+    mask, block_mask = lanes.tokens.shape[0] - 1, blocks.shape[0] - 1
+    for place in range(first, end):
+        block = lane[LAST_BLOCK]
+        if block < lanes.state[1] or blocks[block & block_mask].used == LANE_BLOCK:
+            block = _begin_block(lanes, lane)
+        record = blocks[block & block_mask]
+        position = (block << _SHIFT_OF_BLOCK) + record.used
+        lanes.tokens[position & mask] = sequence[place]
+        record.used += 1
+        if place < linked_from:
+            record.skipped = record.used
+            continue
+        _link_lane(lanes, orders, 0, lane[GROUP], sequence, place, position)
+        if record.used == LANE_BLOCK and record.is_shared:
+            for each in range(place + 1 + record.skipped - LANE_BLOCK, place + 1):
+                _link_lane(
+                    lanes, orders, orders.shape[0], 0, sequence, each, position - place + each
+                )
+
+
+@kernel()
+def _begin_block(lanes: Lanes, lane: NDArray[np.int64]) -> int:
+    """Have a lane go on in the next block of the ring, whatever stood there; return its number."""
+    block, previous = lanes.state[0], lane[LAST_BLOCK]
+    blocks, size = lanes.blocks, lanes.blocks.shape[0]
+    lanes.state[0] = block + 1
+    lanes.state[1] = max(lanes.state[1], block + 1 - size)
+    if previous < lanes.state[1]:
+        previous = -1
+    else:
+        blocks[previous & (size - 1)].next = block
+    begin = (block & (size - 1)) * LANE_BLOCK
+    lanes.tokens[begin : begin + LANE_BLOCK] = SEPARATOR
+    lanes.links[:, begin : begin + LANE_BLOCK] = 0
+    record = blocks[block & (size - 1)]
+    lanes.state[2] += 0 if record.lane >= 0 else 1
+    record.number, record.previous, record.next = block, previous, -1
+    record.used, record.skipped, record.is_shared = 0, 0, lane[IS_SHARED]
+    record.lane, record.group, record.version = lane[NUMBER], lane[GROUP], lane[VERSION]
+    lane[LAST_BLOCK] = block
+    return block
+
+
+@kernel(inline="always")
+def _link_lane(
+    lanes: Lanes,
+    orders: NDArray[np.int64],
+    first_row: int,
+    salt: int,
+    sequence: NDArray[np.int32],
+    place: int,
+    position: int,
+) -> None:
+    """Link the n-grams that end at a place of a sequence, which stands at a position of a lane."""
+    heads, links, mask = lanes.heads, lanes.links, lanes.tokens.shape[0] - 1
+    for index in range(orders.shape[0]):
+        begin, row = place - orders[index] + 1, first_row + index
+        if begin >= 0:
+            bucket = salted_bucket_of(sequence, begin, -1, orders[index], heads.shape[1], salt)
+            head = head_position(heads[row, bucket], lanes.state[0] << _SHIFT_OF_BLOCK)
+            if head >= lanes.state[1] << _SHIFT_OF_BLOCK:
+                links[row, position & mask] = position - head
+            heads[row, bucket] = position & _HEAD_BITS
+
+
+@kernel()
+def withdraw_lane(lanes: Lanes, lane: NDArray[np.int64]) -> None:
+    """Overwrite the tokens of a lane, which then begins again. Links stay, and match nothing."""
+    blocks, block_mask = lanes.blocks, lanes.blocks.shape[0] - 1
+    block = lane[LAST_BLOCK]
+    while block >= lanes.state[1]:
+        record, begin = blocks[block & block_mask], (block & block_mask) * LANE_BLOCK
+        lanes.tokens[begin : begin + LANE_BLOCK] = SEPARATOR
+        record.lane = -1
+        lanes.state[2] -= 1
+        block = record.previous
+    lane[LAST_BLOCK] = -1
+
+
+@kernel(allocates=True)
+def move_lanes(lanes: Lanes, grown: Lanes, orders: NDArray[np.int64]) -> None:
+    """Move all lanes to an empty ring of more blocks, under the numbers that they have.
+
+    N-grams are linked by position then, and those that begin before their lane are not.
+
+    Args:
+        lanes: as they are.
+        grown: written.
+        orders: int64[orders], the indexed n-gram orders, longest first.
+    """
+    grown.state[:] = lanes.state
+    tail = np.empty(orders[0], np.int32)
+    num_orders = orders.shape[0]
+    for block in range(lanes.state[1], lanes.state[0]):
+        begin = (block & (lanes.blocks.shape[0] - 1)) * LANE_BLOCK
+        to = (block & (grown.blocks.shape[0] - 1)) * LANE_BLOCK
+        grown.blocks[to // LANE_BLOCK] = lanes.blocks[begin // LANE_BLOCK]
+        grown.tokens[to : to + LANE_BLOCK] = lanes.tokens[begin : begin + LANE_BLOCK]
+        record = grown.blocks[to // LANE_BLOCK]
+        for offset in range(record.skipped, record.used if record.lane >= 0 else 0):
+            position = (block << _SHIFT_OF_BLOCK) + offset
+            first, before = tail.shape[0], position
+            while first > 0 and before >= 0:
+                first -= 1
+                tail[first] = grown.tokens[before & (grown.tokens.shape[0] - 1)]
+                before = _position_before(grown, before)
+            known = tail[first:]
+            place = known.shape[0] - 1
+            _link_lane(grown, orders, 0, record.group, known, place, position)
+            if record.used == LANE_BLOCK and record.is_shared:
+                _link_lane(grown, orders, num_orders, 0, known, place, position)
+
+
+@kernel()
+def collect_lanes(
+    lanes: Lanes,
+    indexed: Orders,
+    lane: NDArray[np.int64],
+    query: NDArray[np.int32],
+    source: int,
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write what followed the query's end in other lanes: first of its group, then of others.
+
+    Args:
+        lanes: of one tenant.
+        indexed: the n-grams by which they are found.
+        lane: int64[6], of the sequence that asks.
+        query: int32[q], the last tokens of the context.
+        source: database that the rows are marked with.
+        depth: most tokens to copy for each occurrence.
+        found: rows and continuations are written from `row` on.
+        row: first free row.
+
+    Returns:
+        The first free row afterwards.
+    """
+    if lanes.state[0] == lanes.state[1]:
+        return row
+    if lane[GROUP] > 0:
+        row = _collect_in(lanes, indexed, 0, lane, query, source, depth, found, row)
+    first_row = indexed.orders.shape[0]
+    return _collect_in(lanes, indexed, first_row, lane, query, source, depth, found, row)
+
+
+@kernel()
+def _collect_in(
+    lanes: Lanes,
+    indexed: Orders,
+    first_row: int,
+    lane: NDArray[np.int64],
+    query: NDArray[np.int32],
+    source: int,
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write what followed in lanes of the same group, or in those of others."""
+    heads, links, blocks, rows = lanes.heads, lanes.links, lanes.blocks, found.rows
+    mask, block_mask = lanes.tokens.shape[0] - 1, blocks.shape[0] - 1
+    total, oldest = lanes.state[0] << _SHIFT_OF_BLOCK, lanes.state[1] << _SHIFT_OF_BLOCK
+    is_of_group, group = first_row == 0, lane[GROUP]
+    too_long = query.shape[0] + 1  # longer matches were written with a longer order
+    for index in range(indexed.orders.shape[0]):
+        order = indexed.orders[index]
+        if query.shape[0] < order:
+            continue
+        bucket = salted_bucket_of(
+            query, query.shape[0] - order, -1, order, heads.shape[1], group if is_of_group else 0
+        )
+        position = head_position(heads[first_row + index, bucket], total)
+        last_row = min(row + indexed.max_rows[index], rows.shape[0])
+        probes = _PROBES_PER_ROW * indexed.max_rows[index]
+        while position >= oldest and row < last_row and probes > 0:
+            block = blocks[(position >> _SHIFT_OF_BLOCK) & block_mask]
+            is_own = block.lane == lane[NUMBER] or block.lane < 0
+            count = faded(max(block.version, 0), lane)
+            if not is_own and (block.group == group) == is_of_group and count > 0:
+                match, before = _match_lane(lanes, position, query)
+                if order <= match < too_long:
+                    length = _copy_lane(lanes, position, depth, found.continuations[row])
+                    if length > 0:
+                        _write(rows[row], length, match, source)
+                        rows[row].count = count
+                        rows[row].position = position
+                        rows[row].similarity = _similarity_in(lanes, before, found.recent)
+                        row += 1
+            distance = links[first_row + index, position & mask]
+            if distance == 0:
+                break
+            position -= distance
+            probes -= 1
+        too_long = order
+    return row
+
+
+@kernel(inline="always")
+def _position_before(lanes: Lanes, position: int) -> int:
+    """Return the position before another in its lane, -1 for none."""
+    if position & (LANE_BLOCK - 1):
+        return position - 1
+    block = lanes.blocks[(position >> _SHIFT_OF_BLOCK) & (lanes.blocks.shape[0] - 1)]
+    if block.previous < lanes.state[1]:
+        return np.int64(-1)
+    return (block.previous << _SHIFT_OF_BLOCK) + LANE_BLOCK - 1
+
+
+@kernel(inline="always")
+def _position_after(lanes: Lanes, position: int) -> int:
+    """Return the position after another in its lane, -1 for none."""
+    block = lanes.blocks[(position >> _SHIFT_OF_BLOCK) & (lanes.blocks.shape[0] - 1)]
+    if (position & (LANE_BLOCK - 1)) + 1 < block.used:
+        return position + 1
+    return block.next << _SHIFT_OF_BLOCK if block.next >= lanes.state[1] else np.int64(-1)
+
+
+@kernel(inline="always")
+def _match_lane(lanes: Lanes, position: int, query: NDArray[np.int32]) -> tuple[int, int]:
+    """Count equal tokens backwards from a position and the query's end; also where that ends."""
+    tokens, mask, length = lanes.tokens, lanes.tokens.shape[0] - 1, 0
+    while (
+        position >= 0
+        and length < query.shape[0]
+        and tokens[position & mask] == query[query.shape[0] - 1 - length]
+    ):
+        length += 1
+        position = _position_before(lanes, position)
+    return length, position
+
+
+@kernel(inline="always")
+def _copy_lane(lanes: Lanes, position: int, depth: int, out: NDArray[np.int32]) -> int:
+    """Copy what follows a position in its lane, as far as it has been written."""
+    tokens, mask, length = lanes.tokens, lanes.tokens.shape[0] - 1, 0
+    position = _position_after(lanes, position)
+    while position >= 0 and length < depth:
+        out[length] = tokens[position & mask]
+        length += 1
+        position = _position_after(lanes, position)
+    return length
+
+
+@kernel(inline="always")
+def _similarity_in(lanes: Lanes, position: int, recent: NDArray[np.float32]) -> float:
+    """Return the similarity of the text up to a position of a lane; see `similarity_of`."""
+    overlap = np.float32(1.0)
+    for _ in range(WINDOW):
+        if position < 0:
+            break
+        token = np.int64(lanes.tokens[position & (lanes.tokens.shape[0] - 1)])
+        overlap += recent[token & (RECENT_SIZE - 1)]
+        position = _position_before(lanes, position)
+    return overlap * overlap

@@ -13,6 +13,7 @@ from retriever.kernels import cursors, mixing, phrase_matching, similarity, suff
 from retriever.kernels import tree_growth as growth
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import (
+    LANE_LAYOUT,
     MAX_MATCH,
     SCRATCH_LAYOUT,
     STORE_LAYOUT,
@@ -20,6 +21,8 @@ from retriever.kernels.layout import (
     Cursor,
     Found,
     Grown,
+    Lane,
+    Lanes,
     Orders,
     PhraseArrays,
     Priors,
@@ -168,6 +171,59 @@ def collect_outputs(
 
 
 @kernel()
+def append_to_lane(
+    running: NDArray[Any], lane: int, sequence: int, first: int, end: int, linked_from: int
+) -> None:
+    """Append tokens of a sequence to its lane; see `chains.append_lane`.
+
+    Args:
+        running: `Lanes` and their `Orders`, packed.
+        lane: address of the packed lane.
+        sequence: address of the sequence's packed store.
+        first: position of the first token.
+        end: position after the last one.
+        linked_from: n-grams that end before this position are not linked.
+    """
+    chains_.append_lane(
+        unpack(running[0], Lanes), unpack(running[0], Orders).orders,
+        unpack_at(lane, LANE_LAYOUT, Lane).lane,
+        unpack_at(sequence, STORE_LAYOUT, Chains).tokens, first, end, linked_from,
+    )  # fmt: skip
+
+
+@kernel()
+def withdraw_lane(running: NDArray[Any], lane: int) -> None:
+    """Overwrite a lane's tokens; see `chains.withdraw_lane`."""
+    chains_.withdraw_lane(unpack(running[0], Lanes), unpack_at(lane, LANE_LAYOUT, Lane).lane)
+
+
+@kernel()
+def collect_running(
+    running: NDArray[Any],
+    lane: int,
+    source: int,
+    query: NDArray[np.int32],
+    depth: int,
+    scratch: NDArray[Any],
+    row: int,
+) -> int:
+    """Write continuations in running sequences, for one with this lane; return the free row."""
+    return chains_.collect_lanes(
+        unpack(running[0], Lanes), unpack(running[0], Orders),
+        unpack_at(lane, LANE_LAYOUT, Lane).lane, query, source, depth, unpack(scratch[0], Found),
+        row,
+    )  # fmt: skip
+
+
+@kernel(allocates=True)
+def move_lanes(running: NDArray[Any], grown: NDArray[Any]) -> None:
+    """Move all lanes to an empty ring of more blocks; see `chains.move_lanes`."""
+    chains_.move_lanes(
+        unpack(running[0], Lanes), unpack(grown[0], Lanes), unpack(running[0], Orders).orders
+    )
+
+
+@kernel()
 def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Move a sequence's cursors in predicted texts by tokens that were appended to it."""
     cursors.move_text_cursors(
@@ -228,15 +284,36 @@ def collect_segment(
 
 
 CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
-"""Stages of a draft, to be added up: what each database finds, and the tree of all rows."""
+"""Stages of a draft, to be added up: what each database finds, and the tree of all rows. That of
+generations asks the sequences that are running, too."""
 
 _GENERATIONS: Final = int(Source.GENERATIONS)
+_SIBLINGS: Final = int(Source.SIBLINGS)
+
+
+@kernel(inline="always")
+def _collect_running(
+    running: NDArray[Any],
+    lane: NDArray[np.int64],
+    query: NDArray[np.int32],
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write continuations in running sequences, if there are any."""
+    if running.shape[0] > 0:
+        row = chains_.collect_lanes(
+            unpack(running[0], Lanes), unpack(running[0], Orders), lane, query, _SIBLINGS, depth,
+            found, row,
+        )  # fmt: skip
+    return row
 
 
 @kernel(forceinline=True)
 def draft_tree(
     shared: NDArray[Any],
     sequence: int,
+    lane: int,
     scratch: int,
     stages: int,
     row: int,
@@ -253,6 +330,7 @@ def draft_tree(
     Args:
         shared: `Shared`, packed.
         sequence: address of a packed store.
+        lane: address of a packed lane.
         scratch: address of a packed scratch memory.
         stages: what to do.
         row: first free row.
@@ -270,7 +348,8 @@ def draft_tree(
     of = unpack(shared[0], Shared)
     chains = unpack_at(sequence, STORE_LAYOUT, Chains)
     found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
-    tables = unpack(of.tables[0], Tables)
+    tables, live = unpack(of.tables[0], Tables), of.live
+    fields = unpack_at(lane, LANE_LAYOUT, Lane).lane
     query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
     if stages & TREE:
         call_root(tables.starts1, of.live, query, unpack_at(scratch, SCRATCH_LAYOUT, Work).tail)
@@ -282,10 +361,16 @@ def draft_tree(
     if stages & TREE:
         call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
     if stages & GENERATIONS:
+        first, outputs = row, unpack(of.outputs[0], Chains)
         row = chains_.collect_chains(
-            unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
-            False, budget, found, row,
-        )  # fmt: skip
+            outputs, unpack(of.outputs[0], Orders), query, _GENERATIONS, False, budget, found, row
+        )
+        if fields[chains_.VERSION] >= 0:
+            row = chains_.fade_rows(found, first, row, of.versions, fields)
+            oldest = max(outputs.state[2], outputs.state[0] - outputs.tokens.shape[0])
+            if not chains_.are_all_recent(of.versions, oldest, outputs.state[0], fields):
+                live = of.no_live
+        row = _collect_running(of.running, fields, query, budget, found, row)
     if stages & CORPUS:
         bound, longest = longest, 0
         for index in range(of.segments.shape[0]):
@@ -297,7 +382,7 @@ def draft_tree(
         prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
         growth.weigh_rows(found.rows, row, prior.trust, prior.backoff, found.counts)
         size = growth.grow_tree(
-            found, row, chains, of.live, tables, of.weights, prior.escape,
+            found, row, chains, live, tables, of.weights, prior.escape,
             unpack_at(scratch, SCRATCH_LAYOUT, Work),
             Grown(token_ids, parents, probabilities, sources), budget, min_probability,
         )  # fmt: skip
@@ -332,9 +417,9 @@ def draft_sequences(
     Args:
         shared: `Shared`, packed.
         scratch: address of this thread's packed scratch memory.
-        asked: int64[n, 5], the address of each sequence's packed store, a bound of its longest
-            match in the corpus, the most nodes of its tree, and where in `new_tokens` those that
-            are appended to it begin and end: there is room for them.
+        asked: int64[n, 6], the addresses of each sequence's packed store and lane, a bound of its
+            longest match in the corpus, the most nodes of its tree, and where in `new_tokens` those
+            that are appended to it begin and end: there is room for them.
         min_probabilities: float64[n], candidates below them are not considered.
         new_tokens: int32[m], of all sequences.
         turn: int64[1], the next sequence to be taken by any thread; 0 at first.
@@ -352,13 +437,14 @@ def draft_sequences(
         index = take_number(turn)
         if index >= asked.shape[0]:
             return last
-        budget = asked[index, 2]
-        begin, end = asked[index, 3], asked[index, 4]
+        budget = asked[index, 3]
+        begin, end = asked[index, 4], asked[index, 5]
         if end > begin:
             _append(asked[index, 0], new_tokens[begin:end])
         size, rows, match = draft_tree(
-            shared, asked[index, 0], scratch, CONTEXT + GENERATIONS + CORPUS + TREE, 0,
-            min(MAX_MATCH, asked[index, 1] + end - begin), budget, min_probabilities[index],
+            shared, asked[index, 0], asked[index, 1], scratch,
+            CONTEXT + GENERATIONS + CORPUS + TREE, 0,
+            min(MAX_MATCH, asked[index, 2] + end - begin), budget, min_probabilities[index],
             token_ids[index, :budget], parents[index, :budget], probabilities[index, :budget],
             sources[index, :budget],
         )  # fmt: skip

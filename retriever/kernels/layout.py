@@ -342,6 +342,57 @@ class Orders(NamedTuple):
     max_rows: NDArray[np.int64]
 
 
+LANE_BLOCK: Final = 16
+"""Tokens of a block of a lane: a power of two. A lane serves its tenant by whole blocks."""
+
+BLOCK: Final = np.dtype(
+    [
+        ("number", np.int64),  # which block stands here, counted from 0
+        ("previous", np.int64),  # number of its lane's block before it, -1 for none
+        ("next", np.int64),  # number of the one after it, -1 for none
+        ("lane", np.int64),  # number of its lane, -1 once that is withdrawn
+        ("group", np.int64),  # of its lane, more than 0
+        ("version", np.int64),  # of the model that writes its lane, -1 if it is not stated
+        ("used", np.int32),  # tokens in it
+        ("skipped", np.int32),  # of these, of the prompt: no n-gram that ends there is linked
+        ("is_shared", np.int32),  # whether all groups may see it once it is full
+    ],
+    align=True,
+)
+"""A block of a lane: `LANE_BLOCK` tokens, in 64 bytes."""
+
+
+class Lanes(NamedTuple):
+    """Texts that are written side by side, in blocks of one ring; see `kernels.chains`.
+
+    Positions are counted on: block n begins at n * LANE_BLOCK, and stands in the ring by that
+    modulo its capacity. With n orders of n-grams (`Orders`), rows below n link those of one group,
+    the n rows behind them what all groups may see.
+
+    Attributes:
+        tokens: int32[capacity], the ring; the capacity is a power of two.
+        heads: int32[2 * orders, buckets], low 31 bits of the position that was linked last in each
+            bucket, -1 for none.
+        links: int32[2 * orders, capacity], how far back the position before it in its bucket is;
+            negative where that is further on, 0 for none.
+        blocks: BLOCK[capacity / LANE_BLOCK].
+        state: int64[3], the number of the next block, of the oldest that may be read, and how many
+            belong to a lane.
+    """
+
+    tokens: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    links: NDArray[np.int32]
+    blocks: NDArray[Any]
+    state: NDArray[np.int64]
+
+
+class Lane(NamedTuple):
+    """A lane: int64[6], by the fields in `kernels.chains`."""
+
+    lane: NDArray[np.int64]
+
+
 class Cursor(NamedTuple):
     """Where a sequence is being copied from: int64[2]; see `kernels.cursors`."""
 
@@ -366,6 +417,11 @@ class Shared(NamedTuple):
     Attributes:
         outputs: of generations, packed: one record of `STORE_LAYOUT`.
         live: int64[sets, WAYS], of generations.
+        versions: int64[n, 2], by which versions of a model generations are; see
+            `chains.fade_rows`.
+        no_live: int64[1, WAYS], an empty table in its place.
+        running: `Lanes` and their `Orders`, packed: outputs of sequences that are not at their end.
+            No record where none has a group.
         segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
         tables: `Tables`, packed.
         weights: WEIGHTS[1].
@@ -373,6 +429,9 @@ class Shared(NamedTuple):
 
     outputs: NDArray[Any]
     live: NDArray[np.int64]
+    versions: NDArray[np.int64]
+    no_live: NDArray[np.int64]
+    running: NDArray[Any]
     segments: NDArray[Any]
     tables: NDArray[Any]
     weights: NDArray[Any]
@@ -521,6 +580,9 @@ def _store_layout() -> "np.dtype[Any]":
 
 STORE_LAYOUT: Final = _store_layout()
 """A packed store: `Chains`, `Orders` and `Cursor`."""
+
+LANE_LAYOUT: Final = pack(Lane(np.zeros(0, np.int64))).dtype
+"""A packed lane."""
 
 SCRATCH_LAYOUT: Final = Scratch(1, 1, 1).packed.dtype
 """A packed scratch memory: `Found`, `Work`, `Grown` and `Priors`."""

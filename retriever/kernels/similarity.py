@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import RECENT_SIZE
 
-_WINDOW: Final = 16
+WINDOW: Final = 16
+"""Tokens before an occurrence that are compared."""
 
 
 @kernel()
@@ -59,7 +60,7 @@ def similarity_of(
         1 or more; the square of one plus the sum, so that a few rare words weigh heavily.
     """
     overlap = np.float32(1.0)
-    for position in range(end - 1, max(oldest, end - _WINDOW) - 1, -1):
+    for position in range(end - 1, max(oldest, end - WINDOW) - 1, -1):
         token = np.int64(tokens[position & mask])
         if token == separator:
             break

@@ -12,9 +12,10 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and of the re
 | `r`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | findings |
 
 An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, and 128 more
-where an origin follows), the origin that it is deleted by (16 bytes) and its tokens (u16 or u32),
-little-endian. A tenant's outputs are numbered upwards, the oldest goes first. Findings are a time
-(f64), the length of their model's fingerprint (u8), it, and what a model found likely, opaque here.
+where an origin follows, and 64 more where a version follows), the origin that it is deleted by (16
+bytes), the version of the model that wrote it (u64) and its tokens (u16 or u32), little-endian. A
+tenant's outputs are numbered upwards, the oldest goes first. Findings are a time (f64), the length
+of their model's fingerprint (u8), it, and what a model found likely, opaque here.
 """
 
 import math
@@ -24,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import lmdb
 import numpy as np
@@ -52,6 +53,8 @@ _OUTPUT_HEAD: Final = struct.Struct("<dB")
 _WIDTHS: Final = (2, 4)
 _HAS_ORIGIN: Final = 0x80
 _ORIGIN_BYTES: Final = 16
+_HAS_VERSION: Final = 0x40
+_VERSION_OF: Final = struct.Struct("<Q")
 _MAX_U16: Final = 0xFFFF
 
 
@@ -135,8 +138,11 @@ def unseal(key: bytes, value: bytes) -> bytes | None:
 def encode_output(output: Output) -> bytes:
     """Return the content of an output."""
     width = _WIDTHS[0] if int(output.tokens.max(initial=0)) <= _MAX_U16 else _WIDTHS[1]
-    head = _OUTPUT_HEAD.pack(output.time_s, width | (_HAS_ORIGIN if output.origin else 0))
-    return head + output.origin + output.tokens.astype(f"<u{width}").tobytes()
+    form = width | (_HAS_ORIGIN if output.origin else 0) | (_HAS_VERSION if output.version else 0)
+    head = _OUTPUT_HEAD.pack(output.time_s, form) + output.origin
+    if output.version:
+        head += _VERSION_OF.pack(output.version)
+    return head + output.tokens.astype(f"<u{width}").tobytes()
 
 
 def decode_output(content: bytes) -> Output | None:
@@ -144,11 +150,11 @@ def decode_output(content: bytes) -> Output | None:
     head = _head(content)
     if head is None:
         return None
-    time_s, width, begin = head
+    width, begin = head.width, head.size
     if width not in _WIDTHS or len(content) < begin or (len(content) - begin) % width:
         return None
     tokens = np.frombuffer(content, f"<u{width}", offset=begin)
-    return Output(tokens.astype(np.int32), time_s, content[_OUTPUT_HEAD.size : begin])
+    return Output(tokens.astype(np.int32), head.time_s, head.origin, head.version)
 
 
 def measure_output(value: bytes) -> tuple[float, int]:
@@ -156,24 +162,47 @@ def measure_output(value: bytes) -> tuple[float, int]:
     head = _head(value[_CHECKSUM.size :])
     if head is None:
         return 0.0, 0
-    time_s, width, begin = head
-    return time_s, max(0, len(value) - _CHECKSUM.size - begin) // max(1, width)
+    return head.time_s, max(0, len(value) - _CHECKSUM.size - head.size) // max(1, head.width)
 
 
 def origin_of(value: bytes) -> bytes:
     """Return an output's origin from a sealed value; empty where it has none."""
-    content = value[_CHECKSUM.size :]
-    head = _head(content)
-    return b"" if head is None else content[_OUTPUT_HEAD.size : head[2]]
+    head = _head(value[_CHECKSUM.size :])
+    return b"" if head is None else head.origin
 
 
-def _head(content: bytes) -> tuple[float, int, int] | None:
-    """Return an output's time, the bytes of its tokens, and where these begin."""
+class _Head(NamedTuple):
+    """What stands before an output's tokens.
+
+    Attributes:
+        time_s: see `Output`.
+        width: bytes of a token.
+        origin: see `Output`.
+        version: see `Output`.
+        size: where the tokens begin.
+    """
+
+    time_s: float
+    width: int
+    origin: bytes
+    version: int
+    size: int
+
+
+def _head(content: bytes) -> _Head | None:
+    """Return what stands before an output's tokens; None where it is cut off."""
     if len(content) < _OUTPUT_HEAD.size:
         return None
-    time_s, width = _OUTPUT_HEAD.unpack_from(content)
-    has_origin = bool(width & _HAS_ORIGIN)
-    return time_s, width & ~_HAS_ORIGIN, _OUTPUT_HEAD.size + _ORIGIN_BYTES * has_origin
+    time_s, form = _OUTPUT_HEAD.unpack_from(content)
+    size = _OUTPUT_HEAD.size
+    origin = content[size : size + _ORIGIN_BYTES] if form & _HAS_ORIGIN else b""
+    size += _ORIGIN_BYTES if form & _HAS_ORIGIN else 0
+    version = 0
+    if form & _HAS_VERSION:
+        stated = content[size : size + _VERSION_OF.size]
+        version = _VERSION_OF.unpack(stated)[0] if len(stated) == _VERSION_OF.size else 0
+        size += _VERSION_OF.size
+    return _Head(time_s, form & ~(_HAS_ORIGIN | _HAS_VERSION), origin, version, size)
 
 
 def _named(tenant: str) -> bytes:

@@ -206,31 +206,34 @@ class Pools:
                 "the tenant's data is being deleted: try again soon", retry_after_s=1.0
             )
 
-    def remember(self, pool: Pool, output: NDArray[np.int32], name: str = "") -> Entry | None:
+    def remember(
+        self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
+    ) -> Entry | None:
         """Add int32[n], an output, to a pool; `commit` writes it to the log.
 
         Args:
             pool: of the output's tenant.
             output: token ids.
             name: of the session.
+            version: of the model that wrote it; 0 where that is not known.
 
         Returns:
             The log's entry; None for an empty output.
         """
         if not len(output):
             return None
-        entry = pool.add(Output(output, self._clock(), session_origin(name)))
+        entry = pool.add(Output(output, self._clock(), session_origin(name), version))
         if self._log is not None:
             self._log.append(entry)
         return entry
 
     def remembering(
-        self, pool: Pool, output: NDArray[np.int32], name: str = ""
+        self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
     ) -> tuple[Entry | None, Iterator[None]]:
         """Do as `remember` does; the output is added to the pool in pieces, by the iterator."""
         if not len(output):
             return None, iter(())
-        entry = pool.entry(Output(output, self._clock(), session_origin(name)))
+        entry = pool.entry(Output(output, self._clock(), session_origin(name), version))
         if self._log is not None:
             self._log.append(entry)
         return entry, pool.generations.adding(entry.output)

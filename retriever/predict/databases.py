@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.reader import COUNT_VALUES, Index, PhraseTables, Segment, sum_tables, token_dtype
-from retriever.drafter import TokenIds
+from retriever.drafter import Kin, TokenIds
 from retriever.kernels.entries import (
     CONTEXT,
     CORPUS,
@@ -35,11 +35,13 @@ from retriever.kernels.layout import (
     Tables,
     pack,
 )
+from retriever.predict.generations import live_table
 from retriever.predict.ledger import Charge
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
+from retriever.predict.running import NOTHING_RUNS, READER, RunningOutput, lane_fields
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
 from retriever.tree import DraftTree, Source
 
@@ -325,21 +327,30 @@ class CorpusCursor:
         return row
 
 
+_NO_LIVE: Final = live_table(0)
+
+
 def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
     """Return `Shared`, packed, of sequences of a tenant and a corpus; made where it has changed."""
     generations, shared = pool.generations, pool.shared
+    running = NOTHING_RUNS if pool.running is None else pool.running.packed
     generations.leave_out_expired()
     if (
         shared is None
         or pool.packed is None
         or shared.outputs is not generations.packed
         or shared.live is not generations.live
+        or shared.versions is not generations.versions
+        or shared.running is not running
         or shared.tables is not corpus.packed_tables
         or shared.weights is not pool.weights
     ):
         pool.shared = shared = Shared(
             generations.packed,
             generations.live,
+            generations.versions,
+            _NO_LIVE,
+            running,
             corpus.packed_segments,
             corpus.packed_tables,
             pool.weights,
@@ -368,6 +379,7 @@ class Databases:
 
     Attributes:
         in_corpus: the sequence's cursor in the corpus.
+        lane: the sequence among the tenant's running ones.
     """
 
     def __init__(  # noqa: PLR0913  (the databases, by name)
@@ -386,6 +398,7 @@ class Databases:
         self.phrases = phrases
         self.predictions = predictions
         self.in_corpus = CorpusCursor(corpus)
+        self.lane = READER
         self._open_all()
 
     def _open_all(self) -> None:
@@ -403,6 +416,28 @@ class Databases:
             predictions.go_on_from(self.predictions)
         self.predictions = predictions
         self._open_all()
+
+    def join(self, kin: Kin, *, is_shared: bool) -> None:
+        """Draft as one of its kin, and serve those of its group; before the first draft.
+
+        Without running outputs in the pool the sequence serves none.
+
+        Args:
+            kin: of the sequence.
+            is_shared: whether the tenant's other sequences are served, too.
+        """
+        running = self.pool.running
+        if kin.group and running is not None:
+            fields = lane_fields(kin, running.join(), is_shared=is_shared)
+            self.lane = RunningOutput(running, fields, self.context, len(self.context))
+            self._open_all()
+        elif kin.policy_version is not None:
+            self.lane = RunningOutput(None, lane_fields(kin))
+
+    def leave(self) -> None:
+        """End: nothing of the sequence is left among the running ones."""
+        self.lane.leave()
+        self.pool.tidy()
 
     @property
     def num_bytes(self) -> int:
@@ -442,7 +477,7 @@ class Databases:
         for database in self._opened:
             if database is self.context:
                 yield from self.context.committing(tokens)
-            else:
+            elif database is not self.lane:  # others read it: it is noted with the lock held
                 database.commit(tokens)
 
     def can_suppose(self, num_tokens: int) -> bool:
@@ -494,6 +529,7 @@ class Databases:
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
         address, longest = self.context.address, self.in_corpus.longest
+        lane = self.lane.address
         grown = Grown(
             np.empty(budget, np.int32),
             np.empty(budget, np.int32),
@@ -503,8 +539,8 @@ class Databases:
         row = size = 0
         for stages, then in self._runs:
             size, row, found = draft_tree(
-                shared, address, scratch.address, stages, row, longest, budget, min_probability,
-                *grown,
+                shared, address, lane, scratch.address, stages, row, longest, budget,
+                min_probability, *grown,
             )  # fmt: skip
             if stages & CORPUS:
                 self.in_corpus.narrow(found)
@@ -519,7 +555,8 @@ class Databases:
 
     def can_append(self, num_tokens: int) -> bool:
         """Return whether a kernel can append so many tokens before it asks all databases."""
-        return self.is_compiled and self.context.has_room(num_tokens)
+        is_read = self.lane.is_written  # by others: it is told before any of them is asked
+        return self.is_compiled and not is_read and self.context.has_room(num_tokens)
 
     def committed(self, num_tokens: int, match: int) -> None:
         """Note that a kernel has appended tokens and asked all databases, which it can.
@@ -544,6 +581,8 @@ class Databases:
         }
         runs, current = [], 0
         for database in self._opened:
+            if database is self.lane:  # asked with generations
+                continue
             stage = stages.get(id(database), 0)
             if stage > current:  # the kernel does stages in their order
                 current += stage
@@ -576,6 +615,7 @@ DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
     DatabaseKind(Source.PREDICTIONS, 3.0, lambda all_: all_.predictions),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),
+    DatabaseKind(Source.SIBLINGS, 5.0, lambda all_: all_.lane if all_.lane.is_written else None),
     DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
     DatabaseKind(Source.CORPUS, 0.35, lambda all_: all_.in_corpus),
 ]

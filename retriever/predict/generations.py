@@ -87,22 +87,29 @@ class Output:
         tokens: int32[n], token ids.
         time_s: when it ended, in seconds since 1970.
         origin: key for deletion, 16 bytes; empty where it is not deletable by session.
+        version: of the model that wrote it; 0 where that is not known.
     """
 
     tokens: TokenIds
     time_s: float
     origin: bytes = b""
+    version: int = 0
 
+
+_NOWHERE: Final = 1 << 62
+_FEWEST_VERSIONS: Final = 16
+_NO_VERSIONS: Final = np.empty((0, 2), np.int64)
 
 NO_OUTPUT: Final = Output(np.empty(0, np.int32), 0.0)
 
 
 class _End(NamedTuple):
-    """The end of an output in the ring, its separator included, and its time and origin."""
+    """The end of an output in the ring, its separator included, and what is known of it."""
 
     time_s: float
     position: int
     origin: bytes
+    version: int
 
 
 class Generations:
@@ -136,6 +143,8 @@ class Generations:
         self._clock = clock
         self._store = ChainStore(0, self._limits, Source.GENERATIONS)
         self.live = live_table(self._store.capacity)
+        self.versions = _NO_VERSIONS
+        self._version = 0
         self._counted_from = 0
         self._ends: deque[_End] = deque()
         self._expires_at_s = math.inf
@@ -185,6 +194,7 @@ class Generations:
             return
         tokens = np.concatenate(documents).astype(np.int32, copy=False)
         self._make_room(len(tokens))
+        self._note_versions(outputs)
         self._note_ends(outputs)
         self._append(tokens)
         self._drop_ends()
@@ -239,6 +249,8 @@ class Generations:
         for begin in range(0, len(output.tokens), _AT_ONCE):
             if epoch != self._epoch:
                 return
+            if not begin:
+                self._note_version(output.version, len(self._store))
             self._append(output.tokens[begin : begin + _AT_ONCE])
             yield
         if epoch == self._epoch:
@@ -256,7 +268,7 @@ class Generations:
         found: list[Output] = []
         for end in self._ends:
             tokens = held[begin - self._store.oldest : end.position - 1 - self._store.oldest]
-            found.append(Output(tokens.copy(), end.time_s, end.origin))
+            found.append(Output(tokens.copy(), end.time_s, end.origin, end.version))
             begin = end.position
         return found
 
@@ -297,6 +309,7 @@ class Generations:
         self._store = ChainStore(0, self._limits, Source.GENERATIONS)
         self.live = live_table(self._store.capacity)
         self._counted_from = 0
+        self.versions, self._version = _NO_VERSIONS, 0
         self._ends.clear()
         self._expires_at_s = math.inf
         self._coming.clear()
@@ -418,6 +431,27 @@ class Generations:
             count_tokens(self.live, self._store.chains.tokens, self._counted_from, end, -1)
             self._counted_from = end
 
+    def _note_versions(self, outputs: Sequence[Output]) -> None:
+        begin = len(self._store)
+        for output in outputs:
+            self._note_version(output.version, begin)
+            begin += len(output.tokens) + 1
+
+    def _note_version(self, version: int, begin: int) -> None:
+        """Note which version has written what stands from a position on."""
+        if version == self._version:
+            return
+        self._version = version
+        noted = self.versions
+        size = int(np.searchsorted(noted[:, 0], _NOWHERE))
+        if size == len(noted):
+            oldest = self._store.oldest  # what has been overwritten since goes
+            kept = noted[max(0, int(np.searchsorted(noted[:, 0], oldest, "right")) - 1) :]
+            size = len(kept)
+            self.versions = np.full((max(_FEWEST_VERSIONS, 2 * size), 2), _NOWHERE, np.int64)
+            self.versions[:size] = kept
+        self.versions[size] = begin, version
+
     def _note_ends(self, outputs: Sequence[Output]) -> None:
         end = len(self._store)
         for output in outputs:
@@ -425,7 +459,7 @@ class Generations:
             self._note_end(output, end)
 
     def _note_end(self, output: Output, end: int) -> None:
-        self._ends.append(_End(output.time_s, end, output.origin))
+        self._ends.append(_End(output.time_s, end, output.origin, output.version))
         self._end_no_later(output.time_s)
         self._expires_at_s = self._ends[0].time_s + self._max_age_s
 

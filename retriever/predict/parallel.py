@@ -85,8 +85,8 @@ class Threads:
         numbers, end = [], 0
         for databases, tokens, budget, _ in asked:
             begin, end = end, end + len(tokens)
-            context = databases.context
-            numbers.append((context.address, databases.in_corpus.longest, budget, begin, end))
+            addresses = databases.context.address, databases.lane.address
+            numbers.append((*addresses, databases.in_corpus.longest, budget, begin, end))
         least = np.array([each.min_probability for each in asked], np.float64)
         shape = (len(asked), max(each.budget for each in asked))
         grown = (

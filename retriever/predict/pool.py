@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from retriever.drafter import Fate
 from retriever.kernels.layout import Shared
 from retriever.predict.generations import Generations, Output
+from retriever.predict.running import RunningOutputs
 from retriever.predict.weights import Weights, prior_weights, to_bytes
 
 
@@ -42,6 +43,7 @@ class Pool:
         learned: steps learned from.
         logged: steps learned from when the log last got the weights.
         last_used_s: time of the last call that needed it, by `time.monotonic`.
+        running: outputs of its sequences that are running; None while none has a group.
         shared: what its sequences are drafted from; see `databases.packed_for`.
         packed: the same, packed for kernels.
     """
@@ -52,8 +54,20 @@ class Pool:
     learned: int = 0
     logged: int = 0
     last_used_s: float = 0.0
+    running: RunningOutputs | None = None
     shared: Shared | None = None
     packed: NDArray[Any] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its outputs, ended and running, in bytes."""
+        running = 0 if self.running is None else self.running.num_bytes
+        return self.generations.num_bytes + running
+
+    def tidy(self) -> None:
+        """Give back the memory of running outputs once there are none."""
+        if self.running is not None and not self.running.num_lanes:
+            self.running = None
 
     def add(self, output: Output) -> Entry:
         """Add an output, and return its entry for the log."""
@@ -79,5 +93,7 @@ class Pool:
     def clear(self) -> None:
         """Delete everything."""
         self.generations.clear()
+        if self.running is not None:
+            self.running.clear()
         self.weights[:] = prior_weights()
         self.learned = self.logged = 0

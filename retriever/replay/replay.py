@@ -4,8 +4,8 @@ A draft changes no output, so what a verifier would have accepted can be counted
 """
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from retriever.drafter import Drafter, DraftRequest, PredictionDrafter
+from retriever.drafter import (
+    Drafter,
+    DraftRequest,
+    GroupDrafter,
+    PredictionDrafter,
+    TokenIds,
+)
 from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree, Source
@@ -93,12 +99,17 @@ def replay(
     Raises:
         RetrieverError: the drafter refuses a trace.
     """
-    report = ReplayReport()
-    if calibrate_after is not None:
-        report.calibration, report.calibrate_after = Reliability(), calibrate_after
+    report = _new_report(calibrate_after)
     for trace in traces:
         replay_one(drafter, f"replay-{report.traces}", trace, budget_nodes, report)
         report.traces += 1
+    return report
+
+
+def _new_report(calibrate_after: int | None) -> ReplayReport:
+    report = ReplayReport()
+    if calibrate_after is not None:
+        report.calibration, report.calibrate_after = Reliability(), calibrate_after
     return report
 
 
@@ -106,10 +117,7 @@ def replay_one(
     drafter: Drafter, session: str, trace: Trace, budget_nodes: int, report: ReplayReport
 ) -> None:
     """Replay one trace, with its predictions if the drafter takes any, and count it."""
-    if trace.predictions and isinstance(drafter, PredictionDrafter):
-        drafter.open(session, trace.prompt, predictions=trace.predictions)
-    else:
-        drafter.open(session, trace.prompt)
+    _open(drafter, session, trace)
     committed = trace.output[:0]
     done = 0
     while done < len(trace.output):
@@ -123,6 +131,119 @@ def replay_one(
         done += len(committed)
     report.tokens += done
     drafter.close(session, committed)
+
+
+Lane = Callable[[], Iterator[Trace]]
+"""Returns recorded outputs that follow one another."""
+
+
+def replay_lanes(
+    drafter: Drafter,
+    groups: Iterable[Sequence[Lane]],
+    budget_nodes: int,
+    num_lanes: int,
+    calibrate_after: int | None = None,
+) -> ReplayReport:
+    """Replay the lanes of a group together, step by step: so many at once.
+
+    The next lane of a group begins when one is at its end, and the next group when all are. A
+    drafter that takes groups is told of them.
+
+    Args:
+        drafter: whose drafts to count. The time of a draft is a step's, divided by its sequences.
+        groups: lanes of each.
+        budget_nodes: most nodes of each tree.
+        num_lanes: most that are replayed at once.
+        calibrate_after: as for `replay`.
+
+    Raises:
+        RetrieverError: the drafter refuses a trace.
+    """
+    report = _new_report(calibrate_after)
+    for number, lanes in enumerate(groups):
+        group = f"replay-{number}" if isinstance(drafter, GroupDrafter) else ""
+        waiting = deque(iter(lane()) for lane in lanes)
+        running: list[_Running] = []
+        while True:
+            while waiting and len(running) < num_lanes:
+                running += _begun(drafter, group, waiting.popleft(), report)
+            if not running:
+                break
+            _step(drafter, running, budget_nodes, report)
+            running = [each for lane in running for each in _going_on(drafter, group, lane, report)]
+    return report
+
+
+@dataclass(slots=True)
+class _Running:
+    """A trace that is being replayed.
+
+    Attributes:
+        session: its name.
+        trace: the trace.
+        lane: the traces that follow it.
+        done: tokens of its output that were committed.
+        committed: those that the drafter has not been told of.
+    """
+
+    session: str
+    trace: Trace
+    lane: Iterator[Trace]
+    done: int
+    committed: TokenIds
+
+
+def _begun(
+    drafter: Drafter, group: str, lane: Iterator[Trace], report: ReplayReport
+) -> list[_Running]:
+    """Open a session for the next trace of a lane; return none at its end."""
+    for trace in lane:
+        session = f"replay-{report.traces}"
+        report.traces += 1
+        _open(drafter, session, trace, group)
+        if len(trace.output):
+            return [_Running(session, trace, lane, 0, trace.output[:0])]
+        drafter.close(session, trace.output)
+    return []
+
+
+def _step(
+    drafter: Drafter, running: Sequence[_Running], budget_nodes: int, report: ReplayReport
+) -> None:
+    """Draft for all that are running, and commit what a verifier would have accepted."""
+    requests = [
+        DraftRequest(each.session, each.committed, len(each.trace.prompt) + each.done, budget_nodes)
+        for each in running
+    ]
+    began = time.perf_counter()
+    trees = drafter.draft(requests)
+    each_us = (time.perf_counter() - began) * 1e6 / len(running)
+    for each, tree in zip(running, trees, strict=True):
+        path = tree.follow(each.trace.output[each.done :])
+        report.draft_us.append(each_us)
+        report.add(tree, path)
+        each.committed = each.trace.output[each.done : each.done + len(path) + 1]
+        each.done += len(each.committed)
+        report.tokens += len(each.committed)
+
+
+def _going_on(
+    drafter: Drafter, group: str, running: _Running, report: ReplayReport
+) -> list[_Running]:
+    """Return what runs in a lane after a step: the same trace, or the next one at its end."""
+    if running.done < len(running.trace.output):
+        return [running]
+    drafter.close(running.session, running.committed)
+    return _begun(drafter, group, running.lane, report)
+
+
+def _open(drafter: Drafter, session: str, trace: Trace, group: str = "") -> None:
+    """Open a session for a trace, with what the drafter takes of it."""
+    options: dict[str, Any] = {"group": group} if group else {}
+    if trace.predictions and isinstance(drafter, PredictionDrafter):
+        options["predictions"] = trace.predictions
+    opening: Any = drafter
+    opening.open(session, trace.prompt, **options)
 
 
 def tables(report: ReplayReport) -> Iterator[Table]:

@@ -125,11 +125,15 @@ class Trace:
         prompt: int32[n], what the model was given.
         output: int32[m], what it wrote.
         predictions: what it was expected to write.
+        group: outputs that were written at once and say about the same; empty for none.
+        lane: of the group; outputs of one lane follow one another. Empty for a lane of its own.
     """
 
     prompt: TokenIds
     output: TokenIds
     predictions: tuple[Prediction, ...] = ()
+    group: str = ""
+    lane: str = ""
 
 
 _Traced = tuple[Trace, dict[str, Any]]
@@ -277,7 +281,7 @@ class _Reading:
             raise UnusableError(
                 "too long", f"a prompt with its output has at most {most:,} tokens: leave it out"
             )
-        return Trace(prompt, output, predictions)
+        return Trace(prompt, output, predictions, *_place_in(sides.row))
 
 
 _Take = Callable[[Any, Path, RecordingTally], Iterable[tuple[_Prompt, _Text]]]
@@ -322,6 +326,17 @@ def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:
 
 def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
     return checked_tokens(encode(field), None) if isinstance(field, str) else field
+
+
+def _place_in(row: Any) -> tuple[str, str]:
+    """Return the group and the lane that a record states, empty where it states none."""
+    if not isinstance(row, dict):
+        return "", ""
+    group, lane = (row.get(name) for name in ("group", "lane"))
+    return (
+        str(group) if isinstance(group, str | int) else "",
+        str(lane) if isinstance(lane, str | int) else "",
+    )
 
 
 def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:

@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import Fate, Prediction, TokenIds
+from retriever.drafter import Fate, Kin, Prediction, TokenIds
 from retriever.errors import LimitExceededError, RetrieverError
 from retriever.limits import check_num_sent
-from retriever.sequences import SessionKey
+from retriever.sequences import SessionKey, checked_kin
 from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
 from retriever.service.turns import Line, Turns
@@ -207,11 +207,11 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
-        predicted = Predicted(opening.predictions, OPENING_PREDICTIONS)
+        predicted, kin = Predicted(opening.predictions, OPENING_PREDICTIONS), _kin_of(opening)
         session = await self._prepared(
             line, tenant, opening.prompt, lists, predicted, remember=not opening.forget
         )
-        session.client = client
+        session.client, session.kin = client, kin
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self.drafter.begin(SessionKey(tenant, opening.session_id), session)
         return session
@@ -453,6 +453,18 @@ class Predicted(NamedTuple):
 def tokens_in(token_ids: Sequence[int], long: memoryview | None) -> int:
     """Return how many ids a list has; of bytes, about how many."""
     return len(token_ids) if long is None else len(long) // _BYTES_PER_TOKEN
+
+
+def _kin_of(opening: pb.OpenSessionRequest) -> Kin:
+    """Return which sequences a sequence that begins is like.
+
+    Raises:
+        InvalidRequestError: the group cannot be a name, or a version is beyond 62 bits.
+    """
+    version = opening.policy_version if opening.HasField("policy_version") else None
+    return checked_kin(
+        group=opening.group, policy_version=version, oldest_version=opening.oldest_version
+    )
 
 
 def tokens_of_opening(opening: pb.OpenSessionRequest, lists: Lists) -> int:

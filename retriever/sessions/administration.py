@@ -253,7 +253,7 @@ class Administration:
         for pool in self._owned.pools.all():
             report = found[pool.tenant]
             report.is_in_memory = True
-            report.generations_bytes = pool.generations.num_bytes
+            report.generations_bytes = pool.num_bytes
             with self._owned.lock:
                 report.generations_tokens = pool.generations.num_tokens
         for name, num_bytes in self._owned.findings.bytes_by_tenant().items():

@@ -193,7 +193,7 @@ def census_of(
         session_bytes=num_bytes,
         tenants=len(pools),
         generations_tokens=sum(_tokens_of(pool, lock) for pool in pools),
-        generations_bytes=sum(pool.generations.num_bytes for pool in pools),
+        generations_bytes=sum(pool.num_bytes for pool in pools),
         reserved_bytes=ledger.total,
         untouched_bytes=untouched + sum(_untouched_of(pool, lock) for pool in pools),
     )

@@ -20,15 +20,18 @@ from numpy.typing import ArrayLike
 
 from indexer.reader import Index
 from retriever.drafter import (
+    ALONE,
     DraftRequest,
     Fate,
     Findings,
     FoundPage,
     Keeping,
+    KinOptions,
     Prediction,
     TokenIds,
 )
 from retriever.errors import (
+    LimitExceededError,
     OutOfSequenceError,
     RetrieverError,
     UnknownSessionError,
@@ -58,9 +61,16 @@ from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
+from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
-from retriever.sequences import SessionKey, check_batch, check_step, checked_predictions
+from retriever.sequences import (
+    SessionKey,
+    check_batch,
+    check_step,
+    checked_kin,
+    checked_predictions,
+)
 from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import (
     NO_PHRASES,
@@ -128,6 +138,7 @@ class EmbeddedDrafter:
         draft_counts: counts of drafts and their outcomes.
         uses: what each tenant has used, as far as a service counts it.
         administration: what an operator does with it while it runs.
+        takes_groups: see `GroupDrafter`.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -135,6 +146,8 @@ class EmbeddedDrafter:
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
         ReplicationError: `replication` cannot be used; a server that is down is no error.
     """
+
+    takes_groups = True
 
     def __init__(
         self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
@@ -224,14 +237,17 @@ class EmbeddedDrafter:
         remember: bool = True,
         tenant: str = "",
         predictions: Sequence[Prediction] = (),
+        **kin: Unpack[KinOptions],
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
         Drafts come from the tenant's own generations, never another's; the output is added to them
         if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
-        alone.
+        alone, and from the tenant's running sequences, see `GroupDrafter`.
         """
+        stated = checked_kin(**kin)
         prepared = self.prepare(prompt, remember=remember, tenant=tenant, predictions=predictions)
+        prepared.kin = stated
         self.begin(SessionKey("", session), prepared)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
@@ -352,6 +368,8 @@ class EmbeddedDrafter:
         check_session_name(key.name)
         with self._lock:
             self._sessions.add(key, prepared)
+            if prepared.kin is not ALONE:
+                self._join(prepared)
 
     def adding_predictions(
         self, key: SessionKey, predictions: Sequence[Prediction]
@@ -821,6 +839,16 @@ class EmbeddedDrafter:
         finally:
             self._replication.keep_position()
 
+    def _join(self, session: Session) -> None:
+        """Have a session serve its group; where there is no room for it, it does not."""
+        pool = session.databases.pool
+        if session.kin.group and pool.running is None:
+            with suppress(LimitExceededError):
+                least = running_bytes(FEWEST_TOKENS)
+                charge = self._ledger.take(pool.tenant, least, is_locked=True)
+                pool.running = RunningOutputs(charge)
+        session.databases.join(session.kin, is_shared=session.remember)
+
     # Called without the lock.
 
     def _locked(self, pieces: Iterator[None]) -> Generator[None, None, None]:
@@ -937,7 +965,8 @@ class EmbeddedDrafter:
         output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
         if len(output):
             self._name_vocabulary(ended.tenant)
-        entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
+        version = ended.kin.policy_version or 0
+        entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name, version)
         self._replication.hold(entry)
         return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces
 
@@ -957,7 +986,8 @@ class EmbeddedDrafter:
         output = context.last(len(context) - session.prompt_length)
         if len(output):
             self._name_vocabulary(session.tenant)
-        self._replication.hold(self._pools.remember(session.databases.pool, output, key.name))
+        version, pool = session.kin.policy_version or 0, session.databases.pool
+        self._replication.hold(self._pools.remember(pool, output, key.name, version))
 
 
 def _whole(pieces: Generator[None, None, _Result]) -> _Result:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import Prediction, TokenIds
+from retriever.drafter import Kin, Prediction, TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Context, Corpus, Databases, tables_of
 from retriever.predict.generations import Generations
@@ -29,6 +29,7 @@ from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.predictor import Predictor
+from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
 from retriever.tree import MAX_SOURCES, Source
@@ -115,6 +116,11 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         predictor.draft(unused, 1, 0.0)
         predictor.note(unused, context[:1])
         unused.commit(context[:1])
+        pool = Pool("", Generations(0), running=RunningOutputs())
+        running = Databases(Context(context), pool, corpus)
+        running.join(Kin("group"), is_shared=True)
+        running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
+        running.leave()
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:

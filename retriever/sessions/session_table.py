@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import ALONE, DraftRequest, Kin, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.limits import RETRY_S, Limits
 from retriever.predict.databases import Corpus, Databases
@@ -30,6 +30,7 @@ class Session:
         client: that it belongs to; None without one.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
+        kin: the running sequences that it belongs to.
     """
 
     databases: Databases
@@ -40,6 +41,7 @@ class Session:
     client: Client | None = None
     is_open: bool = True
     is_committing: bool = False
+    kin: Kin = ALONE
 
     @property
     def tenant(self) -> str:
@@ -156,6 +158,7 @@ class Sessions:
         """
         session = self._open.remove(key)
         session.is_open = False
+        session.databases.leave()
         tenant = session.tenant
         self._tenant_sessions[tenant] -= 1
         if not self._tenant_sessions[tenant]:
@@ -224,6 +227,7 @@ class Sessions:
         for session in self._open.values():
             if session.databases.pool is pool:
                 session.remember = session.databases.learns = False
+                session.databases.lane.restrict()
 
     def last_tokens(self, max_sessions: int, num_tokens: int) -> list[TokenIds]:
         """Return copies of the last tokens, int32[n] each, of the most recently used sessions."""

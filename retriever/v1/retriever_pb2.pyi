@@ -17,6 +17,7 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_CORPUS: _ClassVar[Source]
     SOURCE_MODEL: _ClassVar[Source]
     SOURCE_PREDICTIONS: _ClassVar[Source]
+    SOURCE_SIBLINGS: _ClassVar[Source]
 
 class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -52,6 +53,7 @@ SOURCE_PHRASES: Source
 SOURCE_CORPUS: Source
 SOURCE_MODEL: Source
 SOURCE_PREDICTIONS: Source
+SOURCE_SIBLINGS: Source
 FAIL_OPEN_REASON_UNSPECIFIED: FailOpenReason
 FAIL_OPEN_REASON_DOWN: FailOpenReason
 FAIL_OPEN_REASON_BUSY: FailOpenReason
@@ -165,20 +167,26 @@ class DocumentOccurrence(_message.Message):
     def __init__(self, index: _Optional[str] = ..., name: _Optional[str] = ..., licence: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "client", "predictions")
+    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "client", "predictions", "group", "policy_version", "oldest_version")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
     vocabulary_fingerprint: str
     client: Client
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
-    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
+    group: str
+    policy_version: int
+    oldest_version: int
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., group: _Optional[str] = ..., policy_version: _Optional[int] = ..., oldest_version: _Optional[int] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("token_ids", "label")

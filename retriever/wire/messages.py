@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retriever.drafter import DraftRequest, Findings, Prediction, TokenIds
+from retriever.drafter import ALONE, DraftRequest, Findings, Kin, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
 from retriever.limits import (
     MAX_NAME_BYTES,
@@ -116,6 +116,7 @@ def opening_message(  # noqa: PLR0913  (what a message holds)
     fingerprint: str,
     client: pb.Client | None = None,
     predictions: Iterable[Prediction] = (),
+    kin: Kin = ALONE,
 ) -> pb.OpenSessionRequest:
     """Return the message that opens a session; the prompt, int32[n], is already checked.
 
@@ -126,6 +127,7 @@ def opening_message(  # noqa: PLR0913  (what a message holds)
         fingerprint: of the caller's tokenizer; empty if unknown.
         client: that the session belongs to; None for none, and within a stream.
         predictions: what its output is expected to contain, checked.
+        kin: which sequences it is like, checked.
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
@@ -134,6 +136,9 @@ def opening_message(  # noqa: PLR0913  (what a message holds)
         vocabulary_fingerprint=fingerprint,
         client=client,
         predictions=prediction_messages(predictions),
+        group=kin.group,
+        policy_version=kin.policy_version,
+        oldest_version=kin.oldest_version,
     )
 
 

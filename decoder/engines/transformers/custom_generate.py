@@ -55,7 +55,7 @@ from decoder.sampling.verification import AcceptRule
 from decoder.speculators.speculator import load_speculator
 from decoder.worth import Worth
 from indexer.tokenizer import Vocabulary, vocabulary_of
-from retriever.drafter import Drafter
+from retriever.drafter import ALONE, Drafter, Kin
 from retriever.follower import DraftLimits
 
 _log = getLogger(__name__)
@@ -146,6 +146,7 @@ class Foredraft:
         *,
         on_tokens: OnTokens | None = None,
         predictions: RowPredictions = (),
+        kin: Kin = ALONE,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode one sequence or a batch, as `model.generate` asks for it.
@@ -163,6 +164,8 @@ class Foredraft:
                 each token, as well. Both are for one sequence.
             predictions: what the outputs are expected to contain: of all rows, or a list of them
                 for each row. Drafts come from them, too, where the drafter takes any.
+            kin: the group of all rows, which then draft from one another, and the version of the
+                model.
             model_kwargs: further arguments of the model.
 
         Returns:
@@ -172,7 +175,7 @@ class Foredraft:
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
             InvalidPromptError: a prompt is longer than the model can take, or holds padding
-                alone; or a prediction is none.
+                alone; or a prediction, a group or a version is none.
 
         An output ends at `Target.max_length` tokens where passes beyond are not those of the model
         (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
@@ -192,6 +195,7 @@ class Foredraft:
                     row, ending, accept_rule(settings, own_processors(logits_processor, row))
                 ),
                 predictions=of_row,
+                kin=kin,
             )
             for row, of_row in zip(rows, expected, strict=True)
         )
@@ -292,6 +296,7 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     parallel: int = DEFAULT_PARALLEL,
     on_tokens: OnTokens | None = None,
     predictions: RowPredictions = (),
+    kin: Kin = ALONE,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
@@ -312,6 +317,7 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         generation_config,
         on_tokens=on_tokens,
         predictions=predictions,
+        kin=kin,
         **model_kwargs,
     )
 

@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 from indexer.sources.conversations import Turn
 from indexer.sources.recordings import RecordingTally
 from retriever.commands import app
-from retriever.drafter import Prediction
+from retriever.drafter import DraftRequest, Prediction
 from retriever.errors import TraceError
 from retriever.limits import Limits
 from retriever.replay import traces as encoding
 from retriever.replay.trace_spool import trace_spool
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import Source
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -380,3 +382,103 @@ def test_traces_come_back_from_disk_with_their_predictions() -> None:
             ]
             assert not read[0][1].predictions
             assert not read[2][1].predictions
+
+
+def grouped(rng: np.random.Generator, num_groups: int, num_rows: int) -> list[dict[str, Any]]:
+    """Records of groups whose outputs are about the same, in an order that mixes them."""
+    rows = []
+    for group in range(num_groups):
+        text = rng.integers(0, 300, 60)
+        for _ in range(num_rows):
+            output = np.where(rng.random(60) < 0.1, rng.integers(0, 300, 60), text)
+            output = output[: rng.integers(20, 60)]
+            rows.append({"prompt_ids": [5, group], "output_ids": output.tolist(), "group": group})
+    return [rows[place] for place in rng.permutation(len(rows))]
+
+
+def test_one_lane_is_the_replay_of_its_rows_in_order(tmp_path: Path) -> None:
+    rows = grouped(np.random.default_rng(0), 4, 5)
+    ordered = [row for group in dict.fromkeys(r["group"] for r in rows) for row in rows
+               if row["group"] == group]  # fmt: skip
+    plain = run(write(tmp_path / "ordered.jsonl", ordered))
+    lanes = run(write(tmp_path / "t.jsonl", rows), "--lanes", 1)
+    for figure in ("steps", "tokens", "traces", "mean_nodes"):
+        assert plain[figure] == lanes[figure]
+
+
+def test_lanes_are_replayed_step_by_step_as_by_hand(tmp_path: Path) -> None:
+    """The same with a drafter that is told of each step here; siblings are what is gained."""
+    rows = grouped(np.random.default_rng(1), 3, 6)
+    report = run(write(tmp_path / "t.jsonl", rows), "--lanes", 4)
+    steps, with_siblings = by_hand(rows, 4, in_groups=True)
+    assert report["steps"] == steps
+    assert report["tokens"] == sum(len(row["output_ids"]) for row in rows)
+    assert report["traces"] == len(rows)
+    assert report["accepted_by_source"]["siblings"] > 0
+    without, _ = by_hand(rows, 4, in_groups=False)
+    assert steps < 0.9 * without
+    assert with_siblings > 0
+
+
+def by_hand(rows: list[dict[str, Any]], num_lanes: int, *, in_groups: bool) -> tuple[int, int]:
+    drafter = EmbeddedDrafter()
+    steps = from_siblings = number = 0
+    for group in dict.fromkeys(row["group"] for row in rows):
+        waiting = [row for row in rows if row["group"] == group]
+        running: list[list[Any]] = []
+        while waiting or running:
+            while waiting and len(running) < num_lanes:
+                row = waiting.pop(0)
+                options: Any = {"group": f"{group}"} if in_groups else {}
+                drafter.open(f"{number}", row["prompt_ids"], **options)
+                running.append([f"{number}", row, 0, []])
+                number += 1
+            requests = [
+                DraftRequest(name, np.array(new, np.int32), 2 + done, 32)
+                for name, _, done, new in running
+            ]
+            for each, tree in zip(running, drafter.draft(requests), strict=True):
+                name, row, done, _ = each
+                output = row["output_ids"]
+                path = tree.follow(np.array(output[done:], np.int32))
+                from_siblings += int((tree.sources[path] == Source.SIBLINGS).sum())
+                each[2:] = [min(len(output), done + len(path) + 1), output[done:][: len(path) + 1]]
+                steps += 1
+                if each[2] == len(output):
+                    drafter.close(name, np.array(each[3], np.int32))
+            running = [each for each in running if each[2] < len(each[1]["output_ids"])]
+    return steps, from_siblings
+
+
+def test_rows_of_one_lane_follow_one_another(tmp_path: Path) -> None:
+    """Turns of an agent: the second begins when the first is at its end."""
+    row = {"prompt_ids": [5], "group": "task"}
+    rows = [
+        {**row, "output_ids": list(range(100, 120)), "lane": "a"},
+        {**row, "output_ids": list(range(100, 120)), "lane": "a"},
+        {**row, "output_ids": [1, 2, 3], "lane": 2},
+    ]
+    lanes = run(write(tmp_path / "t.jsonl", rows), "--lanes", 4)
+    alone = [{**each, "lane": None} for each in rows]
+    at_once = run(write(tmp_path / "u.jsonl", alone), "--lanes", 4)
+    assert lanes["accepted_by_source"]["generations"] > 0.9
+    assert lanes["steps"] < at_once["steps"]
+    without_group = [{"prompt_ids": [5], "output_ids": each["output_ids"]} for each in rows]
+    follow = run(write(tmp_path / "v.jsonl", without_group), "--lanes", 4)
+    assert follow["steps"] == run(tmp_path / "v.jsonl")["steps"]
+
+
+def test_traces_come_back_from_disk_with_their_lanes() -> None:
+    with trace_spool() as spool:
+        for number, (group, lane) in enumerate(
+            [("g", "a"), ("", ""), ("\u00e4", ""), ("g", ""), ("g", "a"), ("", "")]
+        ):
+            prompt = np.full(number, 7, np.int32)
+            spool.write(encoding.Trace(prompt, prompt, (), group, lane), number)
+        for _ in range(2):
+            numbers = [
+                [[len(trace.prompt) for trace in lane()] for lane in lanes]
+                for lanes in spool.lanes()
+            ]
+            assert numbers == [[[0, 4], [3]], [[1]], [[2]], [[5]]]
+        assert [trace.group for trace in spool] == ["g", "", "\u00e4", "g", "g", ""]

@@ -1,0 +1,247 @@
+"""Outputs of sequences that are running, from which others draft before they end.
+
+A sequence of a group writes its output into a *lane*: sequences of its group find that in their
+next step, and the other sequences of its tenant once a block of it is full, if it is to be
+remembered. Nothing of it is left here when the sequence ends: if it is remembered, it is a
+generation then.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from hashlib import blake2b
+from itertools import count
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.drafter import ALONE, Kin, TokenIds
+from retriever.errors import LimitExceededError
+from retriever.kernels.chains import IS_SHARED, SEPARATOR
+from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
+from retriever.kernels.layout import BLOCK, LANE_BLOCK, Lane, Lanes, Orders, aligned_zeros, pack
+from retriever.predict.ledger import Charge
+from retriever.predict.question import Question
+from retriever.predict.stores import ChainLimits
+
+RUNNING_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(8, 16, 16, 16))
+"""Sequences of a group are about the same, so that a match of one or two tokens tells much: without
+these, lanes gain half as much."""
+
+MOST_TOKENS: Final = 1 << 18
+"""Tokens of a tenant's running outputs that are kept: the newest, in 15 MB."""
+
+FEWEST_TOKENS: Final = 1 << 12
+"""Tokens of a new ring."""
+
+_TAIL: Final = 8  # tokens of the prompt that a lane begins with: the longest n-gram
+_AT_ONCE: Final = 1 << 12  # tokens that are noted in one piece: of a longer one, its end
+
+
+class _Sequence(Protocol):
+    """The sequence whose output is noted."""
+
+    @property
+    def address(self) -> int:
+        """Where its store is packed for kernels."""
+
+    def __len__(self) -> int: ...
+
+
+def running_bytes(num_tokens: int) -> int:
+    """Return the memory of a ring of running outputs, in bytes."""
+    num_orders = len(RUNNING_LIMITS.orders)
+    words = 1 + 2 * num_orders + num_orders  # a token, its links, and half as many heads
+    return 4 * words * num_tokens + BLOCK.itemsize * (num_tokens // LANE_BLOCK)
+
+
+def _ring(num_tokens: int) -> Lanes:
+    """Return an empty ring."""
+    num_rows = 2 * len(RUNNING_LIMITS.orders)
+    blocks = aligned_zeros((num_tokens // LANE_BLOCK,), BLOCK)
+    blocks["lane"] = -1
+    return Lanes(
+        np.full(num_tokens, SEPARATOR, np.int32),
+        np.full((num_rows, num_tokens // 2), -1, np.int32),
+        np.zeros((num_rows, num_tokens), np.int32),
+        blocks,
+        np.zeros(3, np.int64),
+    )
+
+
+_ORDERS: Final = Orders(
+    np.array(RUNNING_LIMITS.orders, np.int64), np.array(RUNNING_LIMITS.max_rows, np.int64)
+)
+
+
+class RunningOutputs:
+    """A tenant's running outputs: the newest tokens of them. Not thread-safe: callers hold a lock.
+
+    The ring doubles once lanes have half of it, up to `most_tokens`, and where there is no room for
+    a larger one not at all: the oldest blocks are overwritten then.
+
+    Args:
+        charge: for its memory; None to grow freely.
+        most_tokens: a power of two.
+
+    Attributes:
+        packed: the ring, packed for kernels; another one once it has grown.
+    """
+
+    def __init__(self, charge: Charge | None = None, most_tokens: int = MOST_TOKENS) -> None:
+        self._charge = charge
+        self._most_tokens = most_tokens
+        self._numbers = count()
+        self._num_lanes = 0
+        self._take(_ring(min(FEWEST_TOKENS, most_tokens)))
+
+    def _take(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self.packed = pack(lanes, _ORDERS)
+        if self._charge is not None:
+            self._charge.settle(self.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the ring, in bytes."""
+        return running_bytes(len(self._lanes.tokens))
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that lanes have: whole blocks."""
+        return LANE_BLOCK * int(self._lanes.state[2])
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that have joined and not left."""
+        return self._num_lanes
+
+    def join(self) -> int:
+        """Return the number of a new lane."""
+        self._num_lanes += 1
+        return next(self._numbers)
+
+    def note(self, lane: int, sequence: int, first: int, end: int, linked_from: int) -> None:
+        """Append tokens of a sequence to its lane; see `kernels.entries.append_to_lane`."""
+        num_blocks = len(self._lanes.blocks)
+        needed = (end - first) // LANE_BLOCK + 1
+        if 2 * (int(self._lanes.state[2]) + needed) > num_blocks:
+            self._grow()
+        append_to_lane(self.packed, lane, sequence, first, end, linked_from)
+
+    def withdraw(self, lane: int) -> None:
+        """Overwrite a lane's tokens."""
+        withdraw_lane(self.packed, lane)
+
+    def leave(self, lane: int) -> None:
+        """End a lane: nothing of it is left."""
+        self.withdraw(lane)
+        self._num_lanes -= 1
+
+    def clear(self) -> None:
+        """Delete and overwrite everything; lanes begin again with what comes."""
+        lanes = self._lanes
+        lanes.tokens[:] = SEPARATOR
+        lanes.heads[:] = -1
+        lanes.blocks["lane"] = -1
+        lanes.state[1], lanes.state[2] = lanes.state[0], 0
+
+    def _grow(self) -> None:
+        size = 2 * len(self._lanes.tokens)
+        if size > self._most_tokens:
+            return
+        try:
+            if self._charge is not None:
+                self._charge.add(running_bytes(size))  # both while it is moved
+        except LimitExceededError:
+            return
+        grown = _ring(size)
+        move_lanes(self.packed, pack(grown, _ORDERS))
+        self._take(grown)
+
+
+NOTHING_RUNS: Final = pack(_ring(LANE_BLOCK), _ORDERS)[:0]
+"""No running outputs, packed for kernels."""
+
+
+def group_number(group: str) -> int:
+    """Return the number of a group: the same for the same name, 0 for none."""
+    if not group:
+        return 0
+    return 1 + (int.from_bytes(blake2b(group.encode(), digest_size=8).digest()) >> 2)
+
+
+class RunningOutput:
+    """The output of one sequence while it is written: others draft from it, and it from theirs.
+
+    Args:
+        outputs: of its tenant; None for a sequence without a group, which reads alone.
+        fields: of its lane, see `lane_fields`.
+        sequence: that it is the output of; None as above.
+        prompt_length: of that.
+
+    Attributes:
+        address: of the lane, packed for kernels.
+    """
+
+    def __init__(
+        self,
+        outputs: RunningOutputs | None,
+        fields: NDArray[np.int64],
+        sequence: _Sequence | None = None,
+        prompt_length: int = 0,
+    ) -> None:
+        self._outputs = outputs
+        self._fields = fields
+        self._sequence = sequence
+        self._packed = pack(Lane(fields))
+        self.address: int = self._packed.ctypes.data
+        self._linked_from = max(0, prompt_length - 1)  # what follows the prompt follows its end
+        self._noted = max(0, prompt_length - _TAIL)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the sequence writes a lane, and not only reads others."""
+        return self._outputs is not None
+
+    def commit(self, tokens: TokenIds) -> None:  # noqa: ARG002  (the sequence has them)
+        """Note what has been appended to the sequence; called with the drafter's lock held."""
+        outputs, sequence = self._outputs, self._sequence
+        if outputs is None or sequence is None:
+            return
+        end = len(sequence)
+        if end - self._noted > _AT_ONCE:  # it would have a gap
+            outputs.withdraw(self.address)  # it would have a gap
+            self._noted = self._linked_from = end - _AT_ONCE
+        outputs.note(self.address, sequence.address, self._noted, end, self._linked_from)
+        self._noted = end
+
+    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing: what may come is not written."""
+        return nullcontext()
+
+    def collect(self, question: Question, row: int) -> int:  # noqa: ARG002
+        """Do nothing: running outputs are asked with generations, by a kernel."""
+        return row
+
+    def restrict(self) -> None:
+        """Serve the group alone from now on, and with nothing of what has come."""
+        self._fields[IS_SHARED] = 0
+        if self._sequence is not None:
+            self._noted = self._linked_from = len(self._sequence)
+
+    def leave(self) -> None:
+        """End: nothing of it is left for others."""
+        if self._outputs is not None:
+            self._outputs.leave(self.address)
+            self._outputs = self._sequence = None
+
+
+def lane_fields(kin: Kin, number: int = -1, *, is_shared: bool = False) -> NDArray[np.int64]:
+    """Return int64[6], the fields of a lane; see `kernels.chains`."""
+    version = -1 if kin.policy_version is None else kin.policy_version
+    group = group_number(kin.group) if number >= 0 else 0
+    return np.array([number, group, -1, is_shared, version, kin.oldest_version], np.int64)
+
+
+READER: Final = RunningOutput(None, lane_fields(ALONE))
+"""A sequence without a group, whose version is not stated."""

@@ -1,0 +1,108 @@
+"""Groups and versions over the wire: every client tells its services of them."""
+
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from retriever import DraftRequest, GroupDrafter, InvalidRequestError, LocalDrafter, Source
+from retriever.follower import Followers
+from retriever.sequences import SessionKey, TokenSequence, checked_kin
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.retriever.client.test_predicting_clients import clients, ids, ready
+from tests.retriever.security.in_process import serving
+
+PROMPT = [7, 8, 9]
+
+
+def step(drafter: Any, session: str, new: list[int], length: int) -> Any:
+    (tree,) = drafter.draft([DraftRequest(session, ids(*new), length, 16)])
+    return tree
+
+
+@clients
+def test_sequences_of_a_group_draft_from_one_another(connect: Any) -> None:
+    with serving(EmbeddedDrafter()) as address:
+        drafter = ready(connect(address))
+        assert isinstance(drafter, GroupDrafter)
+        for name, group in (("a", "g"), ("b", "g"), ("c", "other"), ("d", "")):
+            options = {"group": group} if group else {}
+            drafter.open(name, PROMPT, **options)  # type: ignore[arg-type]
+            step(drafter, name, [], 3)
+        step(drafter, "a", [1, 2, 3, 4], 7)
+        assert step(drafter, "b", [1], 4).token_ids.tolist()[:3] == [2, 3, 4]
+        assert Source.SIBLINGS in step(drafter, "b", [2], 5).sources
+        assert not len(step(drafter, "c", [1], 4))
+        assert not len(step(drafter, "d", [1], 4))
+
+
+@clients
+def test_versions_travel(connect: Any) -> None:
+    service = EmbeddedDrafter()
+    with serving(service) as address:
+        drafter = ready(connect(address))
+        drafter.open("s", PROMPT, group="g\u00e9", policy_version=1 << 40, oldest_version=3)
+        step(drafter, "s", [], 3)
+        (session,) = service._sessions.all()
+        assert session.kin == checked_kin(group="g\u00e9", policy_version=1 << 40, oldest_version=3)
+        drafter.open("t", PROMPT, policy_version=0)
+        step(drafter, "t", [], 3)
+        assert [each.kin.policy_version for each in service._sessions.all()] == [1 << 40, 0]
+
+
+@clients
+@pytest.mark.parametrize("kin", [{"group": "g" * 300}, {"policy_version": -1}])
+def test_clients_refuse_what_is_no_group_or_version(connect: Any, kin: dict[str, Any]) -> None:
+    with serving(EmbeddedDrafter()) as address, pytest.raises(InvalidRequestError):
+        connect(address).open("s", PROMPT, **kin)
+
+
+@pytest.mark.parametrize(
+    "kin", [{"group": "g" * 300}, {"policy_version": (1 << 64) - 1}, {"oldest_version": 2}]
+)
+def test_a_service_refuses_them_too(kin: dict[str, Any]) -> None:
+    service = EmbeddedDrafter()
+    with serving(service) as address, grpc.insecure_channel(address) as channel:
+        stub = RetrieverServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.OpenSession(pb.OpenSessionRequest(session_id="s", prompt=PROMPT, **kin))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert service.num_sessions == 0
+        stub.OpenSession(pb.OpenSessionRequest(session_id="s", prompt=PROMPT, group="g"))
+
+
+def test_a_stream_that_ends_leaves_nothing_of_its_lanes() -> None:
+    """A lane that dies in the middle: its client is gone without a word."""
+    service = EmbeddedDrafter()
+    with serving(service) as address, grpc.insecure_channel(address) as channel:
+        stub = RetrieverServiceStub(channel)
+        stub.OpenSession(pb.OpenSessionRequest(session_id="kin", prompt=PROMPT, group="g"))
+        opening = pb.OpenSessionRequest(session_id="a", prompt=PROMPT, group="g")
+        steps = [pb.SessionStep(session_id="a", new_token_ids=[1, 2, 3], length=6, budget_nodes=8)]
+        message = pb.DraftStreamRequest(sequence_number=1, openings=[opening], steps=steps)
+        (response,) = stub.DraftStream(iter([message]))
+        assert not response.statuses
+        kin = service._sessions.get(SessionKey("", "kin"))
+        assert service.num_sessions == 1
+        running = kin.databases.pool.running
+        assert running is not None
+        assert (running.num_lanes, running.num_tokens) == (1, 0)
+        assert not np.isin(running._lanes.tokens, [1, 2, 3]).any()
+
+
+def test_a_drafter_that_takes_no_groups_is_not_told() -> None:
+    told: list[dict[str, Any]] = []
+
+    class Plain:
+        def open(self, _session: str, _prompt: Any, **options: Any) -> None:
+            told.append(options)
+
+    sequence = TokenSequence(ids(1, 2), kin=checked_kin(group="g"))
+    followers = Followers(Plain())  # type: ignore[arg-type]
+    followers.open([followers.follow(sequence)])
+    assert told == [{"remember": True}]
+    local = Followers(LocalDrafter())
+    local.open([local.follow(sequence)])
