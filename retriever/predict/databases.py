@@ -327,9 +327,6 @@ class CorpusCursor:
         return row
 
 
-_NO_LIVE: Final = live_table(0)
-
-
 def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
     """Return `Shared`, packed, of sequences of a tenant and a corpus; made where it has changed."""
     generations, shared = pool.generations, pool.shared
@@ -349,7 +346,6 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
             generations.packed,
             generations.live,
             generations.versions,
-            _NO_LIVE,
             running,
             corpus.packed_segments,
             corpus.packed_tables,
@@ -357,6 +353,14 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         )
         pool.packed = pack(shared)
     return pool.packed
+
+
+_NO_LIVE: Final = live_table(0)
+
+
+def _without_live(shared: Shared) -> NDArray[Any]:
+    """Return `Shared`, packed, with an empty live table."""
+    return pack(shared._replace(live=_NO_LIVE))
 
 
 class _Run(NamedTuple):
@@ -528,6 +532,8 @@ class Databases:
             The tree, and the number of rows.
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
+        if self._drops_counts and self.pool.shared is not None:
+            shared = _without_live(self.pool.shared)
         address, longest = self.context.address, self.in_corpus.longest
         lane = self.lane.address
         grown = Grown(
@@ -551,7 +557,13 @@ class Databases:
     @property
     def is_compiled(self) -> bool:
         """Whether one call of a kernel asks all databases."""
-        return len(self._runs) == 1
+        return len(self._runs) == 1 and not self.lane.oldest_version
+
+    @property
+    def _drops_counts(self) -> bool:
+        """Whether the live table holds counts of versions that the sequence drops."""
+        oldest = self.lane.oldest_version
+        return oldest > 0 and self.pool.generations.has_older(oldest)
 
     def _question(self, depth: int, scratch: Scratch) -> Question:
         rarity = self.in_corpus.corpus.tables.rarity
@@ -600,7 +612,7 @@ DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
     DatabaseKind(Source.PREDICTIONS, 3.0, lambda all_: all_.predictions),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),
-    DatabaseKind(Source.SIBLINGS, 5.0, lambda all_: all_.lane if all_.lane.is_written else None),
+    DatabaseKind(Source.SIBLINGS, 2.5, lambda all_: all_.lane if all_.lane.is_written else None),
     DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
     DatabaseKind(Source.CORPUS, 0.35, lambda all_: all_.in_corpus),
 ]

@@ -1,6 +1,6 @@
 """Measures what sequences that run at once bring one another, and what older versions cost.
 
-    python -m benchmarks.siblings --workload NAME=FILE[,warm=FILE]... --output FILE
+    python -m benchmarks.running_siblings --workload NAME=FILE[,warm=FILE]... --output FILE
 
 Records of a `group` are replayed together, some lanes at once, as `foredraft replay --lanes` does:
 with nothing remembered, with outputs remembered as they are closed, and as one group. `,lane=id`
