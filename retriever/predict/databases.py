@@ -358,9 +358,14 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
 _NO_LIVE: Final = live_table(0)
 
 
-def _without_live(shared: Shared) -> NDArray[Any]:
-    """Return `Shared`, packed, with an empty live table."""
-    return pack(shared._replace(live=_NO_LIVE))
+def _without_dropped(shared: NDArray[Any], pool: Pool, oldest: int) -> NDArray[Any]:
+    """Return `Shared`, packed, for a sequence that drops what is older than a version.
+
+    The live table does not know versions: it counts nothing as long as it knows dropped ones.
+    """
+    if pool.shared is None or not pool.generations.has_older(oldest):
+        return shared
+    return pack(pool.shared._replace(live=_NO_LIVE))
 
 
 class _Run(NamedTuple):
@@ -532,8 +537,8 @@ class Databases:
             The tree, and the number of rows.
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
-        if self._drops_counts and self.pool.shared is not None:
-            shared = _without_live(self.pool.shared)
+        if self.lane.oldest_version:
+            shared = _without_dropped(shared, self.pool, self.lane.oldest_version)
         address, longest = self.context.address, self.in_corpus.longest
         lane = self.lane.address
         grown = Grown(
@@ -556,14 +561,8 @@ class Databases:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether one call of a kernel asks all databases."""
+        """Whether one call of a kernel asks all databases, in what the tenant's sequences share."""
         return len(self._runs) == 1 and not self.lane.oldest_version
-
-    @property
-    def _drops_counts(self) -> bool:
-        """Whether the live table holds counts of versions that the sequence drops."""
-        oldest = self.lane.oldest_version
-        return oldest > 0 and self.pool.generations.has_older(oldest)
 
     def _question(self, depth: int, scratch: Scratch) -> Question:
         rarity = self.in_corpus.corpus.tables.rarity
