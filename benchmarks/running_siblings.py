@@ -111,7 +111,7 @@ def _of_change(
     fresh = [trace.output for _, _, trace in now[:middle]]
     stale = [trace.output for _, _, trace in before[:middle]]
     same_prompts = [trace.output for _, _, trace in before[middle:]]
-    histories = {
+    histories: dict[str, tuple[list[tuple[int, list[TokenIds]]], Kin, bool]] = {
         "none": ([], Kin(), False),
         "its own from then on": ([], Kin(), True),
         "its own": ([(2, fresh)], Kin(policy_version=2), True),
@@ -129,7 +129,7 @@ def _of_change(
         ),
         "another version's and its own": ([(1, stale), (2, fresh)], Kin(policy_version=2), True),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, (history, kin, remember) in histories.items():
         of_name = found[name] = {}
         for budget in _BUDGETS:

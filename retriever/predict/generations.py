@@ -439,7 +439,7 @@ class Generations:
         noted = self.versions[: int(np.searchsorted(self.versions[:, 0], _NOWHERE))]
         first = int(np.searchsorted(noted[:, 0], oldest, "right")) - 1
         earliest = int(noted[first, 1]) if first >= 0 else 0
-        return min([earliest, *noted[first + 1 :, 1].tolist()]) < version
+        return min(earliest, int(noted[first + 1 :, 1].min(initial=earliest))) < version
 
     def _note_versions(self, outputs: Sequence[Output]) -> None:
         begin = len(self._store)
