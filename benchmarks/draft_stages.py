@@ -47,13 +47,13 @@ class Clock:
 
     def draft(self, *arguments: Any) -> tuple[int, int, int]:
         """Do the stages of a draft one by one; arguments as of `entries.draft_tree`."""
-        shared, sequence, scratch, stages, row, longest, *rest = arguments
-        idle_s = self._timed(shared, sequence, scratch, 0, row, longest, *rest)[0]
+        shared, sequence, lane, scratch, stages, row, longest, *rest = arguments
+        idle_s = self._timed(shared, sequence, lane, scratch, 0, row, longest, *rest)[0]
         size, found = 0, longest
         for name, stage in STAGES.items():
             if stages & stage:
                 seconds, (size, row, match) = self._timed(
-                    shared, sequence, scratch, stage, row, longest, *rest
+                    shared, sequence, lane, scratch, stage, row, longest, *rest
                 )
                 found = match if stage == entries.CORPUS else found
                 self.times_us[name].append(max(0.0, seconds - idle_s) * 1e6)

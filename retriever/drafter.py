@@ -289,8 +289,8 @@ class GroupDrafter(Protocol):
     ) -> None:
         """Begin a sequence as `Drafter.open` does, as one of its kin: see `Kin`.
 
-        What is committed serves its group in the next step, and the other sequences of its tenant
-        some tens of tokens later if it is to be remembered. Once it is closed nothing of that is
+        What is committed serves its group in the next step, and the others of its tenant at most 16
+        tokens later if it is to be remembered. Once it is closed nothing of that is
         left, but its output among the generations if that is remembered.
 
         Raises: as `Drafter.open`, and `InvalidRequestError` for a name or a number that is none.

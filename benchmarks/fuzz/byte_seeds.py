@@ -42,7 +42,14 @@ def _calls() -> list[bytes]:
     first = pb.DraftStreamRequest(sequence_number=1, openings=[opening], steps=[step])
     second = pb.DraftStreamRequest(sequence_number=2, closings=[closing], timeout_us=1000)
     texts = [pb.Prediction(token_ids=PROMPT, label="plan"), pb.Prediction(token_ids=[7, 8])]
-    predicting = pb.OpenSessionRequest(session_id=SESSION, prompt=PROMPT, predictions=texts)
+    predicting = pb.OpenSessionRequest(
+        session_id=SESSION,
+        prompt=PROMPT,
+        predictions=texts,
+        group="group",
+        policy_version=3,
+        oldest_version=2,
+    )
     adding = pb.AddPredictionsRequest(session_id=SESSION, predictions=texts[1:])
     rows: list[list[Any]] = [
         [pb.DraftRequest(context=PROMPT, budget_nodes=8, min_probability=0.1)],

@@ -270,21 +270,6 @@ def version_at(versions: NDArray[np.int64], position: int) -> int:
 
 
 @kernel()
-def are_all_recent(
-    versions: NDArray[np.int64], oldest: int, end: int, lane: NDArray[np.int64]
-) -> bool:
-    """Return whether a sequence takes evidence of all versions between two positions."""
-    if lane[VERSION] < 0 or lane[OLDEST] == 0:
-        return True
-    if version_at(versions, oldest) < lane[OLDEST]:
-        return False
-    for index in range(versions.shape[0]):
-        if oldest < versions[index, 0] < end and versions[index, 1] < lane[OLDEST]:
-            return False
-    return True
-
-
-@kernel()
 def head_position(head: int, total: int) -> int:
     """Return the position that a head stands for in a store of `total` tokens, -1 for none."""
     if head < 0:
@@ -528,12 +513,10 @@ def collect_lanes(
     Returns:
         The first free row afterwards.
     """
-    if lanes.state[0] == lanes.state[1]:
-        return row
-    if lane[GROUP] > 0:
-        row = _collect_in(lanes, indexed, 0, lane, query, source, depth, found, row)
-    first_row = indexed.orders.shape[0]
-    return _collect_in(lanes, indexed, first_row, lane, query, source, depth, found, row)
+    num_orders = indexed.orders.shape[0]
+    for first_row in range(0 if lane[GROUP] > 0 else num_orders, 2 * num_orders, num_orders):
+        row = _collect_in(lanes, indexed, first_row, lane, query, source, depth, found, row)
+    return row
 
 
 @kernel()

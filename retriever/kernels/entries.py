@@ -348,7 +348,7 @@ def draft_tree(
     of = unpack(shared[0], Shared)
     chains = unpack_at(sequence, STORE_LAYOUT, Chains)
     found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
-    tables, live = unpack(of.tables[0], Tables), of.live
+    tables = unpack(of.tables[0], Tables)
     fields = unpack_at(lane, LANE_LAYOUT, Lane).lane
     query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
     if stages & TREE:
@@ -361,15 +361,13 @@ def draft_tree(
     if stages & TREE:
         call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
     if stages & GENERATIONS:
-        first, outputs = row, unpack(of.outputs[0], Chains)
+        first = row
         row = chains_.collect_chains(
-            outputs, unpack(of.outputs[0], Orders), query, _GENERATIONS, False, budget, found, row
-        )
+            unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
+            False, budget, found, row,
+        )  # fmt: skip
         if fields[chains_.VERSION] >= 0:
             row = chains_.fade_rows(found, first, row, of.versions, fields)
-            oldest = max(outputs.state[2], outputs.state[0] - outputs.tokens.shape[0])
-            if not chains_.are_all_recent(of.versions, oldest, outputs.state[0], fields):
-                live = of.no_live
         row = _collect_running(of.running, fields, query, budget, found, row)
     if stages & CORPUS:
         bound, longest = longest, 0
@@ -382,7 +380,7 @@ def draft_tree(
         prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
         growth.weigh_rows(found.rows, row, prior.trust, prior.backoff, found.counts)
         size = growth.grow_tree(
-            found, row, chains, live, tables, of.weights, prior.escape,
+            found, row, chains, of.live, tables, of.weights, prior.escape,
             unpack_at(scratch, SCRATCH_LAYOUT, Work),
             Grown(token_ids, parents, probabilities, sources), budget, min_probability,
         )  # fmt: skip

@@ -419,7 +419,6 @@ class Shared(NamedTuple):
         live: int64[sets, WAYS], of generations.
         versions: int64[n, 2], by which versions of a model generations are; see
             `chains.fade_rows`.
-        no_live: int64[1, WAYS], an empty table in its place.
         running: `Lanes` and their `Orders`, packed: outputs of sequences that are not at their end.
             No record where none has a group.
         segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
@@ -430,7 +429,6 @@ class Shared(NamedTuple):
     outputs: NDArray[Any]
     live: NDArray[np.int64]
     versions: NDArray[np.int64]
-    no_live: NDArray[np.int64]
     running: NDArray[Any]
     segments: NDArray[Any]
     tables: NDArray[Any]

@@ -327,9 +327,6 @@ class CorpusCursor:
         return row
 
 
-_NO_LIVE: Final = live_table(0)
-
-
 def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
     """Return `Shared`, packed, of sequences of a tenant and a corpus; made where it has changed."""
     generations, shared = pool.generations, pool.shared
@@ -349,7 +346,6 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
             generations.packed,
             generations.live,
             generations.versions,
-            _NO_LIVE,
             running,
             corpus.packed_segments,
             corpus.packed_tables,
@@ -357,6 +353,19 @@ def packed_for(pool: Pool, corpus: Corpus) -> NDArray[Any]:
         )
         pool.packed = pack(shared)
     return pool.packed
+
+
+_NO_LIVE: Final = live_table(0)
+
+
+def _without_dropped(shared: NDArray[Any], pool: Pool, oldest: int) -> NDArray[Any]:
+    """Return `Shared`, packed, for a sequence that drops what is older than a version.
+
+    The live table does not know versions: it counts nothing as long as it knows dropped ones.
+    """
+    if pool.shared is None or not pool.generations.has_older(oldest):
+        return shared
+    return pack(pool.shared._replace(live=_NO_LIVE))
 
 
 class _Run(NamedTuple):
@@ -528,6 +537,8 @@ class Databases:
             The tree, and the number of rows.
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
+        if self.lane.oldest_version:
+            shared = _without_dropped(shared, self.pool, self.lane.oldest_version)
         address, longest = self.context.address, self.in_corpus.longest
         lane = self.lane.address
         grown = Grown(
@@ -550,8 +561,8 @@ class Databases:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether one call of a kernel asks all databases."""
-        return len(self._runs) == 1
+        """Whether one call of a kernel asks all databases, in what the tenant's sequences share."""
+        return len(self._runs) == 1 and not self.lane.oldest_version
 
     def can_append(self, num_tokens: int) -> bool:
         """Return whether a kernel can append so many tokens before it asks all databases."""
@@ -615,7 +626,7 @@ DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
     DatabaseKind(Source.PREDICTIONS, 3.0, lambda all_: all_.predictions),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),
-    DatabaseKind(Source.SIBLINGS, 5.0, lambda all_: all_.lane if all_.lane.is_written else None),
+    DatabaseKind(Source.SIBLINGS, 2.5, lambda all_: all_.lane if all_.lane.is_written else None),
     DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
     DatabaseKind(Source.CORPUS, 0.35, lambda all_: all_.in_corpus),
 ]

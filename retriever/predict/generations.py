@@ -431,6 +431,16 @@ class Generations:
             count_tokens(self.live, self._store.chains.tokens, self._counted_from, end, -1)
             self._counted_from = end
 
+    def has_older(self, version: int) -> bool:
+        """Return whether an output of an older version is in memory."""
+        oldest = self._store.oldest
+        if len(self._store) == oldest:
+            return False
+        noted = self.versions[: int(np.searchsorted(self.versions[:, 0], _NOWHERE))]
+        first = int(np.searchsorted(noted[:, 0], oldest, "right")) - 1
+        earliest = int(noted[first, 1]) if first >= 0 else 0
+        return min(earliest, int(noted[first + 1 :, 1].min(initial=earliest))) < version
+
     def _note_versions(self, outputs: Sequence[Output]) -> None:
         begin = len(self._store)
         for output in outputs:

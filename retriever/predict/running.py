@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from retriever.drafter import ALONE, Kin, TokenIds
 from retriever.errors import LimitExceededError
-from retriever.kernels.chains import IS_SHARED, SEPARATOR
+from retriever.kernels.chains import IS_SHARED, OLDEST, SEPARATOR
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
 from retriever.kernels.layout import BLOCK, LANE_BLOCK, Lane, Lanes, Orders, aligned_zeros, pack
 from retriever.predict.ledger import Charge
@@ -181,6 +181,7 @@ class RunningOutput:
 
     Attributes:
         address: of the lane, packed for kernels.
+        oldest_version: whose evidence counts.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class RunningOutput:
         self._sequence = sequence
         self._packed = pack(Lane(fields))
         self.address: int = self._packed.ctypes.data
+        self.oldest_version = int(fields[OLDEST])
         self._linked_from = max(0, prompt_length - 1)  # what follows the prompt follows its end
         self._noted = max(0, prompt_length - _TAIL)
 

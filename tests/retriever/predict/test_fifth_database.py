@@ -60,7 +60,7 @@ def test_a_fifth_database_is_seen_wherever_databases_are(shown: Any) -> None:
     first = shown["explained"][0]
     assert (first["source"], first["match_length"], first["count"]) == ("counting", 2, 1)
     assert shown["received"] == shown["sources"]
-    others = ["context", "generations", "phrases", "corpus", "predictions"]
+    others = ["context", "generations", "phrases", "corpus", "predictions", "siblings"]
     assert shown["shown"] == [*others, "counting"]
     assert shown["colour"] == "#56b4e9"
     assert "source-counting" in shown["swatch"]

@@ -283,7 +283,7 @@ def test_evidence_fades_at_the_stated_rate() -> None:
     drafter = EmbeddedDrafter()
     talk = Talk(drafter)
     for version in (0, 5, 3, 4):
-        talk.open("w", **({"policy_version": version} if version else {}))
+        talk.open("w", policy_version=version or None)
         drafter.close("w", ids(1, 2, 3, 4, 5, 6, 7, 8, 100 + version, 9))
     talk.open("s", ids(1, 2, 3, 4, 5, 6, 7, 8), policy_version=5)
     talk.step("s")

@@ -416,7 +416,7 @@ def test_lanes_are_replayed_step_by_step_as_by_hand(tmp_path: Path) -> None:
     assert report["traces"] == len(rows)
     assert report["accepted_by_source"]["siblings"] > 0
     without, _ = by_hand(rows, 4, in_groups=False)
-    assert steps < 0.9 * without
+    assert steps < without
     assert with_siblings > 0
 
 
@@ -452,7 +452,7 @@ def by_hand(rows: list[dict[str, Any]], num_lanes: int, *, in_groups: bool) -> t
 
 def test_rows_of_one_lane_follow_one_another(tmp_path: Path) -> None:
     """Turns of an agent: the second begins when the first is at its end."""
-    row = {"prompt_ids": [5], "group": "task"}
+    row: dict[str, Any] = {"prompt_ids": [5], "group": "task"}
     rows = [
         {**row, "output_ids": list(range(100, 120)), "lane": "a"},
         {**row, "output_ids": list(range(100, 120)), "lane": "a"},

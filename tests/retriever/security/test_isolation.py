@@ -51,7 +51,9 @@ class Tenant:
 
     def open(self, session: str, tokens: list[int]) -> None:
         if session not in self.lengths:
-            self.stub.OpenSession(pb.OpenSessionRequest(session_id=session, prompt=tokens))
+            # All tenants call a group the same; its sessions draft from one another.
+            opening = pb.OpenSessionRequest(session_id=session, prompt=tokens, group="g")
+            self.stub.OpenSession(opening)
             self.lengths[session] = len(tokens)
 
     def step(self, session: str, tokens: list[int]) -> None:

@@ -1,6 +1,6 @@
 """Measures what sequences that run at once bring one another, and what older versions cost.
 
-    python -m benchmarks.siblings --workload NAME=FILE[,warm=FILE]... --output FILE
+    python -m benchmarks.running_siblings --workload NAME=FILE[,warm=FILE]... --output FILE
 
 Records of a `group` are replayed together, some lanes at once, as `foredraft replay --lanes` does:
 with nothing remembered, with outputs remembered as they are closed, and as one group. `,lane=id`
@@ -111,7 +111,7 @@ def _of_change(
     fresh = [trace.output for _, _, trace in now[:middle]]
     stale = [trace.output for _, _, trace in before[:middle]]
     same_prompts = [trace.output for _, _, trace in before[middle:]]
-    histories = {
+    histories: dict[str, tuple[list[tuple[int, list[TokenIds]]], Kin, bool]] = {
         "none": ([], Kin(), False),
         "its own from then on": ([], Kin(), True),
         "its own": ([(2, fresh)], Kin(policy_version=2), True),
@@ -129,7 +129,7 @@ def _of_change(
         ),
         "another version's and its own": ([(1, stale), (2, fresh)], Kin(policy_version=2), True),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, (history, kin, remember) in histories.items():
         of_name = found[name] = {}
         for budget in _BUDGETS:

@@ -1,0 +1,72 @@
+"""Sequences of a group save one another passes, and change no output."""
+
+from typing import Any
+
+import pytest
+
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
+from decoder.errors import InvalidPromptError
+from decoder.loop import Generation, Request
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from retriever.drafter import ALONE, Kin
+from retriever.follower import DraftLimits
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import Source
+from tests.decoder.decoding import VOCABULARY, decoder_with, plainly, prompt_of, tiny_llama
+
+NEW_TOKENS = 60
+PROMPT = prompt_of(12)
+
+
+def decoded(drafter: Any, kin: Kin, **options: Any) -> list[Generation]:
+    """Four sequences of one prompt at once, of which two begin later."""
+    short = [Request(PROMPT, 12, remember=False, kin=kin) for _ in range(2)]
+    long = [Request(PROMPT, NEW_TOKENS, remember=False, kin=kin) for _ in range(4)]
+    decoder = decoder_with(tiny_llama(), drafter, **options)
+    done: dict[int, Generation] = {}
+    for generation, _ in decoder.generate_many([*long[:2], *short, *long[2:]], 4):
+        done[generation.number] = generation
+    return [done[number] for number in (0, 1, 4, 5)]
+
+
+def fused() -> FusedDrafter:
+    return FusedDrafter(
+        [EmbeddedDrafter()], DraftLimits(VOCABULARY, VOCABULARY), recycled=RecycledLogits()
+    )
+
+
+@pytest.mark.parametrize("make", [EmbeddedDrafter, fused], ids=["embedded", "fused"])
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_later_samples_of_a_prompt_follow_earlier_ones(make: Any, ahead: int) -> None:
+    truth = plainly(tiny_llama(), PROMPT, NEW_TOKENS)
+    passes = []
+    for kin in (ALONE, Kin("samples"), Kin("samples", policy_version=3)):
+        generations = decoded(make(), kin, num_ahead=ahead)
+        for each in generations:
+            assert each.tokens[len(PROMPT) :].tolist() == truth
+            assert ahead or not each.statistics.num_failures
+        passes.append(sum(each.statistics.num_passes for each in generations[2:]))
+        from_siblings = sum(each.statistics.accepted[Source.SIBLINGS] for each in generations)
+        assert (from_siblings > 0) == bool(kin.group)
+    if make is EmbeddedDrafter and not ahead:
+        assert passes[1] < passes[0]
+        assert passes[2] < passes[0]
+
+
+def test_drawn_outputs_are_those_of_their_seeds() -> None:
+    rule = accept_rule(SamplingSettings(temperature=1.0, seed=5))
+    alone, grouped = (
+        [each.tokens.tolist() for each in decoded(EmbeddedDrafter(), kin, accept=rule)]
+        for kin in (ALONE, Kin("samples"))
+    )
+    assert alone == grouped
+    assert len({tuple(each) for each in alone}) == len(alone)
+
+
+@pytest.mark.parametrize("kin", [Kin("g" * 300), Kin("g", -1), Kin("g", None, 3)])
+def test_what_is_no_group_is_refused_before_it_is_decoded(kin: Kin) -> None:
+    decoder = decoder_with(tiny_llama(), EmbeddedDrafter())
+    with pytest.raises(InvalidPromptError):
+        decoder.generate(PROMPT, kin=kin)
