@@ -335,8 +335,8 @@ def test_trails_are_kept_as_their_twins_keep_them() -> None:
             assert trail_of(store) == twin
             lost += was is not None and twin.place is None
             full += store.cursor.trail[3] > MOST_EDITS
-    assert min(edited, begun, full) > NUM_SEEDS / 20
-    assert lost
+    assert min(edited, 3 * begun) > NUM_SEEDS / 10
+    assert min(full, lost) > NUM_SEEDS / 100
 
 
 QUOTED = {0: [701, 702], 1: [703]}
