@@ -80,11 +80,19 @@ def append_tokens(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
 
 @kernel()
 def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Append tokens to a sequence's store and move its cursor."""
-    sequence = unpack(store[0], Chains)
-    begin = sequence.state[0]
-    chains_.append_tokens(sequence, unpack(store[0], Orders).orders, new_tokens)
-    cursors.move_cursor(unpack(store[0], Cursor).cursor, sequence, begin)
+    """Append tokens to a sequence's store, and move its cursor and its trail."""
+    _extend(
+        unpack(store[0], Chains), unpack(store[0], Orders), unpack(store[0], Cursor), new_tokens
+    )
+
+
+@kernel()
+def _extend(chains: Chains, orders: Orders, of: Cursor, new_tokens: NDArray[np.int32]) -> None:
+    """Append tokens to a sequence, and move its cursor and its trail."""
+    begin = chains.state[0]
+    chains_.append_tokens(chains, orders.orders, new_tokens)
+    cursors.move_cursor(of.cursor, chains, begin)
+    cursors.move_trail(of.trail, of.edits, chains, begin)
 
 
 @kernel()
@@ -93,15 +101,16 @@ def suppose_tokens(
 ) -> None:
     """Append tokens to a sequence's store as `extend_sequence` does, to be taken back.
 
+    The cursor and the trail move with them, and are not put back.
+
     Args:
         store: of a sequence, with room for them.
         tokens: int32[n].
-        before: int64[2 + n], written: the cursor, and where each token stood last.
+        before: int64[n], written: where each token stood last.
     """
-    last, cursor = unpack(store[0], Chains).last, unpack(store[0], Cursor).cursor
-    before[0], before[1] = cursor[0], cursor[1]
+    last = unpack(store[0], Chains).last
     for index in range(tokens.shape[0]):
-        before[2 + index] = last[tokens[index] & (last.shape[0] - 1)]
+        before[index] = last[tokens[index] & (last.shape[0] - 1)]
     extend_sequence(store, tokens)
 
 
@@ -110,28 +119,29 @@ def withdraw_tokens(
     store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
 ) -> None:
     """Take back what `suppose_tokens` appended; arguments as there."""
-    sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
+    sequence = unpack(store[0], Chains)
     chains_.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
     for index in range(tokens.shape[0]):
-        sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[2 + index]
-    cursor[0], cursor[1] = before[0], before[1]
+        sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[index]
 
 
 @kernel()
 def _collect_own(
     chains: Chains,
     orders: Orders,
-    cursor: NDArray[np.int64],
+    of: Cursor,
     query: NDArray[np.int32],
     depth: int,
     found: Found,
     row: int,
 ) -> int:
-    """Write continuations in the sequence itself and near its cursor."""
+    """Write continuations in the sequence itself, along its trail and near its cursor."""
     end = chains_.collect_chains(chains, orders, query, cursors.CONTEXT, True, depth, found, row)
-    cursors.set_cursor(cursor, found.rows, end)
+    cursors.set_cursor(of.cursor, found.rows, end)
+    cursors.set_trail(of.trail, of.edits, chains, found.rows, end)
+    end = cursors.collect_trail(of.trail, of.edits, chains, depth, found, end)
     return cursors.collect_cursor(
-        cursor, chains, query, depth, found.rows, found.continuations, end
+        of.cursor, chains, query, depth, found.rows, found.continuations, end
     )
 
 
@@ -148,10 +158,10 @@ def collect_sequence(
 
     Returns the first free row; the sequence comes before all other databases.
     """
-    sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
+    sequence, of = unpack(store[0], Chains), unpack(store[0], Cursor)
     found = unpack(scratch[0], Found)
     similarity.mark_recent(query, rarity, found.recent, found.marked)
-    return _collect_own(sequence, unpack(store[0], Orders), cursor, query, depth, found, row)
+    return _collect_own(sequence, unpack(store[0], Orders), of, query, depth, found, row)
 
 
 @kernel()
@@ -354,10 +364,10 @@ def draft_tree(
     if stages & TREE:
         call_root(tables.starts1, of.live, query, unpack_at(scratch, SCRATCH_LAYOUT, Work).tail)
     if stages & CONTEXT:
-        cursor = unpack_at(sequence, STORE_LAYOUT, Cursor).cursor
+        of_sequence = unpack_at(sequence, STORE_LAYOUT, Cursor)
         similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
         orders = unpack_at(sequence, STORE_LAYOUT, Orders)
-        row = _collect_own(chains, orders, cursor, query, budget, found, row)
+        row = _collect_own(chains, orders, of_sequence, query, budget, found, row)
     if stages & TREE:
         call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
     if stages & GENERATIONS:
@@ -391,9 +401,8 @@ def draft_tree(
 def _append(sequence: int, tokens: NDArray[np.int32]) -> None:
     """Append tokens to the sequence whose packed store is at an address; there is room for them."""
     chains = unpack_at(sequence, STORE_LAYOUT, Chains)
-    begin = chains.state[0]
-    chains_.append_tokens(chains, unpack_at(sequence, STORE_LAYOUT, Orders).orders, tokens)
-    cursors.move_cursor(unpack_at(sequence, STORE_LAYOUT, Cursor).cursor, chains, begin)
+    orders = unpack_at(sequence, STORE_LAYOUT, Orders)
+    _extend(chains, orders, unpack_at(sequence, STORE_LAYOUT, Cursor), tokens)
 
 
 @kernel()

@@ -394,9 +394,17 @@ class Lane(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a sequence is being copied from: int64[2]; see `kernels.cursors`."""
+    """Where a sequence is being copied from, and how it is edited; see `kernels.cursors`.
+
+    Attributes:
+        cursor: int64[2].
+        trail: int64[4].
+        edits: int64[most edits, 5].
+    """
 
     cursor: NDArray[np.int64]
+    trail: NDArray[np.int64]
+    edits: NDArray[np.int64]
 
 
 class TextCursors(NamedTuple):
@@ -571,9 +579,10 @@ class Scratch:
 
 def _store_layout() -> "np.dtype[Any]":
     none, none_2d = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
-    numbers = np.zeros(0, np.int64)
+    numbers, numbers_2d = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
     chains = Chains(none, none_2d, none_2d, numbers, none)
-    return pack(chains, Orders(numbers, numbers), Cursor(numbers)).dtype
+    cursor = Cursor(numbers, numbers, numbers_2d)
+    return pack(chains, Orders(numbers, numbers), cursor).dtype
 
 
 STORE_LAYOUT: Final = _store_layout()

@@ -234,6 +234,8 @@ class _Tracer:
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
+            # What a trail offers is edited: another token may stand in the source.
+            places = places[self._context[places] == self._tree.token_ids[node]]
             return Support(match_length, count, _some(places))
         if source == Source.PREDICTIONS and (known := self._databases.predictions) is not None:
             found = _some(self._rows["position"][rows] + before)

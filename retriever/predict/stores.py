@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
+from retriever.kernels.cursors import new_cursor
 from retriever.kernels.entries import (
     append_tokens,
     collect_outputs,
@@ -133,7 +134,7 @@ class ChainStore:
         limits: the n-grams to index.
         source: marks rows of this store.
         start: position of the first token that will be appended.
-        cursor: int64[2], of the sequence in the store; a new one if not given.
+        cursor: of the sequence in the store; a new one if not given.
 
     Attributes:
         chains: the arrays.
@@ -152,11 +153,11 @@ class ChainStore:
         source: Source,
         *,
         start: int = 0,
-        cursor: NDArray[np.int64] | None = None,
+        cursor: Cursor | None = None,
     ) -> None:
         size = ring_capacity(capacity)
         self.orders = Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
-        self.cursor = np.array([-1, 0], np.int64) if cursor is None else cursor
+        self.cursor = new_cursor(is_sequence=source == Source.CONTEXT) if cursor is None else cursor
         self._source = int(source)
         self.chains = Chains(
             _mapped((size,)),
@@ -165,7 +166,7 @@ class ChainStore:
             np.array([start, start, start], np.int64),
             _mapped((max(size, _MIN_LAST) if source == Source.CONTEXT else 1,), -1),
         )
-        self.packed = pack(self.chains, self.orders, Cursor(self.cursor))
+        self.packed = pack(self.chains, self.orders, self.cursor)
         self.address: int = self.packed.ctypes.data
         self.num_bytes = sum(array.nbytes for array in self.chains)
         self._start = self._end = start
@@ -211,13 +212,16 @@ class ChainStore:
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
         """Have a sequence end with int32[n] during the block; there is room for them."""
-        before = np.empty(2 + len(tokens), np.int64)
+        before = np.empty(len(tokens), np.int64)
+        cursor = [array.copy() for array in self.cursor]
         suppose_tokens(self.packed, tokens, before)
         self._end += len(tokens)
         try:
             yield
         finally:
             withdraw_tokens(self.packed, tokens, before)
+            for array, kept in zip(self.cursor, cursor, strict=True):
+                array[:] = kept
             self._end -= len(tokens)
 
     def forget_before(self, position: int) -> None:

@@ -5,13 +5,28 @@ import pytest
 from numpy.typing import NDArray
 
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
+from retriever.kernels.cursors import (
+    collect_cursor,
+    collect_trail,
+    move_cursor,
+    set_cursor,
+    set_trail,
+)
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
 from retriever.predict.databases import Context, Databases
 from retriever.predict.question import Question
+from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import DraftTree
-from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, draft_without_cursor
+from retriever.tree import DraftTree, Source
+from tests.retriever.kernels.twins.cursor_twin import (
+    LONG,
+    LOST,
+    MOST_EDITS,
+    CursorTwin,
+    Edit,
+    TrailTwin,
+    draft_without_cursor,
+)
 from tests.retriever.kernels.twins.row_twins import Row
 from tests.suite_parts import cases
 
@@ -250,3 +265,113 @@ def test_a_cursor_is_given_up_after_long_disagreement() -> None:
     assert collect(context, scratch) == 2
     context.commit(np.array([2000], np.int32))
     assert collect(context, scratch) == 0
+
+
+def trail_of(store: ChainStore) -> TrailTwin:
+    """What the kernels have made of the trail of a sequence."""
+    place, misses, agreed, noted = store.cursor.trail.tolist()
+    tokens, edits = store.chains.tokens, store.cursor.edits.tolist()
+    in_order = [edits[number % MOST_EDITS] for number in range(max(0, noted - MOST_EDITS), noted)]
+    found = tuple(
+        Edit(
+            tuple(tokens[old : old + old_length].tolist()),
+            tuple(tokens[new : new + new_length].tolist()),
+            trust,
+        )
+        for old, old_length, new, new_length, trust in in_order
+    )
+    num_buckets = store.chains.heads.shape[1]
+    return TrailTwin(num_buckets, None if place < 0 else place, misses, agreed, found)
+
+
+def rewritten(rng: np.random.Generator, source: list[int]) -> list[int]:
+    """A source with some of its tokens replaced, mostly, and others put between."""
+    replaced = {
+        int(token): rng.integers(200, 206, int(rng.integers(1, 7))).tolist()
+        for token in rng.choice(200, int(rng.integers(1, 40)))
+    }
+    written: list[int] = []
+    for token in source:
+        is_kept = rng.random() < 0.1
+        written += [token] if is_kept else replaced.get(token, [token])
+        if rng.random() < 0.01:
+            written += rng.integers(0, 206, int(rng.choice([1, 3, 12, LOST + 9]))).tolist()
+    return written
+
+
+@pytest.mark.seeds
+def test_trails_are_kept_as_their_twins_keep_them() -> None:
+    """Through whole sequences that are rewritten, in steps, with rows found at some of them."""
+    rng = np.random.default_rng(76)
+    scratch = Scratch(MAX_DEPTH, max_rows=MAX_ROWS, max_nodes=8)
+    edited = begun = full = lost = 0
+    for _ in range(NUM_SEEDS // 10):
+        source = rng.integers(0, 200, int(rng.choice([20, 400]))).tolist()
+        tokens = [*source, *rewritten(rng, source)]
+        store = ChainStore(len(tokens), CONTEXT_LIMITS, Source.CONTEXT)
+        store.append(np.array(source, np.int32))
+        end, twin = len(source), trail_of(store)
+        while end < len(tokens):
+            is_first = end == len(source)
+            num_rows = 1 if is_first else int(rng.choice([0] * 20 + [1, 3]))
+            places = rng.integers(0, 1 if is_first else end, MAX_ROWS)
+            if twin.place is not None and rng.random() < 0.8:
+                places[0] = min(twin.place + int(rng.integers(10)), end - 1)
+            matches = rng.integers(LONG - 3 * (not is_first), LONG + 3, MAX_ROWS)
+            scratch.rows["position"], scratch.rows["match"] = places, matches
+            set_trail(*store.cursor[1:], store.chains, scratch.rows, num_rows)
+            found = list(zip(places.tolist(), matches.tolist(), strict=True))[:num_rows]
+            twin = twin.set(tokens[:end], found)
+            depth, first = int(rng.integers(MAX_DEPTH + 1)), int(rng.integers(MAX_ROWS + 1))
+            last = collect_trail(*store.cursor[1:], store.chains, depth, scratch.found, first)
+            row = twin.row(tokens[:end], depth) if first < MAX_ROWS else None
+            assert rows_in(scratch, first, last) == ([] if row is None else [(twin.place, row)])
+            edited += row is not None
+            begun += row is not None and twin.misses > 0
+            was, begin = twin.place, end
+            end = min(len(tokens), end + int(rng.integers(1, 8)))
+            store.extend(np.array(tokens[begin:end], np.int32))
+            twin = twin.moved(tokens[:end], begin)
+            assert trail_of(store) == twin
+            lost += was is not None and twin.place is None
+            full += store.cursor.trail[3] > MOST_EDITS
+    assert min(edited, 3 * begun) > NUM_SEEDS / 10
+    assert min(full, lost) > NUM_SEEDS / 100
+
+
+QUOTED = {0: [701, 702], 1: [703]}
+"""What a token of a file becomes where it is written in a string: as a newline, or a quote."""
+
+
+def test_text_is_copied_past_edits_that_were_made_before() -> None:
+    """Once two lines were written with escapes, the next ones are drafted with them."""
+    rng = np.random.default_rng(77)
+    for _ in range(NUM_FILES):
+        words = (rng.permutation(400) + 2).tolist()
+        lines = [[1, *words[begin : begin + 9], 1, NEWLINE] for begin in range(0, 360, 9)]
+        escaped = [[t for token in line for t in QUOTED.get(token, [token])] for line in lines]
+        prompt = np.array([t for line in lines for t in line] + [1000], np.int32)
+        written = np.array([t for line in escaped for t in line], np.int32)
+        drafter, known, steps = EmbeddedDrafter(), 0, 0
+        drafter.open("s", prompt)
+        committed = written[:0]
+        while known < len(written):
+            request = DraftRequest("s", committed, len(prompt) + known, 32)
+            path = drafter.draft([request])[0].follow(written[known:])
+            committed = written[known : known + len(path) + 1]
+            known, steps = known + len(committed), steps + 1
+        # Three edits to be seen, and then whole lines at once: 20 tokens a step and more.
+        assert steps <= 12 + len(written) // 20
+
+
+def test_what_is_supposed_leaves_no_trail() -> None:
+    file = np.arange(200, dtype=np.int32)
+    context, scratch = Context(file), Scratch(AHEAD)
+    context.commit(file[20:40])
+    collect(context, scratch)
+    store = context._store
+    before = [array.copy() for array in store.cursor]
+    with context.supposing(np.array([901, *range(41, 50)], np.int32), file[:0]):
+        assert collect(context, scratch)
+        assert store.cursor.trail[3] == 1
+    assert all(map(np.array_equal, store.cursor, before))

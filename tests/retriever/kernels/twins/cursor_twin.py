@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from retriever.kernels.cursors import new_cursor
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Databases
 from retriever.tree import DraftTree, Source
-from tests.retriever.kernels.twins.row_twins import Row, copy_from, match_length
+from tests.retriever.kernels.twins.row_twins import Row, bucket_of, copy_from, match_length
 
 LONG = 8
 REACH = 96
@@ -72,7 +73,10 @@ _DRAFT = Databases.draft
 
 def draft_without_cursor(databases: Databases, *args: Any) -> tuple[DraftTree, int]:
     """In place of `Databases.draft`: forgets where the cursor stood, so that it has no effect."""
-    databases.context._store.cursor[:] = -1, 0
+    for array, start in zip(
+        databases.context._store.cursor, new_cursor(is_sequence=True), strict=True
+    ):
+        array[:] = start
     return _DRAFT(databases, *args)
 
 
@@ -147,3 +151,142 @@ def _rows_at(
         if continuation:
             rows.append((place, Row(continuation, match, count, Source.PREDICTIONS)))
     return rows
+
+
+MOST_EDITS = 16
+LONGEST_EDIT = 8
+RESUMED = 4
+TRUSTED = 2
+EDITED = 2.0
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Tokens of a source, what took their place, and how far that is expected to happen again."""
+
+    old: Tokens
+    new: Tokens
+    trust: int = 1
+
+
+@dataclass(frozen=True)
+class TrailTwin:
+    """Where the source goes on, how much has disagreed and agreed, and edits, the oldest first.
+
+    The store of the sequence has so many buckets.
+    """
+
+    num_buckets: int
+    place: int | None = None
+    misses: int = 0
+    agreed: int = 0
+    edits: tuple[Edit, ...] = ()
+
+    def moved(self, tokens: Sequence[int], begin: int) -> "TrailTwin":
+        """What `move_trail` makes of the tokens from `begin` on."""
+        trail = self
+        for end in range(begin + 1, len(tokens) + 1):
+            trail = trail._after(tokens[:end])
+        return trail
+
+    def _after(self, tokens: Sequence[int]) -> "TrailTwin":
+        """The trail after the last of these tokens."""
+        earlier = self._earlier(tokens)
+        if self.place is None:
+            return self if earlier is None else self._taken(tokens, earlier, LONG)
+        if self.misses == 0 and tokens[self.place] == tokens[-1]:
+            avoided = self._edit_of(tokens[self.place : -1])
+            edits = self._with_trust(avoided, -1) if avoided else self.edits
+            return replace(self, place=self.place + 1, agreed=self.agreed + 1, edits=edits)
+        trail = replace(self, misses=self.misses + 1)
+        made = trail._begun(tokens)
+        if made is not None and len(made.new) == trail.misses:
+            edits = trail._with_trust(made, 1)
+            return replace(trail, place=self.place + len(made.old), misses=0, edits=edits)
+        if earlier is not None:
+            return trail._taken(tokens, earlier, LONG)
+        first = len(tokens) - trail.misses
+        for place in range(self.place + RESUMED, min(self.place + REACH, first)):
+            same = tokens[place - RESUMED : place] == tokens[-RESUMED:]
+            if same and trail.misses >= RESUMED:
+                return trail._resumed(tokens, place, RESUMED)
+        return trail if trail.misses <= LOST else replace(trail, place=None)
+
+    def set(self, tokens: Sequence[int], matches: Sequence[tuple[int, int]]) -> "TrailTwin":
+        """What `set_trail` makes of the places that were found, each with its match length."""
+        longest = max((match for _, match in matches), default=0)
+        agreed = self.agreed if self.place is not None and self.misses == 0 else 0
+        if longest < LONG or min(agreed, MAX_MATCH) >= longest:
+            return self
+        place = next(place for place, match in matches if match == longest)
+        return self._taken(tokens, place, longest)
+
+    def row(self, tokens: Sequence[int], depth: int) -> Row | None:
+        """What `collect_trail` offers."""
+        if self.place is None or depth == 0:
+            return None
+        written, source, is_edited = list[int](), list(tokens[self.place :]), False
+        if self.misses:
+            begun = self._begun(tokens)
+            if begun is None:
+                return None
+            written, source, is_edited = [*begun.new[self.misses :]], source[len(begun.old) :], True
+        while source and len(written) < depth:
+            edit = self._edit_of(source)
+            written += edit.new if edit else source[:1]
+            source = source[len(edit.old) if edit else 1 :]
+            is_edited |= edit is not None
+        if not is_edited or not written:
+            return None
+        return Row(tuple(written[:depth]), min(self.agreed, MAX_MATCH), EDITED, Source.CONTEXT)
+
+    def _earlier(self, tokens: Sequence[int]) -> int | None:
+        """Where the newest tokens that share a bucket with the last ones end, if they are these."""
+        last = list(tokens[-LONG:])
+        if len(last) < LONG:
+            return None
+        wanted = bucket_of(last, self.num_buckets)
+        for end in range(len(tokens) - 1, LONG - 1, -1):
+            if bucket_of(tokens[end - LONG : end], self.num_buckets) == wanted:
+                return end if list(tokens[end - LONG : end]) == last else None
+        return None
+
+    def _taken(self, tokens: Sequence[int], place: int, match: int) -> "TrailTwin":
+        if self.place is not None and self.misses and self.place < place <= self.place + REACH:
+            return self._resumed(tokens, place, match)
+        return replace(self, place=place, misses=0, agreed=match)
+
+    def _resumed(self, tokens: Sequence[int], place: int, match: int) -> "TrailTwin":
+        assert self.place is not None
+        match = min(match, place - self.place, self.misses)
+        old = tuple(tokens[self.place : place - match])
+        new = tuple(tokens[len(tokens) - self.misses : len(tokens) - match])
+        trail = replace(self, place=place, misses=0, agreed=self.agreed + match)
+        if not (0 < len(old) <= LONGEST_EDIT and 0 < len(new) <= LONGEST_EDIT):
+            return trail
+        known = next((each for each in self.edits if (each.old, each.new) == (old, new)), None)
+        edits = self._with_trust(known, 1) if known else (*self.edits, Edit(old, new))
+        return replace(trail, edits=edits[-MOST_EDITS:])
+
+    def _with_trust(self, changed: Edit, by: int) -> tuple[Edit, ...]:
+        trust = min(changed.trust + by, TRUSTED)
+        return tuple(replace(e, trust=trust) if e is changed else e for e in self.edits)
+
+    def _edit_of(self, source: Sequence[int]) -> Edit | None:
+        """The newest trusted edit of the tokens that a source goes on with."""
+        fitting = [e for e in self.edits if e.trust > 0 and _begins(source, e.old)]
+        return fitting[-1] if fitting else None
+
+    def _begun(self, tokens: Sequence[int]) -> Edit | None:
+        """The newest edit that fits the source and begins as what did not agree."""
+        assert self.place is not None
+        new = tuple(tokens[len(tokens) - self.misses :])
+        source = tokens[self.place :]
+        fitting = [e for e in self.edits if _begins(source, e.old) and _begins(e.new, new)]
+        return fitting[-1] if fitting else None
+
+
+def _begins(tokens: Sequence[int], with_: Sequence[int]) -> bool:
+    return tuple(tokens[: len(with_)]) == tuple(with_)
