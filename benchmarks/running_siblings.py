@@ -4,7 +4,8 @@
 
 Records of a `group` are replayed together, some lanes at once, as `foredraft replay --lanes` does:
 with nothing remembered, with outputs remembered as they are closed, and as one group. `,lane=id`
-takes an agent's turns as one lane: records whose `id` differs in its last part alone. `--change
+takes an agent's turns as one lane: records whose `id` differs in its last part alone; `,least=N`
+leaves out groups of fewer lanes. `--change
 NAME=BEFORE,NOW` replays the second half of NOW after another model's outputs, BEFORE.
 """
 
@@ -54,7 +55,8 @@ class _Alone:
 
 def main(  # noqa: PLR0913, PLR0917  (options of a command)
     workload: Annotated[
-        list[str] | None, typer.Option(help="NAME=FILE[,warm=FILE][,lane=id]. Repeatable.")
+        list[str] | None,
+        typer.Option(help="NAME=FILE[,warm=FILE][,lane=id][,least=N]. Repeatable."),
     ] = None,
     change: Annotated[list[str] | None, typer.Option(help="NAME=BEFORE,NOW. Repeatable.")] = None,
     index: Annotated[Path | None, typer.Option(help="An index to draft from, too.")] = None,
@@ -164,6 +166,7 @@ def _groups(
     """Return the lanes of each group of a file, and the outputs that count as recent."""
     options = [each.split("=", 1) for each in parts[1:]]
     by_id = ["lane", "id"] in options
+    least = max([1, *(int(value) for name, value in options if name == "least")])
     warm = [
         trace.output
         for name, value in options
@@ -175,7 +178,8 @@ def _groups(
     for number, (group, record_id, trace) in enumerate(rows):
         lane = record_id.rsplit("/", 1)[0] if by_id else str(number)
         groups.setdefault(group or str(number), {}).setdefault(lane, []).append(trace)
-    return [[_lane_of(lane) for lane in each.values()] for each in groups.values()], warm
+    some = [each.values() for each in groups.values() if len(each) >= least]
+    return [[_lane_of(lane) for lane in each] for each in some], warm
 
 
 def _lane_of(traces: list[Trace]) -> Lane:
