@@ -112,7 +112,7 @@ def resident_megabytes() -> float:
 
 def longer(alone: Sequence[float], together: Sequence[float]) -> NDArray[np.float64]:
     """Return float64[n], how many times as long each sequence takes among others."""
-    return np.asarray(together) / np.asarray(alone)
+    return np.asarray(together, np.float64) / np.asarray(alone, np.float64)
 
 
 def spread(values: NDArray[np.float64]) -> dict[str, float]:
