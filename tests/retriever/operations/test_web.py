@@ -151,8 +151,9 @@ def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) ->
     areas = re.findall(r'<polygon points="([^"]+)"', text)
     assert len(areas) == 6
     tops = [min(float(place.split(",")[1]) for place in area.split()) for area in areas]
-    assert tops == [128.0, 96.0, 64.0, 32.0, 0.0]  # each upon the last one, up to the upper edge
-    assert "10 tokens/s" in text
+    # Each upon the last one, up to the upper edge.
+    assert tops == [133.3, 106.7, 80.0, 53.3, 26.7, 0.0]
+    assert "12 tokens/s" in text
 
 
 def test_the_history_is_a_ring_of_an_hour() -> None:
