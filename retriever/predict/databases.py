@@ -407,7 +407,7 @@ class Databases:
         self.phrases = phrases
         self.predictions = predictions
         self.in_corpus = CorpusCursor(corpus)
-        self.lane = READER
+        self._take_lane(READER)
         self._open_all()
 
     def _open_all(self) -> None:
@@ -438,10 +438,14 @@ class Databases:
         running = self.pool.running
         if kin.group and running is not None:
             fields = lane_fields(kin, running.join(), is_shared=is_shared)
-            self.lane = RunningOutput(running, fields, self.context, len(self.context))
+            self._take_lane(RunningOutput(running, fields, self.context, len(self.context)))
             self._open_all()
         elif kin.policy_version is not None:
-            self.lane = RunningOutput(None, lane_fields(kin))
+            self._take_lane(RunningOutput(None, lane_fields(kin)))
+
+    def _take_lane(self, lane: RunningOutput) -> None:
+        self.lane = lane
+        self._lane_address, self._oldest_version = lane.address, lane.oldest_version
 
     def leave(self) -> None:
         """End: nothing of the sequence is left among the running ones."""
@@ -537,10 +541,9 @@ class Databases:
             The tree, and the number of rows.
         """
         shared = packed_for(self.pool, self.in_corpus.corpus)
-        if self.lane.oldest_version:
-            shared = _without_dropped(shared, self.pool, self.lane.oldest_version)
+        if self._oldest_version:
+            shared = _without_dropped(shared, self.pool, self._oldest_version)
         address, longest = self.context.address, self.in_corpus.longest
-        lane = self.lane.address
         grown = Grown(
             np.empty(budget, np.int32),
             np.empty(budget, np.int32),
@@ -550,7 +553,7 @@ class Databases:
         row = size = 0
         for stages, then in self._runs:
             size, row, found = draft_tree(
-                shared, address, lane, scratch.address, stages, row, longest, budget,
+                shared, address, self._lane_address, scratch.address, stages, row, longest, budget,
                 min_probability, *grown,
             )  # fmt: skip
             if stages & CORPUS:
@@ -562,7 +565,7 @@ class Databases:
     @property
     def is_compiled(self) -> bool:
         """Whether one call of a kernel asks all databases, in what the tenant's sequences share."""
-        return len(self._runs) == 1 and not self.lane.oldest_version
+        return len(self._runs) == 1 and not self._oldest_version
 
     def can_append(self, num_tokens: int) -> bool:
         """Return whether a kernel can append so many tokens before it asks all databases."""

@@ -6,7 +6,14 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, GroupDrafter, InvalidRequestError, LocalDrafter, Source
+from retriever import (
+    DraftRequest,
+    GroupDrafter,
+    InvalidRequestError,
+    LocalDrafter,
+    ResilientDrafter,
+    Source,
+)
 from retriever.follower import Followers
 from retriever.sequences import SessionKey, TokenSequence, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -106,3 +113,18 @@ def test_a_drafter_that_takes_no_groups_is_not_told() -> None:
     assert told == [{"remember": True}]
     local = Followers(LocalDrafter())
     local.open([local.follow(sequence)])
+
+
+def test_replicas_have_a_group_together() -> None:
+    """On two services its sequences could not draft from one another."""
+    services = [EmbeddedDrafter(), EmbeddedDrafter()]
+    with serving(services[0]) as first, serving(services[1]) as second:
+        drafter = ready(ResilientDrafter([first, second], deadline_s=30.0, local=False))
+        for group in ("g", "h", ""):
+            for number in range(8):
+                name = f"{group}-{number}"
+                drafter.open(name, PROMPT, **({"group": group} if group else {}))
+                step(drafter, name, [], 3)
+        for group in ("g", "h"):
+            having = [{each.kin.group for each in one._sessions.all()} for one in services]
+            assert sum(group in each for each in having) == 1

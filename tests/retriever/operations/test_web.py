@@ -149,10 +149,11 @@ def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) ->
         text = page(service, history)
         assert [each.per_second[Source.CORPUS] for each in history.rates()] == [2.0] * 3
     areas = re.findall(r'<polygon points="([^"]+)"', text)
-    assert len(areas) == 5
+    assert len(areas) == 6
     tops = [min(float(place.split(",")[1]) for place in area.split()) for area in areas]
-    assert tops == [128.0, 96.0, 64.0, 32.0, 0.0]  # each upon the last one, up to the upper edge
-    assert "10 tokens/s" in text
+    # Each upon the last one, up to the upper edge.
+    assert tops == [133.3, 106.7, 80.0, 53.3, 26.7, 0.0]
+    assert "12 tokens/s" in text
 
 
 def test_the_history_is_a_ring_of_an_hour() -> None:
@@ -262,7 +263,7 @@ def test_a_browser_shows_the_page_and_obeys_its_policy(index: Path, tmp_path: Pa
                 "[...document.querySelectorAll('polyline, polygon')].map(e => e.getBBox())"
                 ".map(b => [b.x, b.y, b.x + b.width, b.y + b.height])"
             )
-            assert len(boxes) == 5 + 4  # databases; steps, two latencies and memory
+            assert len(boxes) == 6 + 4  # databases; steps, two latencies and memory
             assert all(
                 x >= 0 and y >= 0 and right <= 720 and low <= 160 for x, y, right, low in boxes
             )
