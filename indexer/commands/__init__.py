@@ -89,6 +89,7 @@ def build(
         build_options(found, screen, built, work),
         keep_texts=built.keep_texts,
         overwrite=built.overwrite,
+        resume=built.resume,
     )
     if dry_run:
         if sources is None:

@@ -23,6 +23,7 @@ from indexer.format.names import (
 )
 from indexer.format.output import sync_file, sync_folder, write_array
 from indexer.format.records import FileRecord, SegmentRecord
+from indexer.stages.kept_results import keep_result, kept_result, own_folder
 from indexer.stages.parts import Part, text_stream
 
 _STRIDE: Final = 1 << 20
@@ -147,16 +148,18 @@ class SegmentTask:
         name: of the segment's folder.
         pieces: the documents, in order; one at least.
         vocabulary_size: largest token id plus one.
+        key: under which the result is kept, or empty; see `kept_results`.
     """
 
     folder: Path
     name: str
     pieces: tuple[Piece, ...]
     vocabulary_size: int
+    key: str = ""
 
 
 def write_segment(task: SegmentTask) -> SegmentRecord:
-    """Join, sort and write a segment; overwrites a folder of the same name.
+    """Join, sort and write a segment, or return what is kept; overwrites a folder of its name.
 
     Depends on nothing but its argument and the files of the parts: may run in any process that
     sees them, and again.
@@ -165,7 +168,10 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
         DamagedIndexError: a part is not what was written.
         IndexerError: the disk is full or refuses.
     """
-    folder = task.folder / task.name
+    place = task.folder / task.name
+    if (kept := kept_result(place, task.key)) is not None:
+        return SegmentRecord.decode(kept)
+    folder = own_folder(place, task.key)
     dtype = token_dtype(task.vocabulary_size)
     tokens, documents = _joined(task.pieces, dtype)
     files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
@@ -178,7 +184,10 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
     sync_folder(folder)
     num_documents = len(documents)
     num_tokens = len(tokens) - num_documents
-    return SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
+    record = SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
+    if task.key:
+        keep_result(place, folder, task.key, record.encode())
+    return record
 
 
 def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
