@@ -61,8 +61,8 @@ ADDED_SHARE: Final = 0.01
 """Of the large corpus, text that is added to its index: an eighth more would have all n-grams
 counted again, which `compact` does in any case."""
 
-SEGMENT_TOKENS: Final = 280_000_000
-"""Of which four are a billion, and sorting one takes 2.9 GB."""
+SEGMENT_TOKENS: Final = 340_000_000
+"""Of which three are a billion, and sorting one takes 3.4 GB."""
 
 OTHER: Final = "starting or ending"
 

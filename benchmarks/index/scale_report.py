@@ -5,7 +5,8 @@ from typing import Any, Final
 
 BILLION: Final = 1_000_000_000
 
-MOST_MEMORY_MIB: Final = 4096
+MOST_MEMORY_MIB: Final = 3814
+"""Four GB."""
 LEAST_TOKENS_PER_S: Final = 300_000
 MOST_BYTES_PER_TOKEN: Final = 7.5
 MOST_DRAFT_RATIO: Final = 1.5

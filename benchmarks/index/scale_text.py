@@ -36,6 +36,9 @@ SHARD_CHARACTERS: Final = 1 << 26
 HELD_OUT: Final = 64
 """Of so many real documents one is kept out of every index: drafts are measured on these."""
 
+MIN_HELD_OUT: Final = 100
+"""Where so many were not among the documents that are indexed, more are taken from those behind."""
+
 MIN_CHARACTERS: Final = 200
 """Of a document: shorter ones are stubs."""
 
@@ -166,8 +169,11 @@ def write_real(paths: Sequence[Path], writer: TextWriter, most: int) -> tuple[Te
         found = takewhile(bool, map(writer.found, names))
         return *(file for file in found if file), held_out
     kept: list[str] = []
-    taken = up_to(_others(real_documents(paths), kept), most)
+    others = _others(real_documents(paths), kept)
+    taken = up_to(others, most)
     files = [writer.write(next(names), texts, is_made=False) for texts in _shards(taken)]
+    for _ in takewhile(lambda _: len(kept) < MIN_HELD_OUT, others):
+        pass
     if not files or not kept:
         raise NoTextError("the folders hold too little text: name others with --text")
     return *files, writer.write(_HELD_OUT_FILE, kept, is_made=False)

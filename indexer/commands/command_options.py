@@ -146,7 +146,7 @@ class SegmentSettings(BaseModel):
             ge=1,
             le=MAX_POSITIONS,
             description="Begin a new segment rather than exceed this. Sorting one takes some "
-            "twenty bytes of memory per token; look-ups take longer with more segments.",
+            "ten bytes of memory per token; look-ups take longer with more segments.",
         ),
     ] = DEFAULTS.max_segment_tokens
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -405,6 +405,27 @@ def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> Fil
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     write_file(path, content, durable=durable)
     return FileRecord.of(content)
+
+
+def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
+    """Write the elements of arrays to a file, one array after the other, and return its record.
+
+    Args:
+        path: of the file, whose folder is there.
+        columns: contiguous; they may be mapped, and are not held in memory.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    try:
+        with path.open("wb") as file:
+            for column in columns:
+                file.write(column.data)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileRecord.of_file(path)
+    except OSError as error:
+        raise IndexerError(f"cannot write {path}: {error.strerror}") from error
 
 
 def move_folder(folder: Path, place: Path) -> None:
