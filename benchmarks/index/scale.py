@@ -75,6 +75,9 @@ _PROMPT_TOKENS: Final = 1024
 _OUTPUT_TOKENS: Final = 400
 _COLD_TRACES: Final = 20
 _COLD_TOKENS: Final = 64
+_NOT_KEPT: Final = frozenset({"output", "path", "skipped_places", "conversations"})
+"""Of what the indexer reports: places on the machine."""
+
 _TELL_EVERY_S: Final = 10.0
 _MIB: Final = 1 << 20
 
@@ -237,6 +240,9 @@ def recordings_of(held_out: TextFile, plan: Plan, encoder: ChatEncoder) -> list[
     """Return held-out documents as recordings: the first half is the prompt, the rest the output.
 
     Prompts are cut to their last 1,024 tokens, outputs to their first 400.
+
+    Raises:
+        ScaleError: no document is long enough.
     """
     traces = []
     for text in held_out.texts():
@@ -245,6 +251,8 @@ def recordings_of(held_out: TextFile, plan: Plan, encoder: ChatEncoder) -> list[
         prompt, output = (np.array(encoder.encode_output(half), np.int32) for half in halves)
         if len(prompt) and len(output) >= _OUTPUT_TOKENS:
             traces.append(Trace(prompt[-_PROMPT_TOKENS:], output[:_OUTPUT_TOKENS]))
+    if not traces:
+        raise ScaleError("no document that was held out has 400 tokens: name more --text")
     return traces[:: max(1, len(traces) // plan.limit)][: plan.limit]
 
 
@@ -315,7 +323,9 @@ class Builder:
     def _finished(self, run: Watched) -> dict[str, Any]:
         if run.status != 0:
             raise ScaleError("the indexer failed: it has said why above")
-        return {"watched": run.to_json(), "report": json.loads(run.output)}
+        report = json.loads(run.output)
+        kept = {name: value for name, value in report.items() if name not in _NOT_KEPT}
+        return {"watched": run.to_json(), "report": kept}
 
 
 def stage_of(index: Path) -> str:

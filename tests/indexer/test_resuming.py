@@ -23,6 +23,7 @@ from indexer.screening.exclusion import ExcludedPhrases
 from indexer.screening.screen import ScreenOptions
 from indexer.sources import SourceOptions
 from indexer.stages import gathering, segments
+from indexer.stages.tokenise import tokenise
 from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,6 @@ def test_only_what_changed_is_read_again(
     changed.write_text(changed.read_text().upper())  # of the same size
     os.utime(changed, ns=(1, 1))
     tokenised: list[Any] = []
-    tokenise = gathering.tokenise
 
     def counted(*arguments: Any) -> Any:
         tokenised.append(arguments)
