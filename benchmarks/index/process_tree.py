@@ -20,6 +20,10 @@ INTERVAL_S: Final = 0.1
 _DISK_EVERY: Final = 20
 """Samples of memory for each of the disk, which takes a walk through folders."""
 
+_SUSPENDED_S: Final = 10.0
+"""Between two samples: whoever takes them was stopped meanwhile, and so was, in all likelihood, the
+command, as when a machine sleeps."""
+
 _KIB: Final = 1 << 10
 _PROC: Final = Path("/proc")
 
@@ -88,6 +92,7 @@ class Peaks:
         processes: of the tree.
         own_by_stage: the most memory in each stage, in order.
         seconds_by_stage: how long samples named each.
+        suspended_s: while nothing was sampled for long; counts in no stage.
         samples: how many were taken.
     """
 
@@ -97,6 +102,7 @@ class Peaks:
     processes: int = 0
     own_by_stage: dict[str, int] = field(default_factory=dict)
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
+    suspended_s: float = 0.0
     samples: int = 0
 
     def add(self, memory: TreeMemory, stage: str, seconds: float) -> None:
@@ -105,6 +111,9 @@ class Peaks:
         self.mapped = max(self.mapped, memory.mapped)
         self.processes = max(self.processes, memory.processes)
         self.own_by_stage[stage] = max(self.own_by_stage.get(stage, 0), memory.own)
+        if seconds > _SUSPENDED_S:
+            self.suspended_s += seconds
+            seconds = 0.0
         self.seconds_by_stage[stage] = self.seconds_by_stage.get(stage, 0.0) + seconds
         self.samples += 1
 
@@ -119,6 +128,7 @@ class Peaks:
             "seconds_by_stage": {
                 name: round(seconds, 1) for name, seconds in self.seconds_by_stage.items()
             },
+            "suspended_s": round(self.suspended_s, 1),
             "samples": self.samples,
         }
 
@@ -134,7 +144,7 @@ class Watched:
     Attributes:
         status: its exit status; negative for a signal.
         output: what it wrote to standard output.
-        seconds: that it took.
+        seconds: that it took, those in which all was suspended not counted.
         peaks: what was sampled.
         killed_in: the stage in which it was killed, or empty.
     """
@@ -151,8 +161,8 @@ class Watched:
         return {"seconds": round(self.seconds, 1), **killed, **self.peaks.to_json()}
 
 
-OnSample = Callable[[float, str, TreeMemory, int], None]
-"""Called with seconds so far, the stage, memory, and the disk's bytes."""
+OnSample = Callable[[Watched, str, TreeMemory, int], None]
+"""Called with the run so far, the stage, memory, and the disk's bytes."""
 
 
 def watched(
@@ -185,7 +195,8 @@ def watched(
             raise
         status = process.wait()
         reader.join()
-    return Watched(status, "".join(said), time.perf_counter() - began, peaks, killed_in)
+    seconds = time.perf_counter() - began - peaks.suspended_s
+    return Watched(status, "".join(said), seconds, peaks, killed_in)
 
 
 def _all_of(process: "subprocess.Popen[str]") -> str:
@@ -209,7 +220,8 @@ def _sampled(
         now = time.perf_counter()
         peaks.add(memory, stage, now - last)
         last = now
-        on_sample(now - began, stage, memory, disk)
+        so_far = Watched(0, "", now - began - peaks.suspended_s, peaks, "")
+        on_sample(so_far, stage, memory, disk)
         if kill_when(stage, peaks.seconds_by_stage[stage]):
             kill_tree(process.pid)
             return peaks, stage

@@ -13,6 +13,7 @@ Each step is written down as it ends: a command that was interrupted goes on beh
 
 import datetime as dt
 import json
+import shutil
 import sys
 import sysconfig
 import time
@@ -167,8 +168,8 @@ class Steps:
         """Return the report of what is done."""
         return {"gates": judged(self.done), **self.done}
 
-    def keep(self, name: str, found: dict[str, Any]) -> None:
-        """Write down what a step found, and the report so far."""
+    def keep(self, name: str, found: Any) -> None:
+        """Write down what a step found, or has found so far, and the report."""
         self.done[name] = found
         content = json.dumps({**self.done, "texts": self._texts}, indent=1)
         part = self._path.with_suffix(".part")
@@ -261,13 +262,13 @@ class Builder:
 
     Args:
         plan: what to tell it.
+        steps: where runs are written down while they go on.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, steps: Steps) -> None:
+        self._plan, self._steps = plan, steps
         self._folder = plan.folder / "indexes"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._told = 0.0
 
     def path(self, name: str) -> Path:
         """Return where an index is."""
@@ -275,57 +276,80 @@ class Builder:
 
     def build(self, name: str, sources: Sequence[Path], *, kill: str = NEVER) -> dict[str, Any]:
         """Build an index; kill the builder once in a stage, if asked for, and begin it again."""
-        plan, path = self._plan, self.path(name)
+        path, noted = self.path(name), f"{name}_runs"
         command = ["build", *map(str, sources), "--output", str(path), "--overwrite", "--resume"]
-        command += ["--tokenizer", plan.tokenizer, *self._work()]
-        found = {}
-        if kill != NEVER:
-            killed = self._watch(command, path, kill)
+        command += ["--tokenizer", self._plan.tokenizer, *self._work()]
+        runs = self._steps.done.get(noted, [])
+        if not runs:
+            self._remove_leftovers(path)
+        if kill != NEVER and not any("killed_in" in run for run in runs):
+            killed = self._watch(command, path, kill, noted, runs)
             if not killed.killed_in:
                 raise ScaleError(f"the build of {name} was not killed: {kill} was over too soon")
-            found["killed"] = killed.to_json()
-        done = self._finished(self._watch(command, path))
-        return {**found, **done, "bytes_on_disk": sum(f.stat().st_size for f in files_of(path))}
+            runs = [*runs, killed.to_json()]
+            self._steps.keep(noted, runs)
+        done = self._finished(self._watch(command, path, NEVER, noted, runs), runs)
+        return {**done, "bytes_on_disk": sum(f.stat().st_size for f in files_of(path))}
 
     def change(self, verb: str, name: str, *sources: Path) -> dict[str, Any]:
         """Add sources to an index, or compact it."""
         path = self.path(name)
-        return self._finished(
-            self._watch([verb, str(path), *map(str, sources), *self._work()], path)
-        )
+        command = [verb, str(path), *map(str, sources), *self._work()]
+        return self._finished(self._watch(command, path), [])
 
     def verify(self, name: str) -> dict[str, Any]:
         """Check every byte of an index."""
-        return self._finished(self._watch(["verify", str(self.path(name))], self.path(name)))
+        path = self.path(name)
+        return self._finished(self._watch(["verify", str(path)], path), [])
+
+    def _remove_leftovers(self, path: Path) -> None:
+        """Remove what a build left of which no run was written down: its time would be missing."""
+        for place in path.parent.glob(f".{path.name}.*"):
+            if place.is_dir():
+                shutil.rmtree(place)
+            else:
+                place.unlink()
 
     def _work(self) -> list[str]:
         plan = self._plan
         limits = ["--memory", plan.memory, "--workers", str(plan.workers)]
         return [*limits, "--segment-tokens", str(plan.segment_tokens)]
 
-    def _watch(self, command: Sequence[str], path: Path, kill: str = NEVER) -> Watched:
-        whole = [sys.executable, "-m", "indexer", *command, "--json"]
+    def _watch(
+        self,
+        command: Sequence[str],
+        path: Path,
+        kill: str = NEVER,
+        noted: str = "",
+        runs: Sequence[dict[str, Any]] = (),
+    ) -> Watched:
+        """Run a command; every few seconds, note what was sampled so far behind earlier runs."""
+        told = 0.0
+
+        def tell(run: Watched, stage: str, memory: TreeMemory, disk: int) -> None:
+            nonlocal told
+            if time.monotonic() - told < _TELL_EVERY_S:
+                return
+            told = time.monotonic()
+            sizes = f"{memory.own / _MIB:,.0f} MiB of memory, {disk / _MIB:,.0f} MiB on disk"
+            console.print(f"  {run.seconds:,.0f} s, {stage}: {sizes}", highlight=False)
+            if noted:
+                self._steps.keep(noted, [*runs, {**run.to_json(), "interrupted": True}])
+
         return watched(
-            whole,
+            [sys.executable, "-m", "indexer", *command, "--json"],
             self._folder,
             lambda: stage_of(path),
-            self._tell,
+            tell,
             lambda stage, seconds: stage == kill and seconds >= _KILL_AFTER_S,
         )
 
-    def _tell(self, seconds: float, stage: str, memory: TreeMemory, disk: int) -> None:
-        now = time.monotonic()
-        if now - self._told >= _TELL_EVERY_S:
-            self._told = now
-            sizes = f"{memory.own / _MIB:,.0f} MiB of memory, {disk / _MIB:,.0f} MiB on disk"
-            console.print(f"  {seconds:,.0f} s, {stage}: {sizes}", highlight=False)
-
-    def _finished(self, run: Watched) -> dict[str, Any]:
+    def _finished(self, run: Watched, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if run.status != 0:
             raise ScaleError("the indexer failed: it has said why above")
         report = json.loads(run.output)
         kept = {name: value for name, value in report.items() if name not in _NOT_KEPT}
-        return {"watched": run.to_json(), "report": kept}
+        return {"runs": [*before, run.to_json()], "report": kept}
 
 
 def stage_of(index: Path) -> str:
@@ -383,7 +407,7 @@ def warm_drafts(
 def run(plan: Plan, stem: Path) -> dict[str, Any]:
     """Measure all that has not been measured yet; return the report."""
     steps = Steps(plan, stem)
-    encoder, builder = ChatEncoder(plan.tokenizer), Builder(plan)
+    encoder, builder = ChatEncoder(plan.tokenizer), Builder(plan, steps)
     corpus: Corpus | None = None
 
     def text() -> Corpus:

@@ -40,8 +40,7 @@ def _of_build(done: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "large" not in done:
         return
     large = done["large"]
-    watched = [large["watched"], *([large["killed"]] if "killed" in large else [])]
-    peak = max(each["memory_mib"] for each in watched)
+    peak = _most(large, "memory_mib")
     yield _gate("peak memory of the process tree, MiB", peak, "at most", MOST_MEMORY_MIB)
     rate = large["report"]["tokens"] / build_seconds(large)
     yield _gate(
@@ -73,9 +72,13 @@ def _gate(name: str, figure: float, rule: str, aim: float) -> dict[str, Any]:
 
 
 def build_seconds(built: dict[str, Any]) -> float:
-    """Return what a build took by the clock: until it was killed, and again until it was whole."""
-    killed = built["killed"]["seconds"] if "killed" in built else 0.0
-    return float(killed + built["watched"]["seconds"])
+    """Return what a build took by the clock: all runs until it was whole."""
+    return float(sum(run["seconds"] for run in built["runs"]))
+
+
+def _most(built: dict[str, Any], figure: str) -> float:
+    """Return the most of a figure in all runs of a build."""
+    return float(max(run[figure] for run in built["runs"]))
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -140,28 +143,36 @@ def _builds(report: dict[str, Any]) -> Iterator[str]:
         "document in so many of the large one's; real: the same, of real ones alone."
     )
     large = report["large"]
-    stages = ", ".join(
-        f"{name} {mib:,.0f}" for name, mib in large["watched"]["memory_mib_by_stage"].items()
-    )
+    by_stage = [
+        (stage, max(run["memory_mib_by_stage"].get(stage, 0.0) for run in large["runs"]))
+        for stage in _STAGES
+    ]
+    stages = ", ".join(f"{stage} {mib:,.0f}" for stage, mib in by_stage)
     yield f"Memory of the large build by stage, MiB: {stages}."
-    if "killed" in large:
-        killed = large["killed"]
-        yield (
-            f"The large build was killed (SIGKILL, the whole tree) while {killed['killed_in']}, "
-            f"after {killed['seconds']:,.0f} s, and begun again with --resume: "
-            f"{large['watched']['seconds']:,.0f} s to the end."
-        )
+    yield " ".join(_ends(large["runs"]))
+
+
+def _ends(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """Say how each run of a build ended."""
+    for run in runs:
+        if "killed_in" in run:
+            yield (
+                f"The large build was killed (SIGKILL, the whole tree) while {run['killed_in']}, "
+                f"after {run['seconds']:,.0f} s, and begun again with --resume."
+            )
+        elif "interrupted" in run:
+            yield f"One run was interrupted with the benchmark after {run['seconds']:,.0f} s."
+        else:
+            yield f"The last run was whole after {run['seconds']:,.0f} s."
+        if run["suspended_s"]:
+            yield f"For {run['suspended_s']:,.0f} s more all was suspended."
 
 
 def _build_row(name: str, built: dict[str, Any]) -> str:
-    done, watched = built["report"], built["watched"]
-    seconds = build_seconds(built)
+    done, seconds = built["report"], build_seconds(built)
     stages = " | ".join(f"{_stage_seconds(built, stage):,.1f}" for stage in _STAGES)
-    peaks = [watched, built.get("killed", watched)]
-    sizes = " | ".join(
-        f"{max(peak[key] for peak in peaks):,.0f}"
-        for key in ("memory_mib", "mapped_files_mib", "disk_mib")
-    )
+    figures = ("memory_mib", "mapped_files_mib", "disk_mib")
+    sizes = " | ".join(f"{_most(built, figure):,.0f}" for figure in figures)
     return (
         f"| {name} | {done['tokens']:,} | {done['segments']} | {seconds:,.0f} "
         f"| {done['tokens'] / seconds:,.0f} | {stages} "
@@ -170,9 +181,8 @@ def _build_row(name: str, built: dict[str, Any]) -> str:
 
 
 def _stage_seconds(built: dict[str, Any], stage: str) -> float:
-    """Return the seconds of a stage by the watch, in the killed run as well."""
-    runs = [built["watched"], built.get("killed", {})]
-    return sum(float(run.get("seconds_by_stage", {}).get(stage, 0.0)) for run in runs)
+    """Return the seconds of a stage by the watch, in all runs."""
+    return sum(float(run["seconds_by_stage"].get(stage, 0.0)) for run in built["runs"])
 
 
 def _drafts(report: dict[str, Any]) -> Iterator[str]:
@@ -213,18 +223,15 @@ def _changes(report: dict[str, Any]) -> Iterator[str]:
     ]
     for verb in ("add", "compact"):
         if verb in report:
-            done, watched = report[verb]["report"], report[verb]["watched"]
+            done, (run,) = report[verb]["report"], report[verb]["runs"]
             lines.append(
-                f"| {verb} | {done['tokens']:,} | {done['segments']} | {watched['seconds']:,.0f} "
-                f"| {watched['memory_mib']:,.0f} | {watched['disk_mib']:,.0f} |"
+                f"| {verb} | {done['tokens']:,} | {done['segments']} | {run['seconds']:,.0f} "
+                f"| {run['memory_mib']:,.0f} | {run['disk_mib']:,.0f} |"
             )
     yield "\n".join(lines)
     if "verify" in report:
         findings = report["verify"]["report"]["findings"]
-        yield (
-            f"Verified in {report['verify']['watched']['seconds']:,.0f} s: "
-            f"{len(findings)} findings."
-        )
+        yield (f"Verified in {build_seconds(report['verify']):,.0f} s: {len(findings)} findings.")
 
 
 def _for_a_billion(report: dict[str, Any]) -> Iterator[str]:
@@ -233,7 +240,7 @@ def _for_a_billion(report: dict[str, Any]) -> Iterator[str]:
     if tokens >= BILLION:
         return
     factor = BILLION / tokens
-    disk = large["watched"]["disk_mib"] * factor
+    disk = _most(large, "disk_mib") * factor
     text = report["text"]["characters"] * factor / _MIB
     yield (
         f"In proportion, which is not a measurement, a billion tokens take "

@@ -157,13 +157,13 @@ def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
 
 
 def _adopt(output: Path) -> tuple[_Workplace, int] | None:
-    """Lock what a dead build left, if there is any; return it without what is not to be resumed."""
+    """Lock what a dead build of this user left, if any; return it without what is written again."""
     for place in _leftovers(output):
         with suppress(OSError):
             lock = os.open(place.lock, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if place.folder.is_dir() and is_at(place.lock, lock):
+                if is_at(place.lock, lock) and place.folder.stat().st_uid == os.geteuid():
                     _forget_unfinished(place.folder)
                     return place, lock
             except OSError:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.index.cold_drafts import cached_share, drop_from_cache
 from benchmarks.index.process_tree import (
+    Peaks,
     TreeMemory,
     bytes_on_disk,
     kill_tree,
@@ -206,7 +207,7 @@ def test_a_watched_command_is_sampled_by_stage(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path)],
         tmp_path,
         lambda: "second" if (tmp_path / "b").exists() else "first",
-        lambda seconds, stage, _memory, _disk: samples.append((seconds, stage)),
+        lambda so_far, stage, _memory, _disk: samples.append((so_far.seconds, stage)),
     )
     assert (run.status, run.output, run.killed_in) == (0, "done\n", "")
     assert [*run.peaks.own_by_stage] == ["first", "second"]
@@ -230,6 +231,14 @@ def test_a_command_is_killed_in_the_stage_that_was_named(tmp_path: Path) -> None
     assert run.to_json()["killed_in"] == "stage"
 
 
+def test_time_in_which_all_was_suspended_counts_in_no_stage() -> None:
+    peaks = Peaks()
+    for seconds, stage in ((0.1, "first"), (600.0, "first"), (0.2, "first"), (0.3, "second")):
+        peaks.add(TreeMemory(1, 2, 3), stage, seconds)
+    assert peaks.seconds_by_stage == {"first": pytest.approx(0.3), "second": 0.3}
+    assert peaks.suspended_s == 600.0
+
+
 def test_files_are_dropped_from_the_page_cache(tmp_path: Path) -> None:
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "a").write_bytes(os.urandom(MIB))
@@ -246,9 +255,9 @@ def test_files_are_dropped_from_the_page_cache(tmp_path: Path) -> None:
 
 
 def test_what_was_missed_stands_first() -> None:
-    watched_run = {"memory_mib": 5000.0, "seconds": 10.0}
+    run = {"memory_mib": 5000.0, "seconds": 10.0}
     large = {
-        "watched": watched_run,
+        "runs": [run],
         "report": {"tokens": 4_000_000},
         "bytes_on_disk": 7 * 4_000_000,
     }
@@ -258,7 +267,7 @@ def test_what_was_missed_stands_first() -> None:
     gates = judged({"large": large, "drafts": drafts})
     assert [gate["met"] for gate in gates] == [False, False, True, True]
     assert [gate["figure"] for gate in gates] == [5000.0, 2.0, 400_000, 7.0]
-    killed = {**large, "killed": {"memory_mib": 1.0, "seconds": 30.0}}
+    killed = {**large, "runs": [{"memory_mib": 1.0, "seconds": 30.0}, run]}
     assert {gate["figure"] for gate in judged({"large": killed})} == {5000.0, 100_000, 7.0}
     assert judged({}) == []
 
@@ -279,7 +288,9 @@ def test_a_run_is_whole_and_goes_on_where_it_was_interrupted(tmp_path: Path) -> 
     report = json.loads((tmp_path / "out.json").read_text())
     assert done.stdout == (tmp_path / "out.md").read_text() + "\n"
     assert done.stdout == as_markdown(report) + "\n"
-    assert report["large"]["killed"]["killed_in"] == "sorting"
+    killed, last = report["large"]["runs"]
+    assert killed["killed_in"] == "sorting"
+    assert "interrupted" not in last
     assert report["large"]["report"]["tokens"] >= 1_400_000
     assert report["large"]["report"]["segments"] >= 3
     assert 0.75 < report["text"]["made_share"] < 0.85
@@ -288,12 +299,16 @@ def test_a_run_is_whole_and_goes_on_where_it_was_interrupted(tmp_path: Path) -> 
     assert 1 <= report["drafts"]["small"]["cold"]["sequences"] <= 5
     assert str(tmp_path / "run") not in (tmp_path / "out.json").read_text()
     steps = json.loads((tmp_path / "run" / "steps.json").read_text())
-    del steps["verify"]
+    del steps["verify"], steps["large"]
+    steps["large_runs"] = [killed, {**last, "interrupted": True}]
     (tmp_path / "run" / "steps.json").write_text(json.dumps(steps))
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert "large: done before" in again.stderr
-    assert json.loads((tmp_path / "out.json").read_text())["large"] == report["large"]
+    assert "small: done before" in again.stderr
+    large = json.loads((tmp_path / "out.json").read_text())["large"]
+    assert large["report"]["tokens"] == report["large"]["report"]["tokens"]
+    assert len(large["runs"]) == 3
+    assert "run was interrupted" in again.stdout
     other = subprocess.run(
         [*command, "--seed", "4"], cwd=ROOT, capture_output=True, text=True, check=False
     )
