@@ -71,7 +71,6 @@ _SAMPLED: Final = 300
 _SAMPLE_STEP: Final = 10
 """Documents that are tokenised to estimate how many characters a token has."""
 
-_KILL_AFTER_S: Final = 0.3
 _PROMPT_TOKENS: Final = 1024
 _OUTPUT_TOKENS: Final = 400
 _COLD_TRACES: Final = 20
@@ -104,6 +103,7 @@ class Plan:
         segment_tokens: as the builder is told it.
         workers: as the builder is told it.
         kill: the stage in which the large build is killed, or `NEVER`.
+        kill_after_s: how long that stage has lasted then.
         seed: of the text that is made.
         limit: of held-out documents that are replayed.
         budget: most nodes of each tree.
@@ -119,6 +119,7 @@ class Plan:
     segment_tokens: int
     workers: int
     kill: str
+    kill_after_s: float
     seed: int
     limit: int
     budget: int
@@ -126,7 +127,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the settings for machines to read; places on the machine are left out."""
         names = ["tokens", "small_tokens", "real_share", "tokenizer", "memory", "segment_tokens"]
-        names += ["workers", "kill", "seed", "limit", "budget"]
+        names += ["workers", "kill", "kill_after_s", "seed", "limit", "budget"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -341,7 +342,7 @@ class Builder:
             self._folder,
             lambda: stage_of(path),
             tell,
-            lambda stage, seconds: stage == kill and seconds >= _KILL_AFTER_S,
+            lambda stage, seconds: stage == kill and seconds >= self._plan.kill_after_s,
         )
 
     def _finished(self, run: Watched, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -481,6 +482,9 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
     kill: Annotated[
         str, typer.Option(help=f"Stage to kill the build in: {', '.join(STAGES)} or {NEVER}.")
     ] = "sorting",
+    kill_after: Annotated[
+        float, typer.Option(min=0, help="Seconds that the stage has lasted when it is killed.")
+    ] = 0.3,
     seed: Annotated[int, typer.Option(min=0, help="Of made text.")] = 0,
     limit: Annotated[int, typer.Option(min=1, help="Held-out documents to replay.")] = 60,
     budget: Annotated[int, typer.Option(min=1, help="Nodes in each tree.")] = 32,
@@ -509,6 +513,7 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
         segment_tokens,
         workers,
         kill,
+        kill_after,
         seed,
         limit,
         budget,
