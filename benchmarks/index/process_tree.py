@@ -26,21 +26,24 @@ command, as when a machine sleeps."""
 
 _KIB: Final = 1 << 10
 _PROC: Final = Path("/proc")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class TreeMemory:
-    """The memory of a process tree at one moment, in bytes.
+    """The memory of a process tree at one moment, in bytes, and its processor time so far.
 
     Attributes:
         own: anonymous and shared pages.
         mapped: resident pages of mapped files.
         processes: how many there are.
+        processor_s: that they have taken, and those that have ended.
     """
 
     own: int = 0
     mapped: int = 0
     processes: int = 0
+    processor_s: float = 0.0
 
 
 def tree_of(pid: int) -> Iterator[int]:
@@ -55,14 +58,21 @@ def tree_of(pid: int) -> Iterator[int]:
 
 def memory_of_tree(pid: int) -> TreeMemory:
     """Sum up the memory of a process tree."""
-    own = mapped = processes = 0
+    own = mapped = processes = ticks = 0
     for each in tree_of(pid):
         with suppress(OSError, KeyError):
             fields = _status(each)
             own += fields["RssAnon"] + fields["RssShmem"]
             mapped += fields["RssFile"]
             processes += 1
-    return TreeMemory(own, mapped, processes)
+            ticks += _ticks(each)
+    return TreeMemory(own, mapped, processes, ticks / _TICKS_PER_S)
+
+
+def _ticks(pid: int) -> int:
+    """Return the processor time of a process and of its children that have ended."""
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15]))
 
 
 def _status(pid: int) -> dict[str, int]:
@@ -93,6 +103,7 @@ class Peaks:
         own_by_stage: the most memory in each stage, in order.
         seconds_by_stage: how long samples named each.
         suspended_s: while nothing was sampled for long; counts in no stage.
+        processor_s: of the whole tree.
         samples: how many were taken.
     """
 
@@ -103,6 +114,7 @@ class Peaks:
     own_by_stage: dict[str, int] = field(default_factory=dict)
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     suspended_s: float = 0.0
+    processor_s: float = 0.0
     samples: int = 0
 
     def add(self, memory: TreeMemory, stage: str, seconds: float) -> None:
@@ -110,6 +122,7 @@ class Peaks:
         self.own = max(self.own, memory.own)
         self.mapped = max(self.mapped, memory.mapped)
         self.processes = max(self.processes, memory.processes)
+        self.processor_s = max(self.processor_s, memory.processor_s)
         self.own_by_stage[stage] = max(self.own_by_stage.get(stage, 0), memory.own)
         if seconds > _SUSPENDED_S:
             self.suspended_s += seconds
@@ -129,6 +142,7 @@ class Peaks:
                 name: round(seconds, 1) for name, seconds in self.seconds_by_stage.items()
             },
             "suspended_s": round(self.suspended_s, 1),
+            "processor_s": round(self.processor_s, 1),
             "samples": self.samples,
         }
 

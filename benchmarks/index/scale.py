@@ -162,7 +162,9 @@ class Steps:
             console.print(f"{name}: done before")
         else:
             console.print(f"{name}: {dt.datetime.now(dt.UTC):%H:%M:%S}")
-            self.keep(name, step())
+            found_now = step()
+            self.done.pop(f"{name}_runs", None)
+            self.keep(name, found_now)
         found: dict[str, Any] = self.done[name]
         return found
 

@@ -182,6 +182,7 @@ def test_memory_is_that_of_all_processes_of_a_tree() -> None:
         parent.wait()
     assert memory.processes == 3 == len(members)
     assert 100 * MIB <= memory.own < 160 * MIB
+    assert 0 < memory.processor_s < 30
     deadline = time.monotonic() + 10
     while any(map(is_running, members)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -300,6 +301,8 @@ def test_a_run_is_whole_and_goes_on_where_it_was_interrupted(tmp_path: Path) -> 
     assert str(tmp_path / "run") not in (tmp_path / "out.json").read_text()
     steps = json.loads((tmp_path / "run" / "steps.json").read_text())
     del steps["verify"], steps["large"]
+    assert "large_runs" not in steps
+    assert killed["processor_s"] + last["processor_s"] > 0
     steps["large_runs"] = [killed, {**last, "interrupted": True}]
     (tmp_path / "run" / "steps.json").write_text(json.dumps(steps))
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
