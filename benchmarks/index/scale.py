@@ -46,7 +46,7 @@ from benchmarks.index.scale_text import (
     write_real,
 )
 from indexer.errors import IndexerError
-from indexer.format.names import SCRATCH_FOLDER
+from indexer.format.names import MAX_POSITIONS, SCRATCH_FOLDER
 from indexer.reader import Index
 from indexer.stages.gathering import COUNTING, READING, SORTING
 from indexer.tokenizer import DEFAULT_MODEL
@@ -105,6 +105,7 @@ class Plan:
         workers: as the builder is told it.
         kill: the stage in which the large build is killed, or `NEVER`.
         kill_after_s: how long that stage has lasted then.
+        join_memory: in which the large index is made one segment in the end; empty to leave it.
         seed: of the text that is made.
         limit: of held-out documents that are replayed.
         budget: most nodes of each tree.
@@ -121,6 +122,7 @@ class Plan:
     workers: int
     kill: str
     kill_after_s: float
+    join_memory: str
     seed: int
     limit: int
     budget: int
@@ -128,7 +130,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the settings for machines to read; places on the machine are left out."""
         names = ["tokens", "small_tokens", "real_share", "tokenizer", "memory", "segment_tokens"]
-        names += ["workers", "kill", "kill_after_s", "seed", "limit", "budget"]
+        names += ["workers", "kill", "kill_after_s", "join_memory", "seed", "limit", "budget"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -308,6 +310,12 @@ class Builder:
         command = [verb, str(path), *map(str, sources), *self._work()]
         return self._finished(self._watch(command, path), [])
 
+    def join(self, name: str, memory: str) -> dict[str, Any]:
+        """Compact an index into one segment within another limit of memory."""
+        path = self.path(name)
+        work = ["--memory", memory, "--segment-tokens", str(MAX_POSITIONS)]
+        return self._finished(self._watch(["compact", str(path), *work], path), [])
+
     def verify(self, name: str) -> dict[str, Any]:
         """Check every byte of an index."""
         path = self.path(name)
@@ -448,6 +456,9 @@ def run(plan: Plan, stem: Path) -> dict[str, Any]:
     steps.run("compact", lambda: builder.change("compact", "large"))
     steps.run("drafts_compacted", lambda: drafts("large"))
     steps.run("verify", lambda: builder.verify("large"))
+    if plan.join_memory:
+        steps.run("join", lambda: builder.join("large", plan.join_memory))
+        steps.run("drafts_joined", lambda: drafts("small", "large"))
     return steps.report()
 
 
@@ -495,6 +506,13 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
     kill_after: Annotated[
         float, typer.Option(min=0, help="Seconds that the stage has lasted when it is killed.")
     ] = 0.3,
+    join: Annotated[
+        str,
+        typer.Option(
+            help="In the end, compact the large index into one segment, too, within this memory, "
+            "such as 12G for a billion tokens, and draft from it."
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Of made text.")] = 0,
     limit: Annotated[int, typer.Option(min=1, help="Held-out documents to replay.")] = 60,
     budget: Annotated[int, typer.Option(min=1, help="Nodes in each tree.")] = 32,
@@ -524,6 +542,7 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
         workers,
         kill,
         kill_after,
+        join,
         seed,
         limit,
         budget,

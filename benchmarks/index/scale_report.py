@@ -21,6 +21,12 @@ _DRAFT_HEADER: Final = (
     "| index | segments | tokens per step | warm, \u00b5s: p50 | p90 | p99 "
     "| first draft, cold, \u00b5s: p50 | p90 | later ones: p50 | p90 | opening, ms |"
 )
+_LATER_DRAFTS: Final = (
+    ("drafts_added", "large", "large, added to"),
+    ("drafts_compacted", "large", "large, compacted"),
+    ("drafts_joined", "large", "large, in one segment"),
+    ("drafts_joined", "small", "small, beside that"),
+)
 _STAGES: Final = ("reading", "sorting", "counting")
 
 
@@ -197,9 +203,9 @@ def _drafts(report: dict[str, Any]) -> Iterator[str]:
         "|---" * 11 + "|",
     ]
     rows = [(name, drafts[name]) for name in names]
-    for step, name in (("drafts_added", "added to"), ("drafts_compacted", "compacted")):
+    for step, of, name in _LATER_DRAFTS:
         if step in report:
-            rows.append((f"large, {name}", report[step]["large"]))
+            rows.append((name, report[step][of]))
     yield "\n".join([*lines, *(_draft_row(name, figures) for name, figures in rows)])
     cold = drafts[names[-1]]["cold"]
     yield (
@@ -225,7 +231,7 @@ def _changes(report: dict[str, Any]) -> Iterator[str]:
         "| change | tokens | segments after | s | memory, MiB | disk, MiB |",
         "|---" * 6 + "|",
     ]
-    for verb in ("add", "compact"):
+    for verb in ("add", "compact", "join"):
         if verb in report:
             done, (run,) = report[verb]["report"], report[verb]["runs"]
             lines.append(

@@ -282,7 +282,16 @@ def test_a_run_is_whole_and_goes_on_where_it_was_interrupted(tmp_path: Path) -> 
         (folder / f"{number:03d}.txt").write_text(text)
     given = ["--text", folder, "--tokens", 1_500_000, "--real-share", 0.2, "--seed", 3]
     given += ["--tokenizer", tokenizer, "--segment-tokens", 500_000, "--workers", 1]
-    given += ["--limit", 5, "--folder", tmp_path / "run", "--output", tmp_path / "out"]
+    given += [
+        "--limit",
+        5,
+        "--join",
+        "2G",
+        "--folder",
+        tmp_path / "run",
+        "--output",
+        tmp_path / "out",
+    ]
     command = [sys.executable, "-m", "benchmarks.index.scale", *map(str, given)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -298,9 +307,11 @@ def test_a_run_is_whole_and_goes_on_where_it_was_interrupted(tmp_path: Path) -> 
     assert report["verify"]["report"]["findings"] == []
     assert report["drafts"]["large"]["warm"]["tokens_per_step"] >= 1
     assert 1 <= report["drafts"]["small"]["cold"]["sequences"] <= 5
+    assert report["join"]["report"]["segments"] == 1
+    assert report["drafts_joined"]["large"]["warm"]["segments"] == 1
     assert str(tmp_path / "run") not in (tmp_path / "out.json").read_text()
     steps = json.loads((tmp_path / "run" / "steps.json").read_text())
-    del steps["verify"], steps["large"]
+    del steps["verify"], steps["join"], steps["large"]
     assert "large_runs" not in steps
     assert killed["processor_s"] + last["processor_s"] > 0
     steps["large_runs"] = [killed, {**last, "interrupted": True}]
