@@ -94,7 +94,7 @@ def build_index(
         tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options, kept_as)
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         options.check_dropped(tally)
-        contents = write_index(folder, parts, vocabulary, stored, options, tally)
+        contents = write_index(folder, parts, vocabulary, stored, options, tally, kept_as)
     return report_of(output, contents, tally, started)
 
 
@@ -104,7 +104,7 @@ def build_from_texts(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and text; see `build_index`."""
+    """Index pairs of name and text; see `build_index`. Such a build is not resumed."""
     tally = BuildTally()
     with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
         loaded = loaded_tokenizer(tokenizer)
@@ -184,11 +184,21 @@ def write_index(  # noqa: PLR0913, PLR0917
     tokenizer: FileRecord | None,
     options: BuildOptions,
     tally: BuildTally,
+    kept_as: str = "",
 ) -> Contents:
-    """Write segments and phrases, then the snapshot that makes them an index."""
+    """Write segments and phrases, then the snapshot that makes them an index.
+
+    Args:
+        folder: the index's directory.
+        parts: documents, tokenised.
+        vocabulary: of the tokenizer.
+        tokenizer: the stored one.
+        options: how to build.
+        tally: counts.
+        kept_as: as for `write_segments`.
+    """
     most = options.segment_tokens(vocabulary.size)
     groups = gather(chosen_pieces(parts, [], options, tally), most)
-    kept_as = tokenizer.checksum if options.resume and tokenizer is not None else ""
     with tally.stage(SORTING):
         segments = write_segments(options.engine, folder, groups, 0, vocabulary.size, kept_as)
     if not segments:

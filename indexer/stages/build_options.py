@@ -53,6 +53,7 @@ class BuildOptions:
         resume: go on with what an earlier build of the same output has done, if that was killed or
             failed: parts and segments of which nothing has changed are not made again. If this
             build fails, what it has done stays for the next one; and so it does if it is killed.
+            Only builds of sources are resumed.
         engine: where the stages run. Segments are smaller if sorting one would take more than the
             engine's memory; otherwise the engine does not affect how the index is divided.
 

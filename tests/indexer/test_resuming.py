@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from indexer.build import BuildOptions, build_index
-from indexer.build_report import BuildReport, BuildTally
+from indexer.build import BuildOptions, build_from_texts, build_index
+from indexer.build_report import BuildReport, BuildTally, ConversationTally, ScreenTally
+from indexer.change.rebuilding import build_from_index
 from indexer.errors import IndexerError
 from indexer.format.output import new_index_folder
 from indexer.screening.exclusion import ExcludedPhrases
@@ -247,14 +248,26 @@ def test_an_index_that_is_there_stays_until_the_resumed_one_is_whole(
     assert left_over(tmp_path) == []
 
 
+def test_only_builds_of_sources_are_resumed(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, cli: Any
+) -> None:
+    texts = [("a", "some text"), ("b", "other text")]
+    build_from_texts(texts, tmp_path / "index", tokenizer, replace(OPTIONS, keep_texts=True))
+    assert not (tmp_path / "index" / ".scratch").exists()
+    options = replace(OPTIONS, overwrite=True)
+    build_from_index(tmp_path / "index", tmp_path / "again", tokenizer, options)
+    assert not (tmp_path / "again" / ".scratch").exists()
+    words = ("build", "--from", tmp_path / "index", "--output", tmp_path / "more", "--resume")
+    status, _, stderr = cli(*words)
+    assert status == 2
+    assert "--resume is for sources" in stderr
+
+
 def test_counts_of_a_task_are_kept_whole() -> None:
     tally = BuildTally(num_bytes=5, num_bytes_read=7)
     tally.drop("not text", "a.txt", "name the encoding")
     tally.skip("empty", "b.txt")
-    options = ScreenOptions(ExcludedPhrases(("a",), (3,)))
-    assert gathering_round_trip(tally) == tally
-    from indexer.build_report import ConversationTally, ScreenTally  # noqa: PLC0415
-
+    assert round_trip(tally) == tally
     tally.screened = ScreenTally()
     tally.screened.exclude_document([3], "a")
     tally.screened.exclude_lines([[3], [4]], "b")
@@ -262,11 +275,10 @@ def test_counts_of_a_task_are_kept_whole() -> None:
     counted = ConversationTally("assistant turns", 3, 2, missing_field="text")
     counted.left_out["image"] += 1
     tally.count_conversation(("a.jsonl", "messages"), counted)
-    assert gathering_round_trip(tally) == tally
-    assert options.is_active
+    assert round_trip(tally) == tally
 
 
-def gathering_round_trip(tally: BuildTally) -> BuildTally:
+def round_trip(tally: BuildTally) -> BuildTally:
     return BuildTally.decode(json.loads(json.dumps(tally.encode())))
 
 
