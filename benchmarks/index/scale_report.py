@@ -250,11 +250,13 @@ def _for_a_billion(report: dict[str, Any]) -> Iterator[str]:
     if tokens >= BILLION:
         return
     factor = BILLION / tokens
-    disk = _most(large, "disk_mib") * factor
+    changes = [report[verb] for verb in ("large", "add", "compact") if verb in report]
+    disk = max(_most(each, "disk_mib") for each in changes) * factor
+    processor = sum(run["processor_s"] for run in large["runs"]) * factor
     text = report["text"]["characters"] * factor / _MIB
     yield (
         f"In proportion, which is not a measurement, a billion tokens take "
-        f"{build_seconds(large) * factor / 3600:.1f} hours to build here, "
-        f"{disk / 1024:,.1f} GiB of disk for indexes and temporary files, and {text / 1024:,.1f} "
-        "GiB for the text."
+        f"{build_seconds(large) * factor / 3600:.1f} hours to build here "
+        f"({processor / 3600:.1f} of a processor), {disk / 1024:,.1f} GiB of disk for indexes and "
+        f"temporary files, and {text / 1024:,.1f} GiB for the text."
     )
