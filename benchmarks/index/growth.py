@@ -237,7 +237,7 @@ def _median(report: ReplayReport) -> float:
 def _row(
     built: Built, index: Index, reports: dict[str, ReplayReport], median_before: float | None
 ) -> dict[str, Any]:
-    own, *others = (_figures(report) for report in reports.values())
+    own, *others = (figures_of(report) for report in reports.values())
     num_tokens, separators = max(1, index.num_tokens), index.num_documents
     token_bytes = index.segments[0].tokens.itemsize
     p50 = own["draft_us"]["p50"]
@@ -255,7 +255,8 @@ def _row(
     }
 
 
-def _figures(report: ReplayReport) -> dict[str, Any]:
+def figures_of(report: ReplayReport) -> dict[str, Any]:
+    """Return tokens per step, and microseconds of drafts."""
     p50, p90, p99 = np.percentile(report.draft_us or [0.0], (50, 90, 99)).tolist()
     return {
         "tokens_per_step": report.tokens / max(1, report.steps),

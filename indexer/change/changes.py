@@ -17,6 +17,7 @@ from indexer.format.opening import check_file
 from indexer.format.records import Contents, SegmentRecord
 from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import (
+    READING,
     OnProgress,
     chosen_pieces,
     no_document,
@@ -62,7 +63,7 @@ def add_documents(
     """
     started = time.perf_counter()
     tally = BuildTally()
-    with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
+    with writing(Path(path), "add") as writer, scratch_folder(writer.folder, READING) as scratch:
         contents = writer.contents
         options = replace(options, keep_texts=contents.keeps_texts)
         tokenizer = _checked_tokenizer(writer)

@@ -18,7 +18,13 @@ from indexer.format.snapshots import HeldSnapshot, hold_latest
 from indexer.screening.screen import ScreenOptions
 from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceDocument
 from indexer.stages.build_options import DEFAULTS, BuildOptions
-from indexer.stages.gathering import OnProgress, gather_part, read_parts, scratch_folder
+from indexer.stages.gathering import (
+    READING,
+    OnProgress,
+    gather_part,
+    read_parts,
+    scratch_folder,
+)
 from indexer.stages.parts import Part
 from indexer.stages.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, CoreTokenizer, loaded_tokenizer
@@ -124,7 +130,7 @@ def _build(  # noqa: PLR0913, PLR0917
         loaded = loaded_tokenizer(tokenizer)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
-        with scratch_folder(folder) as scratch:
+        with scratch_folder(folder, READING) as scratch:
             tasks = [
                 RetokeniseTask(
                     scratch / record.name,

@@ -85,10 +85,13 @@ def build(
     """
     if bool(sources) == (from_index is not None):
         raise typer.BadParameter("name sources, or an index with --from")
+    if from_index is not None and built.resume:
+        raise typer.BadParameter("--resume is for sources: leave it out with --from")
     options = replace(
         build_options(found, screen, built, work),
         keep_texts=built.keep_texts,
         overwrite=built.overwrite,
+        resume=built.resume,
     )
     if dry_run:
         if sources is None:

@@ -146,7 +146,7 @@ class SegmentSettings(BaseModel):
             ge=1,
             le=MAX_POSITIONS,
             description="Begin a new segment rather than exceed this. Sorting one takes some "
-            "twenty bytes of memory per token; look-ups take longer with more segments.",
+            "ten bytes of memory per token; look-ups take longer with more segments.",
         ),
     ] = DEFAULTS.max_segment_tokens
 
@@ -187,6 +187,14 @@ class BuiltSettings(AddedSettings):
     overwrite: Annotated[
         bool, Field(description="Replace the index at DIR once the new one is whole.")
     ] = DEFAULTS.overwrite
+    resume: Annotated[
+        bool,
+        Field(
+            description="Go on where an earlier build of DIR with --resume was killed or failed: "
+            "what it had read and sorted is taken over if sources, tokenizer and options are the "
+            "same. If this build fails, what it has done stays, next to DIR, for another."
+        ),
+    ] = DEFAULTS.resume
 
 
 class WorkSettings(BaseModel):

@@ -12,7 +12,7 @@ from indexer.errors import IndexerError
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _ENOUGH_BYTES: Final = 3 << 30
-"""A build of segments of the usual size in this process and a worker: sorting takes 1.1 to 1.5 GB,
+"""A build of segments of the usual size in this process and a worker: sorting takes 0.7 to 1 GB,
 each process half a GB by estimate."""
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")

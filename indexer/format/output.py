@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -128,24 +128,55 @@ class _Workplace:
 
 
 @contextmanager
-def workplace(output: Path) -> Iterator[Path]:
-    """Give an empty folder next to `output`, and remove it in the end if it is still there.
+def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
+    """Give a folder next to `output`, and remove it in the end if it is still there.
 
-    First removes the folders that killed builds of the same output left. On a file system without
-    locks they stay.
+    It is empty; or, to resume, what a killed or failed build of the same output left, if there is
+    any. Otherwise removes first what such builds left. On a file system without locks that stays.
+
+    Args:
+        output: of the build.
+        resume: begin with what is left of another build, and leave it if this one fails, too.
 
     Raises:
         OSError: the disk refuses.
     """
+    adopted = _adopt(output) if resume else None
     _remove_leftovers(output)
-    place, lock = _claim(output)
+    place, lock = adopted or _claim(output)
+    keeps = resume
     try:
-        place.folder.mkdir()
+        place.folder.mkdir(exist_ok=adopted is not None)
         yield place.folder
+        keeps = False
     finally:
-        with suppress(OSError):
-            place.remove()
+        if not keeps:
+            with suppress(OSError):
+                place.remove()
         os.close(lock)
+
+
+def _adopt(output: Path) -> tuple[_Workplace, int] | None:
+    """Lock what a dead build of this user left, if any; return it without what is written again."""
+    for place in _leftovers(output):
+        with suppress(OSError):
+            lock = os.open(place.lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_at(place.lock, lock) and place.folder.stat().st_uid == os.geteuid():
+                    _forget_unfinished(place.folder)
+                    return place, lock
+            except OSError:
+                os.close(lock)
+                raise
+            os.close(lock)
+    return None
+
+
+def _forget_unfinished(folder: Path) -> None:
+    """Remove all but what is kept: the snapshot and the phrase tables are written again."""
+    for name in (CATALOG_FOLDER, PHRASES_FOLDER):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _claim(output: Path) -> tuple[_Workplace, int]:
@@ -160,12 +191,18 @@ def _claim(output: Path) -> tuple[_Workplace, int]:
         os.close(lock)
 
 
-def _remove_leftovers(output: Path) -> None:
+def _leftovers(output: Path) -> Iterator[_Workplace]:
+    """Yield the folders of builds of an output, under way or dead."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.lock-([0-9a-f]{{{2 * _TOKEN_BYTES}}})")
-    for path in output.parent.iterdir():
+    for path in sorted(output.parent.iterdir()):
         if match := pattern.fullmatch(path.name):
-            with suppress(OSError):
-                _remove_if_dead(_Workplace.of(output, match[1]))
+            yield _Workplace.of(output, match[1])
+
+
+def _remove_leftovers(output: Path) -> None:
+    for place in _leftovers(output):
+        with suppress(OSError):
+            _remove_if_dead(place)
 
 
 def _remove_if_dead(place: _Workplace) -> None:
@@ -301,12 +338,13 @@ def _exists(output: Path) -> IndexExistsError:
 
 
 @contextmanager
-def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_index_folder(output: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Give a folder to build in, and put it at `output` when the block ends without an error.
 
     The folder is a hidden sibling of `output`, so that publishing is a rename: whenever a build is
     killed, `output` holds its earlier content or the whole new index. Leftovers of killed builds of
-    the same output are removed. An index that is to be replaced stays locked until it is.
+    the same output are removed, or given again to `resume`. An index that is to be replaced stays
+    locked until it is.
 
     Raises:
         IndexExistsError: the path is taken by something that must stay.
@@ -319,10 +357,12 @@ def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
         is_locked = _lock_index(output, stack)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            folder = stack.enter_context(workplace(output))
+            folder = stack.enter_context(workplace(output, resume=resume))
         except OSError as error:
             raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
         yield folder
+        if resume:
+            shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
         check_output(output, overwrite=overwrite)
         if not is_locked:  # another index appeared since
             _lock_index(output, stack)
@@ -365,6 +405,27 @@ def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> Fil
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     write_file(path, content, durable=durable)
     return FileRecord.of(content)
+
+
+def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
+    """Write the elements of arrays to a file, one array after the other, and return its record.
+
+    Args:
+        path: of the file, whose folder is there.
+        columns: contiguous; they may be mapped, and are not held in memory.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    try:
+        with path.open("wb") as file:
+            for column in columns:
+                file.write(column.data)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileRecord.of_file(path)
+    except OSError as error:
+        raise IndexerError(f"cannot write {path}: {error.strerror}") from error
 
 
 def move_folder(folder: Path, place: Path) -> None:

@@ -50,6 +50,10 @@ class BuildOptions:
             not be read, from 0 to 1; None if any share will do. What a rule passes over does not
             count.
         screen: what must not get into the index; texts are screened, not tokens.
+        resume: go on with what an earlier build of the same output has done, if that was killed or
+            failed: parts and segments of which nothing has changed are not made again. If this
+            build fails, what it has done stays for the next one; and so it does if it is killed.
+            Only builds of sources are resumed.
         engine: where the stages run. Segments are smaller if sorting one would take more than the
             engine's memory; otherwise the engine does not affect how the index is divided.
 
@@ -64,6 +68,7 @@ class BuildOptions:
     keep_texts: bool = False
     max_dropped_share: float | None = None
     screen: ScreenOptions = NO_SCREENING
+    resume: bool = False
     engine: Engine = Serial()  # noqa: RUF009  (it has no state)
 
     def __post_init__(self) -> None:

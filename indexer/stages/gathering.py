@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -28,10 +28,18 @@ from indexer.format.names import (
     token_dtype,
 )
 from indexer.format.output import move_folder
-from indexer.format.records import Contents, PhrasesRecord, SegmentRecord
+from indexer.format.records import Contents, PhrasesRecord, SegmentRecord, checksum_of
 from indexer.screening.screen import ScreenOptions
 from indexer.sources import SourceBlock, SourceOptions, plan, read
 from indexer.stages.build_options import BuildOptions
+from indexer.stages.kept_results import (
+    forget_result,
+    keep_result,
+    kept_result,
+    key_of,
+    own_folder,
+    remove_unfinished,
+)
 from indexer.stages.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.stages.phrase_writer import write_phrases
 from indexer.stages.segments import Piece, SegmentTask, sorting_bytes, write_segment
@@ -39,6 +47,11 @@ from indexer.stages.tokenise import EMPTY, stored_encoder, tokenise, tokenising_
 from indexer.tokenizer import Vocabulary
 
 DUPLICATE: Final = "exact duplicate"
+
+READING: Final = "reading"
+SORTING: Final = "sorting"
+COUNTING: Final = "counting"
+"""Stages of a build, by which reports and folders for temporary files name them."""
 
 _UNCOUNTED_SHARE: Final = 8
 """Phrase tables are rebuilt once more than one token in so many is not counted in them. Counting
@@ -66,6 +79,7 @@ class PartTask:
         sources: how they are read.
         screening: phrases and secrets to remove.
         keep_texts: whether texts are stored.
+        key: under which the result is kept, or empty; see `kept_results`.
     """
 
     folder: Path
@@ -75,6 +89,7 @@ class PartTask:
     sources: SourceOptions
     screening: ScreenOptions
     keep_texts: bool
+    key: str = ""
 
     @property
     def memory_bytes(self) -> int:
@@ -83,14 +98,20 @@ class PartTask:
 
 
 def write_part(task: PartTask) -> tuple[Part, BuildTally]:
-    """Read and tokenise sources; return the part and its counts."""
+    """Read and tokenise sources; return the part and its counts, or those that are kept."""
+    if (kept := kept_result(task.folder, task.key)) is not None:
+        return Part.decode(task.folder, kept["part"]), BuildTally.decode(kept["tally"])
     tally = BuildTally()
     documents = read(task.block, task.sources, tally)
     usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
     dtype = token_dtype(task.vocabulary_size)
     tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
-    part = gather_part(tokenised, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
-    return part, tally
+    folder = own_folder(task.folder, task.key)
+    part = gather_part(tokenised, folder, task.vocabulary_size, keep_texts=task.keep_texts)
+    if task.key:
+        result = {"part": part.encode(), "tally": tally.encode()}
+        keep_result(task.folder, folder, task.key, result)
+    return replace(part, folder=task.folder), tally
 
 
 def gather_part(
@@ -145,47 +166,94 @@ def first_of(digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 @contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder in an index, under a random name that no other process uses.
+def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[Path]:
+    """Give a folder in an index for what a stage writes before it is published.
+
+    It is empty, has a random name that no other process uses, and goes with the block, unless it
+    is kept.
+
+    Args:
+        folder: the index's directory.
+        stage: begins the folder's name.
+        kept: the folder stays with what is in it, and is given again the next time.
 
     Raises:
         IndexerError: the disk is full or refuses.
     """
-    scratch = folder / SCRATCH_FOLDER / secrets.token_hex(_SCRATCH_NAME_BYTES)
+    name = stage if kept else f"{stage}-{secrets.token_hex(_SCRATCH_NAME_BYTES)}"
+    scratch = folder / SCRATCH_FOLDER / name
     try:
-        scratch.mkdir(parents=True)
+        scratch.mkdir(parents=True, exist_ok=kept)
+        remove_unfinished(scratch)
     except OSError as error:
         raise IndexerError(f"cannot write {scratch}: {error.strerror}") from error
     try:
         yield scratch
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # other writers' folders are left, or there was none
-            scratch.parent.rmdir()
+        if not kept:
+            shutil.rmtree(scratch, ignore_errors=True)
+            with suppress(OSError):  # other writers' folders are left, or there was none
+                scratch.parent.rmdir()
 
 
-def write_segments(
+def write_segments(  # noqa: PLR0913, PLR0917
     engine: Engine,
     folder: Path,
     groups: Iterable[Sequence[Piece]],
     first: int,
     vocabulary_size: int,
+    kept_as: str = "",
 ) -> list[SegmentRecord]:
     """Write a segment for each group of pieces, numbered from `first` on.
 
     They are moved to their places when all are whole: processes that outlive a killed writer write
     in its scratch folder only.
+
+    Args:
+        engine: where to run.
+        folder: the index's directory.
+        groups: of pieces.
+        first: number of the first segment.
+        vocabulary_size: largest token id plus one.
+        kept_as: if not empty, finished segments are kept, under this and what they hold.
     """
-    with scratch_folder(folder) as scratch:
+    with scratch_folder(folder, SORTING, kept=bool(kept_as)) as scratch:
         tasks = [
-            SegmentTask(scratch, ordinal_name(number), tuple(group), vocabulary_size)
+            SegmentTask(
+                scratch, ordinal_name(number), tuple(group), vocabulary_size, _key(kept_as, group)
+            )
             for number, group in enumerate(groups, first)
         ]
         need = max((_segment_bytes(task) for task in tasks), default=0)
         records = list(engine.map(write_segment, tasks, need))
+        place = folder / SEGMENTS_FOLDER
         for record in records:
-            move_folder(scratch / record.name, folder / SEGMENTS_FOLDER / record.name)
+            if (scratch / record.name).exists():  # an earlier build may have moved it
+                move_folder(scratch / record.name, place / record.name)
+        if kept_as:
+            _remove_others(place, records, scratch)
     return records
+
+
+def _remove_others(place: Path, records: Sequence[SegmentRecord], scratch: Path) -> None:
+    """Remove the segments of an earlier build that was divided otherwise."""
+    names = {record.name for record in records}
+    for folder in [each for each in place.iterdir() if each.name not in names]:
+        forget_result(scratch / folder.name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _key(kept_as: str, group: Sequence[Piece]) -> str:
+    """Return a checksum of the documents of a segment: names, checksums of texts, lengths."""
+    if not kept_as:
+        return ""
+    return key_of(kept_as, [(_documents_key(piece.part), piece.runs) for piece in group])
+
+
+def _documents_key(part: Part) -> str:
+    table = part.documents()
+    columns = [checksum_of(array.tobytes()) for array in table.files().values()]
+    return key_of(columns, table.licences, part.num_tokens, part.keeps_texts)
 
 
 def renewed_phrases(
@@ -213,7 +281,7 @@ def renewed_phrases(
 
 
 def _write_phrases(engine: Engine, folder: Path, name: str, contents: Contents) -> PhrasesRecord:
-    scratch, place = folder / SCRATCH_FOLDER / "phrases", folder / PHRASES_FOLDER / name
+    scratch, place = folder / SCRATCH_FOLDER / COUNTING, folder / PHRASES_FOLDER / name
     size = contents.vocabulary.size
     try:
         files = write_phrases(engine, folder, contents.segments, size, scratch, place)
@@ -274,14 +342,29 @@ def planned(
     return blocks
 
 
-def part_tasks(
+def part_tasks(  # noqa: PLR0913, PLR0917
     blocks: Sequence[SourceBlock],
     scratch: Path,
     tokenizer: Path,
     vocabulary: Vocabulary,
     options: BuildOptions,
+    kept_as: str = "",
 ) -> list[PartTask]:
-    """Return a task for each block."""
+    """Return a task for each block.
+
+    Args:
+        blocks: of the sources.
+        scratch: where the parts go.
+        tokenizer: the stored tokenizer.
+        vocabulary: of the tokenizer.
+        options: how to read.
+        kept_as: if not empty, finished parts are kept, under this and what they are made of.
+    """
+    phrases = options.screen.phrases
+    how = (
+        (kept_as, options.sources, options.screen, options.keep_texts),
+        (phrases.texts, phrases.lines) if phrases is not None else (),
+    )
     return [
         PartTask(
             scratch / f"{number:08d}",
@@ -291,9 +374,20 @@ def part_tasks(
             options.sources,
             options.screen,
             options.keep_texts,
+            key_of(how, block, _stamps(block)) if kept_as else "",
         )
         for number, block in enumerate(blocks)
     ]
+
+
+def _stamps(block: SourceBlock) -> list[tuple[int, int]]:
+    """Return sizes and times of a block's files, one of which changes when a file is written to."""
+    found = []
+    for piece in block.pieces:
+        with suppress(OSError):  # reading it will say so
+            stat = piece.file.path.stat()
+            found.append((stat.st_size, stat.st_mtime_ns))
+    return found
 
 
 def read_parts(
@@ -308,7 +402,7 @@ def read_parts(
         on_progress(tally)
     parts = []
     need = max((task.memory_bytes for task in tasks), default=0)
-    with tally.stage("reading"):
+    with tally.stage(READING):
         for part, counted in engine.map(write, tasks, need):
             tally.merge(counted)
             tally.num_documents += part.num_documents

@@ -66,6 +66,26 @@ class Part:
             folder, record.num_documents, record.num_tokens, record.licences, record.keeps_texts
         )
 
+    def encode(self) -> dict[str, Any]:
+        """Return what `decode` needs besides the folder, as JSON has it."""
+        return {
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "licences": self.licences,
+            "keeps_texts": self.keeps_texts,
+        }
+
+    @classmethod
+    def decode(cls, folder: Path, value: Any) -> Self:
+        """Read what `encode` made of a part that is in a folder now."""
+        return cls(
+            folder,
+            int(value["documents"]),
+            int(value["tokens"]),
+            tuple(map(str, value["licences"])),
+            bool(value["keeps_texts"]),
+        )
+
     def tokens(self, dtype: np.dtype[Any]) -> Tokens:
         """Return the tokens, mapped: documents one after the other, a separator after each."""
         tokens: Tokens = map_array(self.folder / TOKENS_FILE, dtype)

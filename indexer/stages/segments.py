@@ -21,8 +21,10 @@ from indexer.format.names import (
     separator_of,
     token_dtype,
 )
-from indexer.format.output import sync_file, sync_folder, write_array
+from indexer.format.opening import map_array
+from indexer.format.output import sync_file, sync_folder, write_array, write_columns
 from indexer.format.records import FileRecord, SegmentRecord
+from indexer.stages.kept_results import keep_result, kept_result, own_folder
 from indexer.stages.parts import Part, text_stream
 
 _STRIDE: Final = 1 << 20
@@ -38,8 +40,8 @@ def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
     The order is lexicographic, of unsigned integers, over the tokens from the position to the end
     of the array; a suffix that is a prefix of another comes first. The big-endian bytes of
     integers compare as the integers do, so libdivsufsort sorts the bytes, and positions inside a
-    token are dropped. It needs, per byte that it sorts, four bytes of memory (eight from 2**31
-    bytes on).
+    token are dropped. It needs, per byte that it sorts, five bytes of memory (nine from 2**31
+    bytes on), and the argument may be mapped: it is read from its beginning to its end.
 
     Args:
         tokens: uint16[n] or uint32[n], n < 2**32, little-endian; the largest value of the dtype is
@@ -59,7 +61,7 @@ def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
 
 
 def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
-    """Return how much memory `sort_suffixes` takes at most, its argument and its result included.
+    """Return how much memory `sort_suffixes` takes at most, its result included.
 
     Args:
         num_tokens: of the argument, separators included.
@@ -67,8 +69,7 @@ def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
     """
     width = (vocabulary_size.bit_length() + 7) // 8
     order_bytes = 4 if num_tokens * width < 2**31 else 8
-    own = token_dtype(vocabulary_size).itemsize + POSITION_DTYPE.itemsize
-    return _FIXED_BYTES + num_tokens * (width * (1 + order_bytes) + own)
+    return _FIXED_BYTES + num_tokens * width * (1 + order_bytes)
 
 
 def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint32]:
@@ -108,9 +109,10 @@ def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
 def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.uint32]:
     """Keep the byte positions at which a token begins, as token positions, separators dropped.
 
-    Separators are the largest keys, so the suffixes that start with one stand last.
+    Separators are the largest keys, so the suffixes that start with one stand last. The positions
+    take the place of what has been read of `order`, whose elements are no smaller.
     """
-    positions = np.empty(num_suffixes, POSITION_DTYPE)
+    positions = order.view(POSITION_DTYPE)[:num_suffixes]
     filled = 0
     for begin in range(0, len(order), _STRIDE):
         piece = order[begin : begin + _STRIDE]
@@ -122,7 +124,7 @@ def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.u
 
 
 MAX_SEGMENT_TOKENS: Final = 64_000_000
-"""Sorting a segment of this size takes 1.1 to 1.5 GB of memory, by the size of the vocabulary."""
+"""Sorting a segment of this size takes 0.7 to 1 GB of memory, by the size of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +149,18 @@ class SegmentTask:
         name: of the segment's folder.
         pieces: the documents, in order; one at least.
         vocabulary_size: largest token id plus one.
+        key: under which the result is kept, or empty; see `kept_results`.
     """
 
     folder: Path
     name: str
     pieces: tuple[Piece, ...]
     vocabulary_size: int
+    key: str = ""
 
 
 def write_segment(task: SegmentTask) -> SegmentRecord:
-    """Join, sort and write a segment; overwrites a folder of the same name.
+    """Join, sort and write a segment, or return what is kept; overwrites a folder of its name.
 
     Depends on nothing but its argument and the files of the parts: may run in any process that
     sees them, and again.
@@ -165,11 +169,15 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
         DamagedIndexError: a part is not what was written.
         IndexerError: the disk is full or refuses.
     """
-    folder = task.folder / task.name
+    place = task.folder / task.name
+    if (kept := kept_result(place, task.key)) is not None:
+        return SegmentRecord.decode(kept)
+    folder = own_folder(place, task.key)
     dtype = token_dtype(task.vocabulary_size)
-    tokens, documents = _joined(task.pieces, dtype)
+    columns, documents = _joined(task.pieces, dtype)
     files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
-    files[TOKENS_FILE] = write_array(folder / TOKENS_FILE, tokens)
+    files[TOKENS_FILE] = write_columns(folder / TOKENS_FILE, columns)
+    tokens: Tokens = map_array(folder / TOKENS_FILE, dtype)  # pages that the system can take back
     starts = first_token_starts(tokens, task.vocabulary_size)
     files[STARTS_FILE] = write_array(folder / STARTS_FILE, starts)
     if all(piece.part.keeps_texts for piece in task.pieces):
@@ -178,7 +186,10 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
     sync_folder(folder)
     num_documents = len(documents)
     num_tokens = len(tokens) - num_documents
-    return SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
+    record = SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
+    if task.key:
+        keep_result(place, folder, task.key, record.encode())
+    return record
 
 
 def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
@@ -230,8 +241,8 @@ def _length(part: Part) -> int:
     return part.num_tokens + part.num_documents
 
 
-def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[NDArray[Any], DocumentTable]:
-    """Return the tokens of all pieces, and their documents."""
+def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[list[Tokens], DocumentTable]:
+    """Return the tokens of all pieces, one after the other and mapped, and their documents."""
     tables, columns, offsets, length = [], [], [], 0
     for piece in pieces:
         documents, tokens = piece.part.documents(), piece.part.tokens(dtype)
@@ -245,7 +256,7 @@ def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[NDArray[Any]
         for begin, end in piece.runs:
             columns.append(tokens[bounds[begin] : bounds[end]])
             length += len(columns[-1])
-    return np.concatenate(columns), join_tables(tables, offsets)
+    return columns, join_tables(tables, offsets)
 
 
 def _write_texts(path: Path, pieces: Iterable[Piece]) -> FileRecord:

@@ -138,7 +138,7 @@ def test_segments_are_halved_until_sorting_one_fits(caplog: pytest.LogCaptureFix
     assert BuildOptions().segment_tokens(50_000) == 64_000_000
     assert BuildOptions(engine=Serial(4 * GIB)).segment_tokens(50_000) == 64_000_000
     assert caplog.messages == []
-    assert BuildOptions(engine=Serial(GIB)).segment_tokens(50_000) == 16_000_000
+    assert BuildOptions(engine=Serial(GIB)).segment_tokens(50_000) == 32_000_000
     assert BuildOptions(engine=Serial(GIB)).segment_tokens(150_000) == 16_000_000
     assert "segments of at most 16,000,000 tokens" in caplog.text
     assert BuildOptions(max_segment_tokens=9, engine=Serial(GIB)).segment_tokens(50_000) == 9
