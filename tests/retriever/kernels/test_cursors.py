@@ -273,7 +273,7 @@ def test_a_cursor_is_given_up_after_long_disagreement() -> None:
 
 def trail_of(store: ChainStore) -> TrailTwin:
     """What the kernels have made of the trail of a sequence."""
-    place, misses, agreed, noted = store.cursor.trail.tolist()
+    place, misses, agreed, noted = store.cursor.trail[:4].tolist()
     tokens, edits = store.chains.tokens, store.cursor.edits.tolist()
     in_order = [edits[number % MOST_EDITS] for number in range(max(0, noted - MOST_EDITS), noted)]
     found = tuple(
