@@ -14,7 +14,7 @@ from retriever.kernels.layout import WEIGHTS
 from retriever.predict.weights import Weights
 
 _ESCAPE_DECAY: Final = 1e-4
-"""Pulls what is added to "none of these" to 0 where it was seldom needed."""
+"""Pulls what is added to "none of these" to where it began (0, mostly) if it was seldom needed."""
 
 _SPREAD: Final = 0.4
 
@@ -91,6 +91,7 @@ def fit(outcomes: Outcomes, schedule: Schedule, start: Weights | None = None) ->
     """
     rng = np.random.default_rng(schedule.seed)
     network = Network(random_weights(rng) if start is None else start)
+    begun = network.weights["escape"].detach().clone()
     parameters = list(network.parameters())
     optimizer = torch.optim.AdamW(parameters, schedule.rate, weight_decay=schedule.decay)
     batches = list(_batches(len(outcomes), schedule, rng))
@@ -98,7 +99,8 @@ def fit(outcomes: Outcomes, schedule: Schedule, start: Weights | None = None) ->
     for nodes in batches:
         optimizer.zero_grad()
         loss = network(outcomes.take(nodes)).mean()
-        (loss + _ESCAPE_DECAY * network.weights["escape"].square().sum()).backward()
+        moved = (network.weights["escape"] - begun).square().sum()
+        (loss + _ESCAPE_DECAY * moved).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         rates.step()

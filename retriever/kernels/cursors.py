@@ -44,8 +44,10 @@ _EXPECTED: Final = 1.0
 """Occurrences that a place counts for which a cursor in another text expects: its match is long.
 With 8, drafts were too sure: predictions cost 1.3% of the tokens a step where they added none."""
 
-NOTED: Final = 3
-"""Further field of a trail, int64[4]: edits noted so far; new ones take the place of the oldest."""
+NOTED, BEGINNINGS = 3, 4
+"""Further fields of a trail, int64[5]: edits noted so far, of which new ones take the place of the
+oldest; and a bit for each token, by its id modulo 64, with which the old tokens of an edit begin:
+most tokens begin none, and need not be compared."""
 
 OLD, OLD_LENGTH, NEW, NEW_LENGTH, TRUST = 0, 1, 2, 3, 4
 """Fields of an edit, int64[5]: where the edited tokens stand in the sequence and how many they are,
@@ -61,6 +63,7 @@ LONGEST_EDIT: Final = 8
 RESUMED: Final = 4
 """Tokens that must agree after an edit, near the source, for the trail to go on there."""
 
+_LAST_BIT: Final = 63
 _LONG_ROW: Final = 0  # where chains of order `LONG` stand in a sequence's store
 _TRUSTED: Final = 2  # most trust of an edit, so that one that is no longer made is soon dropped
 _EDITED: Final = 2.0  # occurrences that an edited continuation counts for
@@ -74,7 +77,7 @@ def new_cursor(*, is_sequence: bool) -> Cursor:
     num_edits = MOST_EDITS if is_sequence else 0
     return Cursor(
         np.array([-1, 0], np.int64),
-        np.array([-1, 0, 0, 0], np.int64),
+        np.array([-1, 0, 0, 0, 0], np.int64),
         np.zeros((num_edits, TRUST + 1), np.int64),
     )
 
@@ -178,7 +181,7 @@ def move_trail(
     do; without a source, at the latter.
 
     Args:
-        trail: int64[4], updated.
+        trail: int64[5], updated.
         edits: int64[MOST_EDITS, 5], updated.
         chains: of the sequence, which never wraps.
         begin: position of the first new token.
@@ -235,7 +238,7 @@ def set_trail(
     One that still agrees stays unless the match is longer than what has agreed, edits left out.
 
     Args:
-        trail: int64[4], updated.
+        trail: int64[5], updated.
         edits: int64[MOST_EDITS, 5], updated.
         chains: of the sequence.
         rows: ROW[max_rows], of which the first `num_rows` are the sequence's, in any order; of
@@ -263,7 +266,7 @@ def collect_trail(
     """Write a row for what the source goes on with, where that has an edit to be made again.
 
     Args:
-        trail: int64[4].
+        trail: int64[5].
         edits: int64[MOST_EDITS, 5].
         chains: of the sequence.
         depth: most tokens to write.
@@ -345,7 +348,7 @@ def _resume(
     """Go on at a place of the source, and note how what stands before it was edited.
 
     Args:
-        trail: int64[4], behind which tokens did not agree; updated.
+        trail: int64[5], behind which tokens did not agree; updated.
         edits: int64[MOST_EDITS, 5], updated.
         tokens: int32[capacity], of the sequence.
         place: where to go on, behind the trail.
@@ -386,6 +389,9 @@ def _note_edit(
     edit[OLD], edit[OLD_LENGTH], edit[NEW], edit[NEW_LENGTH] = old, old_length, new, new_length
     edit[TRUST] = 1
     trail[NOTED] += 1
+    trail[BEGINNINGS] = 0
+    for index in range(min(trail[NOTED], edits.shape[0])):
+        trail[BEGINNINGS] |= np.int64(1) << (tokens[edits[index, OLD]] & _LAST_BIT)
 
 
 @kernel()
@@ -400,6 +406,8 @@ def _edit_at(
 
     These tokens stand before `end`.
     """
+    if (trail[BEGINNINGS] >> (tokens[place] & _LAST_BIT)) & 1 == 0:
+        return -1
     for back in range(min(trail[NOTED], edits.shape[0])):
         index = (trail[NOTED] - 1 - back) % edits.shape[0]
         edit = edits[index]

@@ -398,7 +398,7 @@ class Cursor(NamedTuple):
 
     Attributes:
         cursor: int64[2].
-        trail: int64[4].
+        trail: int64[5].
         edits: int64[most edits, 5].
     """
 

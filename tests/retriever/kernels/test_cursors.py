@@ -206,15 +206,19 @@ def num_right(edit: str) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_copying_goes_on_after_an_edit(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tokens after it in most files, where words are ambiguous, and earlier than otherwise."""
+    """Two tokens after it in most files, where words are ambiguous, and earlier than otherwise.
+
+    After three tokens it mostly does without cursors as well.
+    """
     right = num_right(edit)
     monkeypatch.setattr(Databases, "draft", draft_without_cursor)
     right_without = num_right(edit)
     whole, whole_without = (right == AHEAD).sum(axis=0), (right_without == AHEAD).sum(axis=0)
     assert whole[2] >= 0.7 * NUM_FILES
     assert whole[3] >= 0.9 * NUM_FILES
-    assert (whole[1:] > whole_without[1:]).all()
-    assert (right.sum(axis=0)[1:] > right_without.sum(axis=0)[1:]).all()
+    assert (whole[1:3] > whole_without[1:3]).all()
+    assert (right.sum(axis=0)[1:3] > right_without.sum(axis=0)[1:3]).all()
+    assert whole[3] >= whole_without[3]
 
 
 @pytest.mark.parametrize("edit", ["one token replaced", "three tokens inserted"])
@@ -269,7 +273,7 @@ def test_a_cursor_is_given_up_after_long_disagreement() -> None:
 
 def trail_of(store: ChainStore) -> TrailTwin:
     """What the kernels have made of the trail of a sequence."""
-    place, misses, agreed, noted = store.cursor.trail.tolist()
+    place, misses, agreed, noted = store.cursor.trail[:4].tolist()
     tokens, edits = store.chains.tokens, store.cursor.edits.tolist()
     in_order = [edits[number % MOST_EDITS] for number in range(max(0, noted - MOST_EDITS), noted)]
     found = tuple(

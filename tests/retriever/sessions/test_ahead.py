@@ -57,7 +57,7 @@ def arrays(drafter: EmbeddedDrafter, session: str) -> Iterator[tuple[str, Any]]:
     yield "links", store.chains.links[:, :end].tolist()
     yield "state", store.chains.state.tolist()
     yield "last", store.chains.last.tolist()
-    yield "cursor", [each.tolist() for each in store.cursor]
+    yield from ((name, array.tolist()) for name, array in store.cursor._asdict().items())
     yield "longest", databases.in_corpus._longest
     yield "weights", databases.pool.weights.tobytes()
     yield "generations", databases.pool.generations.num_tokens
