@@ -49,6 +49,21 @@ def surprise_of(weights: Any, outcome: Outcome) -> float:
     return float(-np.log2(shares[outcome.chosen] if outcome.chosen >= 0 else 1 - shares.sum()))
 
 
+def test_what_is_added_for_sources_without_recordings_stays_as_it_began() -> None:
+    rng = np.random.default_rng(2)
+    start = random_weights(rng)
+    start["escape"] = rng.normal(size=start["escape"].shape)
+    outcomes = Outcomes.of(
+        [
+            each._replace(place=(each.place[0] % 3, *each.place[1:]))
+            for each in (random_outcome(rng) for _ in range(300))
+        ]
+    )
+    fitted = fit(outcomes, Schedule(epochs=4, batch=50), start)
+    np.testing.assert_allclose(fitted["escape"][0, 3:], start["escape"][0, 3:], atol=1e-2)
+    assert not np.allclose(fitted["escape"][0, :3], start["escape"][0, :3], atol=1e-2)
+
+
 def test_network_is_that_of_the_kernels() -> None:
     rng = np.random.default_rng(1)
     weights = random_weights(rng)
