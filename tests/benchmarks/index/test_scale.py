@@ -163,7 +163,7 @@ HOLDER = """
 import os, subprocess, sys, time
 held = bytearray(os.urandom({own}))
 children = [subprocess.Popen([sys.executable, "-c",
-    "import os, time; held = os.urandom({each}); print('ready', flush=True); time.sleep(60)"])
+    "import os, time; held = os.urandom({each}); os.write(1, bytes([33, 10])); time.sleep(60)"])
     for _ in range(2)]
 time.sleep(60)
 """
@@ -175,7 +175,7 @@ def test_memory_is_that_of_all_processes_of_a_tree() -> None:
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
-        assert [parent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        assert [parent.stdout.readline() for _ in range(2)] == ["!\n"] * 2
         memory = memory_of_tree(parent.pid)
         members = [*tree_of(parent.pid)]
         kill_tree(parent.pid)
