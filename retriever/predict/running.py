@@ -212,7 +212,7 @@ class RunningOutput:
             return
         end = len(sequence)
         if end - self._noted > _AT_ONCE:  # it would have a gap
-            outputs.withdraw(self.address)  # it would have a gap
+            outputs.withdraw(self.address)
             self._noted = self._linked_from = end - _AT_ONCE
         outputs.note(self.address, sequence.address, self._noted, end, self._linked_from)
         self._noted = end
