@@ -218,11 +218,11 @@ class ChangedFusion(DrawnFusion):
         return self.change(tree) if len(tree.proposals) else tree
 
 
-def without_draws_of_a_token(tree: SampledTree) -> SampledTree:
-    """Drop draws by their value."""
+def without_draws_of_some(tree: SampledTree) -> SampledTree:
+    """Drop draws by their value: those of the first two tokens."""
     kept = np.zeros(len(tree), np.bool_)
     for node, parent in enumerate(tree.parents.tolist()):
-        stays = tree.rows[node] == CERTAIN or tree.token_ids[node] != 0
+        stays = tree.rows[node] == CERTAIN or tree.token_ids[node] > 1
         kept[node] = stays and (parent < 0 or kept[parent])
     return tree.among(kept)
 
@@ -244,7 +244,7 @@ def _told(tree: SampledTree, proposals: torch.Tensor) -> SampledTree:
 
 
 PLANTED_IN_TREES: Final[dict[str, Change]] = {
-    "drawn nodes dropped by their value": without_draws_of_a_token,
+    "drawn nodes dropped by their value": without_draws_of_some,
     "proposals of other nodes": with_others_proposals,
     "proposals that were not drawn from": with_flat_proposals,
 }

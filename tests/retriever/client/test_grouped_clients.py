@@ -32,8 +32,7 @@ def step(drafter: Any, session: str, new: list[int], length: int) -> Any:
 
 @clients
 def test_sequences_of_a_group_draft_from_one_another(connect: Any) -> None:
-    with serving(EmbeddedDrafter()) as address:
-        drafter = ready(connect(address))
+    with serving(EmbeddedDrafter()) as address, ready(connect(address)) as drafter:
         assert isinstance(drafter, GroupDrafter)
         for name, group in (("a", "g"), ("b", "g"), ("c", "other"), ("d", "")):
             options = {"group": group} if group else {}
@@ -49,8 +48,7 @@ def test_sequences_of_a_group_draft_from_one_another(connect: Any) -> None:
 @clients
 def test_versions_travel(connect: Any) -> None:
     service = EmbeddedDrafter()
-    with serving(service) as address:
-        drafter = ready(connect(address))
+    with serving(service) as address, ready(connect(address)) as drafter:
         drafter.open("s", PROMPT, group="g\u00e9", policy_version=1 << 40, oldest_version=3)
         step(drafter, "s", [], 3)
         (session,) = service._sessions.all()
@@ -63,8 +61,12 @@ def test_versions_travel(connect: Any) -> None:
 @clients
 @pytest.mark.parametrize("kin", [{"group": "g" * 300}, {"policy_version": -1}])
 def test_clients_refuse_what_is_no_group_or_version(connect: Any, kin: dict[str, Any]) -> None:
-    with serving(EmbeddedDrafter()) as address, pytest.raises(InvalidRequestError):
-        connect(address).open("s", PROMPT, **kin)
+    with (
+        serving(EmbeddedDrafter()) as address,
+        connect(address) as drafter,
+        pytest.raises(InvalidRequestError),
+    ):
+        drafter.open("s", PROMPT, **kin)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,12 @@ def test_a_drafter_that_takes_no_groups_is_not_told() -> None:
 def test_replicas_have_a_group_together() -> None:
     """On two services its sequences could not draft from one another."""
     services = [EmbeddedDrafter(), EmbeddedDrafter()]
-    with serving(services[0]) as first, serving(services[1]) as second:
-        drafter = ready(ResilientDrafter([first, second], deadline_s=30.0, local=False))
+    with (
+        serving(services[0]) as first,
+        serving(services[1]) as second,
+        ResilientDrafter([first, second], deadline_s=30.0, local=False) as drafter,
+    ):
+        ready(drafter)
         for group in ("g", "h", ""):
             for number in range(8):
                 name = f"{group}-{number}"

