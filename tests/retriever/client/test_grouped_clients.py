@@ -129,7 +129,7 @@ def test_replicas_have_a_group_together() -> None:
         for group in ("g", "h", ""):
             for number in range(8):
                 name = f"{group}-{number}"
-                drafter.open(name, PROMPT, **({"group": group} if group else {}))
+                drafter.open(name, PROMPT, group=group)
                 step(drafter, name, [], 3)
         for group in ("g", "h"):
             having = [{each.kin.group for each in one._sessions.all()} for one in services]
