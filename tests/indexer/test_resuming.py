@@ -64,6 +64,19 @@ def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> B
 
 
 @pytest.fixture
+def fail_late(build: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a build that fails once all but its phrases is made."""
+
+    def run(options: BuildOptions = OPTIONS) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(gathering, "write_phrases", fail)
+            with pytest.raises(PlannedError):
+                build(options=options)
+
+    return run
+
+
+@pytest.fixture
 def whole(build: Build, tmp_path: Path) -> dict[str, bytes]:
     """What a build makes that nothing disturbs and that keeps nothing."""
     build("whole", replace(OPTIONS, resume=False))
@@ -76,22 +89,21 @@ def left_over(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_fails_is_kept_only_where_it_is_to_be_resumed(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resume: bool
+    tmp_path: Path, fail_late: Callable[..., None], *, resume: bool
 ) -> None:
-    monkeypatch.setattr(gathering, "write_phrases", fail)
-    with pytest.raises(PlannedError):
-        build(options=replace(OPTIONS, resume=resume))
+    fail_late(replace(OPTIONS, resume=resume))
     assert bool(left_over(tmp_path)) == resume
     assert not (tmp_path / "index").exists()
 
 
 def test_nothing_that_is_done_is_done_again(
-    build: Build, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    build: Build,
+    tmp_path: Path,
+    whole: dict[str, bytes],
+    fail_late: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        with pytest.raises(PlannedError):
-            build()
+    fail_late()
     with monkeypatch.context() as patched:
         patched.setattr(gathering, "tokenise", fail)
         patched.setattr(segments, "sort_suffixes", fail)
@@ -127,12 +139,13 @@ def test_a_failure_in_the_middle_of_a_stage_keeps_what_was_done(
 
 
 def test_only_what_changed_is_read_again(
-    build: Build, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build,
+    corpus: Path,
+    tmp_path: Path,
+    fail_late: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        with pytest.raises(PlannedError):
-            build()
+    fail_late()
     changed = corpus / "007.txt"
     changed.write_text(changed.read_text().upper())  # of the same size
     os.utime(changed, ns=(1, 1))
@@ -161,25 +174,19 @@ def test_only_what_changed_is_read_again(
     ids=["division", "texts", "duplicates", "phrases", "blocks"],
 )
 def test_other_options_take_over_nothing_that_depends_on_them(
-    build: Build, tmp_path: Path, other: BuildOptions, monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, other: BuildOptions, fail_late: Callable[..., None]
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        for options in (OPTIONS, other, OPTIONS):
-            with pytest.raises(PlannedError):
-                build(options=options)
+    for options in (OPTIONS, other, OPTIONS):
+        fail_late(options)
     build(options=other)
     build("fresh", replace(other, resume=False))
     assert contents_of(tmp_path / "index") == contents_of(tmp_path / "fresh")
 
 
 def test_another_tokenizer_takes_over_nothing(
-    corpus: Path, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, fail_late: Callable[..., None]
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        with pytest.raises(PlannedError):
-            build()
+    fail_late()
     other = "smollm2-135m-instruct"
     build_index([corpus], tmp_path / "index", other, OPTIONS)
     build_index([corpus], tmp_path / "fresh", other, replace(OPTIONS, resume=False))
@@ -187,12 +194,9 @@ def test_another_tokenizer_takes_over_nothing(
 
 
 def test_a_build_without_resuming_removes_what_was_kept(
-    build: Build, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, whole: dict[str, bytes], fail_late: Callable[..., None]
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        with pytest.raises(PlannedError):
-            build()
+    fail_late()
     build(options=replace(OPTIONS, resume=False))
     assert left_over(tmp_path) == []
     assert contents_of(tmp_path / "index") == whole
@@ -210,12 +214,9 @@ def test_a_build_that_is_under_way_is_not_taken_over(
 
 
 def test_damaged_notes_and_leftovers_are_made_again(
-    build: Build, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, whole: dict[str, bytes], fail_late: Callable[..., None]
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        with pytest.raises(PlannedError):
-            build()
+    fail_late()
     notes = sorted(tmp_path.glob(".index.partial-*/.scratch/*/*.done"))
     assert len(notes) > 4
     for note, content in zip(
@@ -231,15 +232,12 @@ def test_damaged_notes_and_leftovers_are_made_again(
 
 
 def test_an_index_that_is_there_stays_until_the_resumed_one_is_whole(
-    build: Build, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, corpus: Path, tmp_path: Path, fail_late: Callable[..., None]
 ) -> None:
     build()
     before = contents_of(tmp_path / "index")
     (corpus / "more.txt").write_text("more " * 50)
-    with monkeypatch.context() as patched:
-        patched.setattr(gathering, "write_phrases", fail)
-        with pytest.raises(PlannedError):
-            build(options=replace(OPTIONS, overwrite=True))
+    fail_late(replace(OPTIONS, overwrite=True))
     assert contents_of(tmp_path / "index") == {**before, "writer.lock": b""}
     with pytest.raises(IndexerError, match="--overwrite"):
         build()
