@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
 from indexer.format.names import token_dtype
-from indexer.format.opening import Before, Segment, Snapshot, open_snapshot
+from indexer.format.opening import (
+    Before,
+    Segment,
+    Snapshot,
+    enter_resident_pages,
+    open_snapshot,
+)
 from indexer.format.phrase_tables import COUNT_VALUES, PhraseTables
 from indexer.format.records import Document
 from indexer.format.same_folder import Identity, folder_identity, from_same_folder
@@ -212,6 +218,10 @@ class Index:
     def mapped_arrays(self) -> Iterator[NDArray[Any]]:
         """Yield the array of each file that is mapped into memory."""
         return Snapshot(self.segments, self.phrases).mapped_arrays()
+
+    def enter_resident_pages(self) -> None:
+        """Have no read wait for pages that are in memory; see `opening.enter_resident_pages`."""
+        enter_resident_pages(self.mapped_arrays())
 
     def close(self) -> None:
         """Release the snapshot. Arrays stay valid as long as they are referred to."""

@@ -1,10 +1,13 @@
 """Checking the files of an index, and mapping them into memory or holding copies there."""
 
+import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from weakref import WeakValueDictionary
@@ -257,7 +260,57 @@ def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
 
 
 class _MappedFile(mmap.mmap):
-    """A file in memory: what is cut off the file is lost here, too."""
+    """A file in memory: what is cut off the file is lost here, too.
+
+    Attributes:
+        tells_residence: whether the system tells this process which pages are in memory: of a file
+            that it may not change it says that all are.
+    """
+
+    tells_residence = False
+
+
+_POPULATE_READ: Final = 22
+"""MADV_POPULATE_READ of Linux 5.14 and later, which Python does not name."""
+
+
+def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
+    """Enter the pages of mapped files that are in memory into this process's page table.
+
+    The first read of every few pages costs a microsecond or two otherwise: ten in each draft from a
+    billion tokens that are in memory. What is not in memory stays on disk. Takes 0.1 s for a
+    gigabyte. Does nothing on other systems than Linux.
+
+    Args:
+        arrays: as `Snapshot.mapped_arrays` yields them.
+    """
+    system = _system()
+    if system is None:
+        return
+    for array in arrays:
+        file = array.base.obj if isinstance(array.base, memoryview) else None
+        if not isinstance(file, _MappedFile) or not file.tells_residence:
+            continue
+        resident = np.zeros(-(-array.nbytes // mmap.PAGESIZE), np.uint8)
+        begin = ctypes.c_void_p(array.ctypes.data)
+        if system.mincore(
+            begin, ctypes.c_size_t(array.nbytes), ctypes.c_void_p(resident.ctypes.data)
+        ):
+            continue
+        changes = np.flatnonzero(np.diff(resident & 1, prepend=0, append=0)) * mmap.PAGESIZE
+        for first, end in changes.reshape(-1, 2).tolist():
+            # Does not fail for a file that was cut meanwhile: it says so, and that is found later.
+            system.madvise(
+                ctypes.c_void_p(array.ctypes.data + first),
+                ctypes.c_size_t(end - first),
+                _POPULATE_READ,
+            )
+
+
+@cache
+def _system() -> ctypes.CDLL | None:
+    """Return the C library of Linux, whose calls run without the interpreter's lock."""
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class _HeldFile(mmap.mmap):
@@ -291,11 +344,18 @@ def map_array(path: Path, dtype: np.dtype[Any], *, hold: bool = False) -> NDArra
                 content = _copy_of(file, path)
             else:
                 content = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+                content.tells_residence = _tells_residence(file, path)
         array = np.frombuffer(content, dtype)
     except (OSError, ValueError) as error:
         raise DamagedIndexError(f"{path} cannot be mapped into memory: {error}") from error
     array.flags.writeable = False
     return array
+
+
+def _tells_residence(file: BinaryIO, path: Path) -> bool:
+    """Return whether this process owns a file or may change it."""
+    user = os.geteuid() if hasattr(os, "geteuid") else -1
+    return user in {0, os.fstat(file.fileno()).st_uid} or os.access(path, os.W_OK)
 
 
 def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:

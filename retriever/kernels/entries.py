@@ -282,15 +282,17 @@ def collect_phrases(
 def collect_segment(
     segment: NDArray[Any],
     query: NDArray[np.int32],
+    shortest: int,
     longest: int,
     depth: int,
     scratch: NDArray[Any],
     row: int,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Write continuations in a segment; see `suffixes.collect_suffixes`."""
     return suffixes.collect_suffixes(
-        unpack(segment[0], SegmentArrays), query, longest, depth, unpack(scratch[0], Found), row
-    )
+        unpack(segment[0], SegmentArrays), query, shortest, longest, depth,
+        unpack(scratch[0], Found), row,
+    )  # fmt: skip
 
 
 CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
@@ -380,10 +382,12 @@ def draft_tree(
             row = chains_.fade_rows(found, first, row, of.versions, fields)
         row = _collect_running(of.running, fields, query, budget, found, row)
     if stages & CORPUS:
-        bound, longest = longest, 0
+        bound, longest, shortest = longest, 0, 0
         for index in range(of.segments.shape[0]):
             segment = unpack(of.segments[index], SegmentArrays)
-            row, match = suffixes.collect_suffixes(segment, query, bound, budget, found, row)
+            row, match, shortest = suffixes.collect_suffixes(
+                segment, query, shortest, bound, budget, found, row
+            )
             longest = max(longest, match)
     size = 0
     if stages & TREE:

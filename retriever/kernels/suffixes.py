@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Found, SegmentArrays
-from retriever.kernels.similarity import similarity_of
+from retriever.kernels.similarity import WINDOW, similarity_of
 
 
 @kernel()
 def collect_suffixes(
     segment: SegmentArrays,
     query: NDArray[np.int32],
+    shortest: int,
     longest: int,
     depth: int,
     found: Found,
     row: int,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Write continuations of the longest ends of the query, sampled evenly over occurrences.
 
     Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
@@ -31,21 +32,24 @@ def collect_suffixes(
     Args:
         segment: what to search, and how.
         query: int32[q], the last tokens of the context, ids inside the vocabulary.
+        shortest: shorter ends are not looked for: those of this length occur often enough in
+            segments before this one; 0 in the first.
         longest: ends of the query longer than this are known not to occur.
         depth: most tokens to copy for each occurrence.
         found: rows and continuations are written from `row` on.
         row: first free row.
 
     Returns:
-        The first free row afterwards, and the length of the longest match.
+        The first free row afterwards, the length of the longest match, and what is `shortest` for
+        the next segment.
     """
     tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
     rows, continuations, recent = found.rows, found.continuations, found.recent
     limits = segment.limits[0]
-    shortest, samples, enough = limits.shortest, limits.samples, limits.enough
+    shortest, samples, enough = max(shortest, limits.shortest), limits.samples, limits.enough
     longest_match = 0
     if longest > shortest and not _occurs(tokens, suffixes, starts, query, shortest):
-        return row, 0  # nor does any longer end
+        return row, 0, shortest  # nor does any longer end
     separator = np.int64(np.iinfo(tokens.dtype).max)
     for length in range(min(longest, query.shape[0]), shortest - 1, -1):
         pattern = query[query.shape[0] - length :]
@@ -54,9 +58,10 @@ def collect_suffixes(
             continue
         longest_match = max(longest_match, length)
         read = min(end - begin, samples)
+        _prefetch_samples(tokens, suffixes, begin, end, read)
         for sample in range(read):
             if row == rows.shape[0]:
-                return row, longest_match
+                return row, longest_match, shortest
             position = np.int64(suffixes[begin + (end - begin) * sample // read])
             if _goes_on(tokens, position, query, length):
                 continue  # it is among the occurrences of the longer end
@@ -68,8 +73,23 @@ def collect_suffixes(
                 rows[row].similarity = similarity_of(tokens, -1, position, 0, separator, recent)
                 row += 1
         if end - begin >= enough:
-            break
-    return row, longest_match
+            return row, longest_match, length
+    return row, longest_match, shortest
+
+
+@kernel(inline="always")
+def _prefetch_samples(
+    tokens: NDArray[Any], suffixes: NDArray[Any], begin: int, end: int, read: int
+) -> None:
+    """Prefetch what is read of evenly sampled occurrences, and what stands around them."""
+    if read == 1:
+        return
+    for sample in range(read):
+        prefetch(suffixes, begin + (end - begin) * sample // read)
+    for sample in range(read):
+        position = np.int64(suffixes[begin + (end - begin) * sample // read])
+        prefetch(tokens, position - WINDOW)
+        prefetch(tokens, position + WINDOW)
 
 
 @kernel()

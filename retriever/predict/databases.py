@@ -232,7 +232,8 @@ class Corpus:
         tables: phrase tables of all indexes.
         samples: most occurrences to read for each match length in a segment.
         shortest: shorter matches are not searched: the tables hold them.
-        enough: once a length occurs this often, shorter matches are not searched.
+        enough: once a length occurs this often in a segment, shorter matches are searched neither
+            there nor in those after it.
         packed_tables: the tables, packed for kernels.
         packed_segments: the segments, packed for kernels: a record for each.
     """
@@ -267,10 +268,12 @@ class Corpus:
             row: first free row.
         """
         query, _, depth, scratch = question
-        found = 0  # matches below `shortest` are not searched
+        found = shortest = 0  # matches below `self.shortest` are not searched
         for place in range(len(self.packed_segments)):
             segment = self.packed_segments[place : place + 1]
-            row, match = collect_segment(segment, query, longest, depth, scratch.packed, row)
+            row, match, shortest = collect_segment(
+                segment, query, shortest, longest, depth, scratch.packed, row
+            )
             found = max(found, match)
         return row, max(found, self.shortest - 1)
 

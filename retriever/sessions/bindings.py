@@ -278,6 +278,8 @@ class Bindings:
         """Load everything that the first draft needs."""
         for phrases in (self._phrases, *self._bound_phrases.values()):
             phrases.warm()
+        for each in self._all():
+            each.current.warm()
 
     def shut_down(self) -> None:
         """Close all indexes."""

@@ -75,6 +75,11 @@ class Corpora:
             tables = tables_of(indexes)
         return cls(tuple(indexes), Corpus(segments, tables))
 
+    def warm(self) -> None:
+        """Have no draft wait for pages of the indexes that are in memory."""
+        for index in self.indexes:
+            index.enter_resident_pages()
+
     def close(self, *, but_for: Self | None = None) -> None:
         """Close all indexes except those of another corpus."""
         kept = but_for.indexes if but_for is not None else ()
@@ -367,6 +372,7 @@ class RefreshedCorpora:
     def _rehearse(self, newer: Corpora) -> None:
         with self._lock:
             contexts = self._sessions.last_tokens(_REHEARSED_SESSIONS, MAX_MATCH)
+        newer.warm()
         rehearse(newer.corpus, contexts)
 
     def _exchange(self, indexes: tuple[IndexState, ...], newer: Corpora) -> None:

@@ -1,5 +1,8 @@
 import itertools
+import mmap
+import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -200,3 +203,34 @@ def test_an_index_replaced_while_it_is_opened_is_opened_anew(
     times = iter(range(2))
     with pytest.raises(IndexerError, match="replaced faster"):
         Index.open(tiny_index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as is done on Linux alone")
+def test_pages_in_memory_are_read_without_a_fault(tmp_path: Path) -> None:
+    tokens = np.arange(1 << 21) % 251
+    path = tmp_path / "index"
+    build_from_tokens([("a", tokens.tolist())], path, Vocabulary(256, "aa"))
+    faults = {}
+    for entered in (False, True):
+        with Index.open(path) as index:
+            for array in index.mapped_arrays():
+                array[:].sum()  # reads the file
+        with Index.open(path) as index:
+            if entered:
+                index.enter_resident_pages()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for array in index.mapped_arrays():
+                array[:: mmap.PAGESIZE // array.itemsize].max()
+            faults[entered] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults[True] < faults[False] / 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as is done on Linux alone")
+def test_pages_of_a_file_that_was_cut_are_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    tokens = np.arange(1 << 20) % 251
+    build_from_tokens([("a", tokens.tolist())], path, Vocabulary(256, "aa"))
+    with Index.open(path) as index:
+        for file in path.rglob("suffixes"):
+            os.truncate(file, 1 << 16)
+        index.enter_resident_pages()

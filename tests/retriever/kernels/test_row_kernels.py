@@ -143,10 +143,12 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
         for array in (tokens, suffixes, starts):
             array.flags.writeable = False  # as a mapped file is
         recent = mark(rng, scratch, query)
-        num_rows, longest = collect_suffixes(
-            segment_of(tokens, suffixes, starts, **limits), query, limits["longest"],
-            limits["depth"], scratch.found, first,
+        found_before = 3 if rng.random() < 0.1 else 0
+        num_rows, longest, shortest = collect_suffixes(
+            segment_of(tokens, suffixes, starts, **limits), query, found_before,
+            limits["longest"], limits["depth"], scratch.found, first,
         )  # fmt: skip
+        limits["shortest"] = max(limits["shortest"], found_before)
         expected = twins.suffix_rows(
             tokens.tolist(), separator, query.tolist(), recent=recent, **limits
         )
@@ -154,7 +156,7 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
         room = max_rows - first
         assert rows_in(scratch, first, num_rows) == rows[:room]
         if len(rows) < room:
-            assert longest == expected[1]
+            assert (longest, shortest) == expected[1:]
         found += len(rows)
     assert found > NUM_SEEDS
 
@@ -211,8 +213,8 @@ def test_damaged_suffixes_are_read_without_harm() -> None:
         starts = np.sort(rng.integers(0, 1 << int(rng.integers(4, 31)), 4)).astype(np.uint32)
         query = rng.integers(0, 3, 6).astype(np.int32)
         scratch = Scratch(8, max_rows=16, max_nodes=8)
-        num_rows, _ = collect_suffixes(
-            segment_of(tokens, suffixes, starts), query, 6, 8, scratch.found, 0
+        num_rows, _, _ = collect_suffixes(
+            segment_of(tokens, suffixes, starts), query, 0, 6, 8, scratch.found, 0
         )
         assert 0 <= num_rows <= 16
 
@@ -222,8 +224,8 @@ def test_damaged_tokens_are_not_copied() -> None:
     suffixes = np.array([2, 0, 4, 1], np.uint32)
     starts = np.array([0, 1, 3, 4], np.uint32)
     scratch = Scratch(8, max_rows=16, max_nodes=8)
-    num_rows, _ = collect_suffixes(
-        segment_of(tokens, suffixes, starts), np.array([1], np.int32), 1, 8, scratch.found, 0
+    num_rows, _, _ = collect_suffixes(
+        segment_of(tokens, suffixes, starts), np.array([1], np.int32), 0, 1, 8, scratch.found, 0
     )
     assert [row.continuation for row in rows_in(scratch, 0, num_rows)] == [(2, 0)]
 

@@ -151,7 +151,7 @@ def suffix_rows(
     samples: int,
     enough: int,
     depth: int,
-) -> tuple[list[Row], int]:
+) -> tuple[list[Row], int, int]:
     """What `collect_suffixes` finds."""
     suffixes = sort_suffixes(tokens, separator)
     rows: list[Row] = []
@@ -174,8 +174,8 @@ def suffix_rows(
                 similarity = similarity_of(tokens[:position], separator, recent)
                 rows.append(Row(continuation, length, len(hits) / read, similarity=similarity))
         if len(hits) >= enough:
-            break
-    return rows, found
+            return rows, found, length
+    return rows, found, shortest
 
 
 def phrase_rows(
