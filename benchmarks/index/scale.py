@@ -404,11 +404,22 @@ def drafts_on(names: Sequence[str], builder: Builder, recordings: Recordings) ->
     return found
 
 
+def held_drafts(names: Sequence[str], builder: Builder, recordings: Recordings) -> dict[str, Any]:
+    """Return figures of drafts on some indexes that are held in memory instead of mapped."""
+    warm = warm_drafts(names, builder, recordings, hold=True)
+    return {name: {"warm": figures} for name, figures in warm.items()}
+
+
 def warm_drafts(
-    names: Sequence[str], builder: Builder, recordings: Recordings, repeats: int = 3
+    names: Sequence[str],
+    builder: Builder,
+    recordings: Recordings,
+    *,
+    repeats: int = 3,
+    hold: bool = False,
 ) -> dict[str, Any]:
     """Replay on each index in turns, after once unmeasured; return the replay of best median."""
-    indexes = {name: Index.open(builder.path(name)) for name in names}
+    indexes = {name: Index.open(builder.path(name), hold=hold) for name in names}
     best: dict[str, Any] = {}
     for turn in range(repeats + 1):
         for name, index in indexes.items():
@@ -434,10 +445,12 @@ def run(plan: Plan, stem: Path) -> dict[str, Any]:
         corpus = corpus or prepared(plan, encoder)
         return corpus
 
-    def drafts(*names: str) -> dict[str, Any]:
+    def recordings() -> Recordings:
         traces = recordings_of(text().held_out, plan, encoder)
-        drafters = {OWN: find_factory(OWN, "")}
-        return drafts_on(names, builder, Recordings(traces, [], plan.budget, drafters))
+        return Recordings(traces, [], plan.budget, {OWN: find_factory(OWN, "")})
+
+    def drafts(*names: str) -> dict[str, Any]:
+        return drafts_on(names, builder, recordings())
 
     def small(name: str, *, real_only: bool) -> dict[str, Any]:
         return builder.build(name, [small_text(text(), plan, name, real_only=real_only)])
@@ -459,6 +472,7 @@ def run(plan: Plan, stem: Path) -> dict[str, Any]:
     if plan.join_memory:
         steps.run("join", lambda: builder.join("large", plan.join_memory))
         steps.run("drafts_joined", lambda: drafts("small", "large"))
+        steps.run("drafts_held", lambda: held_drafts(("small", "large"), builder, recordings()))
     return steps.report()
 
 

@@ -26,6 +26,8 @@ _LATER_DRAFTS: Final = (
     ("drafts_compacted", "large", "large, compacted"),
     ("drafts_joined", "large", "large, in one segment"),
     ("drafts_joined", "small", "small, beside that"),
+    ("drafts_held", "large", "large, in one segment, held"),
+    ("drafts_held", "small", "small, held, beside that"),
 )
 _STAGES: Final = ("reading", "sorting", "counting")
 
@@ -211,19 +213,22 @@ def _drafts(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{drafts['traces']} held-out real documents at {drafts['budget']} nodes; cold: "
         f"{cold['sequences']} sequences, the index dropped from the page cache before each (at "
-        f"most {cold['cached_share_before']:.1%} of its pages were left)."
+        f"most {cold['cached_share_before']:.1%} of its pages were left). Held: copies of the "
+        "files in large pages of memory (`--hold-indexes`)."
     )
 
 
 def _draft_row(name: str, figures: dict[str, Any]) -> str:
-    warm, cold = figures["warm"], figures["cold"]
+    warm = figures["warm"]
     times = " | ".join(f"{warm['draft_us'][key]:,.1f}" for key in ("p50", "p90", "p99"))
-    first = " | ".join(f"{cold['first_draft_us'][key]:,.0f}" for key in ("p50", "p90"))
-    later = " | ".join(f"{cold['later_drafts_us'][key]:,.0f}" for key in ("p50", "p90"))
-    return (
-        f"| {name} | {warm['segments']} | {warm['tokens_per_step']:.3f} | {times} | {first} "
-        f"| {later} | {cold['opening_ms']:,.1f} |"
-    )
+    drafts = " | ".join(_cold_cells(figures["cold"]) if "cold" in figures else 5 * [""])
+    return f"| {name} | {warm['segments']} | {warm['tokens_per_step']:.3f} | {times} | {drafts} |"
+
+
+def _cold_cells(cold: dict[str, Any]) -> Iterator[str]:
+    for kind in ("first_draft_us", "later_drafts_us"):
+        yield from (f"{cold[kind][key]:,.0f}" for key in ("p50", "p90"))
+    yield f"{cold['opening_ms']:,.1f}"
 
 
 def _changes(report: dict[str, Any]) -> Iterator[str]:

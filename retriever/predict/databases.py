@@ -563,7 +563,9 @@ class Databases:
                 self.in_corpus.narrow(found)
             if then is not None:
                 row = then.collect(self._question(budget, scratch), row)
-        return DraftTree(*grown).prefix(size), row
+        if size < budget:
+            grown = Grown(*(each[:size] for each in grown))
+        return DraftTree(*grown), row
 
     @property
     def is_compiled(self) -> bool:
