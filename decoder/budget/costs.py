@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.model.compatibility import Capability
-from decoder.model.target import Target
-from decoder.sampling.verification import follow
 from retriever.tree import ROOT, DraftTree, Source
+
+if TYPE_CHECKING:  # engines without torch have costs, too
+    from decoder.model.target import Target
 
 # Errors below are mean absolute errors of logarithms, for made-up passes whose time varies by 8%,
 # of which every 33rd takes thirty times as long, while the load doubles and halves every 200 steps
@@ -229,9 +229,14 @@ setting differs by more. What is within it, `AdaptiveCosts` corrects."""
 Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""
 
+Timing = Callable[["Target", DraftTree], float]
+"""How a pass is timed, in seconds."""
 
-def time_pass(target: Target, tree: DraftTree) -> float:
+
+def time_pass(target: "Target", tree: DraftTree) -> float:
     """Return the seconds until the choices of one pass are known to the host."""
+    from decoder.sampling.verification import follow  # noqa: PLC0415  (loads torch)
+
     target.rewind()
     start = time.perf_counter()
     logits = target.verify(0, tree)
@@ -240,11 +245,11 @@ def time_pass(target: Target, tree: DraftTree) -> float:
 
 
 def measure_costs(
-    target: Target,
+    target: "Target",
     widths: Sequence[int] = DEFAULT_WIDTHS,
     contexts: Sequence[int] = DEFAULT_CONTEXTS,
     max_seconds: float = DEFAULT_SECONDS,
-    timed: Callable[[Target, DraftTree], float] = time_pass,
+    timed: Timing = time_pass,
 ) -> CostSurface:
     """Time passes of several widths and contexts, in turn, and take the shortest of each.
 
@@ -267,7 +272,7 @@ def measure_costs(
     return decided(target, lambda: _measured(target, widths, contexts, max_seconds, timed))
 
 
-def decided(target: Target, find: Callable[[], CostSurface]) -> CostSurface:
+def decided(target: "Target", find: Callable[[], CostSurface]) -> CostSurface:
     """Return what is found, by the first of the processes that share the target's model."""
     if target.ranks is None:
         return find()
@@ -281,11 +286,11 @@ def decided(target: Target, find: Callable[[], CostSurface]) -> CostSurface:
 
 
 def _measured(
-    target: Target,
+    target: "Target",
     widths: Sequence[int],
     contexts: Sequence[int],
     max_seconds: float,
-    timed: Callable[[Target, DraftTree], float],
+    timed: Timing,
 ) -> CostSurface:
     """Return what was timed; see `measure_costs`."""
     if target.pads_passes:
@@ -314,9 +319,9 @@ def _measured(
 
 
 def still_holds(
-    target: Target,
+    target: "Target",
     surface: CostSurface,
-    timed: Callable[[Target, DraftTree], float] = time_pass,
+    timed: Timing = time_pass,
 ) -> bool:
     """Return whether passes take what a surface says, or a busy machine slows them all.
 
@@ -342,9 +347,9 @@ def still_holds(
 
 
 def _run_once(
-    target: Target,
+    target: "Target",
     trees: dict[tuple[int, int], DraftTree],
-    timed: Callable[[Target, DraftTree], float],
+    timed: Timing,
 ) -> None:
     """Run every pass once, those behind the longest context first: what holds it is kept."""
     for context, width in sorted(trees, reverse=True):
@@ -378,15 +383,17 @@ def _surface(samples: Samples) -> CostSurface:
     return CostSurface(whole, widths, rows)
 
 
-def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
+def _fitting(contexts: Sequence[int], target: "Target") -> list[int]:
     """Return contexts that leave room for a pass, rising; one where reading them takes long."""
+    from decoder.model.compatibility import Capability  # noqa: PLC0415  (loads torch)
+
     if target.capability is not Capability.TREES:
         contexts = contexts[:1]
     room = contexts[-1] if target.max_length is None else target.max_length - 2
     return sorted({max(1, min(context, room)) for context in contexts})
 
 
-def _trial(num_nodes: int, context: int, target: Target) -> DraftTree:
+def _trial(num_nodes: int, context: int, target: "Target") -> DraftTree:
     """Return a tree to time; a pass costs the same for every shape.
 
     A chain, which every target can verify, or a bush where a chain would pass the model's limit.

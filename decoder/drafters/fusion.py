@@ -19,7 +19,7 @@ from typing import Final, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.asking import AskedDraft
+from decoder.drafters.asking import AskedDraft, StepCosts
 from decoder.drafters.following import (
     NO_TABLE,
     Likely,
@@ -34,7 +34,6 @@ from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits

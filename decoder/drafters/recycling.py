@@ -9,10 +9,9 @@ They are taken out of the table, and into it, for later runs and other decoders:
 
 import time
 from threading import Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from decoder.drafters.following import Verified
@@ -21,6 +20,9 @@ from decoder.drafters.kernels.recycled_entries import enter
 from decoder.drafters.kernels.siblings import Hints
 from retriever.drafter import NUM_FOUND, Findings, TokenIds
 from retriever.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_CAPACITY: Final = 1 << 18
 """Contexts that a table holds, in 21 MB: those of some 87,000 rows, as each row is kept under three
@@ -42,7 +44,6 @@ _MAY_BE_KEPT: Final = 1
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
-_INTEGERS: Final = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _LEAST_SHARE: Final = np.float32(1e-3)
 """Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
 
@@ -77,19 +78,47 @@ class RecycledLogits:
         Returns:
             The other likely tokens where the target chose its own.
         """
-        if verified.choices is not None and verified.choices.are_of(verified.logits):
-            tokens, logits = verified.choices.likeliest()
+        logits = verified.logits
+        if verified.choices is not None and verified.choices.are_of(logits):
+            tokens, values = verified.choices.likeliest()
         else:
-            tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))
-        log_odds = _log_odds(logits)
-        contexts = contexts_of(verified.tree, context)
+            tokens, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
+        log_odds = _log_odds(values)
+        self._write(contexts_of(verified.tree, context), tokens, log_odds, keep=keep)
+        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
+        others = tokens[end] != verified.next_token
+        return Hints(tokens[end][others], log_odds[end][others])
+
+    def learn_text(
+        self,
+        tokens: TokenIds,
+        logits: "torch.Tensor | NDArray[np.float32]",
+        *,
+        keep: bool = True,
+    ) -> None:
+        """Keep the likeliest tokens behind each token of a text, such as a prompt that was read.
+
+        Args:
+            tokens: int32[C + n], the text, of which the first C are what rows come after.
+            logits: [n, vocabulary], the target's after each of the last n tokens; none are kept of
+                the others.
+            keep: see `learn`.
+        """
+        if len(logits) == 0:
+            return
+        found, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
+        padded = np.concatenate([np.full(NUM_ORDERS - 1, -1, np.int32), tokens])
+        windows = np.lib.stride_tricks.sliding_window_view(padded, NUM_ORDERS)[-len(found) :]
+        contexts = np.ascontiguousarray(windows[:, ::-1], np.int32)
+        self._write(contexts, found, _log_odds(values), keep=keep)
+
+    def _write(
+        self, contexts: TokenIds, tokens: TokenIds, log_odds: NDArray[np.float32], *, keep: bool
+    ) -> None:
         with self._lock:
             self._now += 1
             number = self._now << 1 | (_MAY_BE_KEPT if keep else 0)
             write_rows(self.table, contexts, tokens, log_odds, number)
-        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
-        others = tokens[end] != verified.next_token
-        return Hints(tokens[end][others], log_odds[end][others])
 
     def take_in(self, findings: Findings) -> None:
         """Enter what was found earlier or elsewhere, as if each context were of a later pass.
@@ -130,7 +159,9 @@ class RecycledLogits:
         return Findings.joined(parts).part(order), now | _MAY_BE_KEPT
 
 
-def likeliest(logits: torch.Tensor, count: int) -> tuple[TokenIds, NDArray[np.float32]]:
+def likeliest(
+    logits: "torch.Tensor | NDArray[np.float32]", count: int
+) -> tuple[TokenIds, NDArray[np.float32]]:
     """Return int32[R, count], the likeliest of each row, and float32[R, count], their logits.
 
     On CPUs `torch.topk` looks at one value after the other: rows of bfloat16 and float32 are
@@ -140,7 +171,13 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[TokenIds, NDArray[np.fl
         logits: [R, vocabulary].
         count: tokens of each row, at most the vocabulary; the likeliest come first.
     """
-    integers = _INTEGERS.get(logits.dtype)
+    if isinstance(logits, np.ndarray):
+        columns = np.empty((len(logits), count), np.int32)
+        rank_columns(np.ascontiguousarray(logits).view(np.int32), columns)
+        return columns, np.take_along_axis(logits, columns, axis=1)
+    import torch  # noqa: PLC0415  (loaded by whoever has a tensor)
+
+    integers = {torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(logits.dtype)
     if integers is None or logits.device.type != "cpu":
         values, indices = logits.topk(count, dim=-1)
         return indices.cpu().numpy().astype(np.int32), values.float().cpu().numpy()
