@@ -153,6 +153,13 @@ def our_drafters(
 ) -> dict[str, DrafterDraftModel]:
     """Return ours: whole paths verified, and as much of them as pays on this machine."""
     return {
+        f"foredraft, {OUR_WIDTH} tokens, retrieved alone": attach(
+            bench.verifying,
+            warm_drafter(indexes, warm),
+            num_pred_tokens=OUR_WIDTH,
+            measure=False,
+            recycle=False,
+        ),
         f"foredraft, {OUR_WIDTH} tokens": attach(
             bench.verifying, warm_drafter(indexes, warm), num_pred_tokens=OUR_WIDTH, measure=False
         ),

@@ -19,6 +19,7 @@ from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, rank_columns, w
 from decoder.drafters.kernels.recycled_entries import enter
 from decoder.drafters.kernels.siblings import Hints
 from retriever.drafter import NUM_FOUND, Findings, TokenIds
+from retriever.errors import InvalidRequestError
 from retriever.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -64,8 +65,23 @@ class RecycledLogits:
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self.table = Table.of(capacity, NUM_LIKELY)
+        self._tenant: str | None = None
         self._now = 0
         self._lock = Lock()  # held while entries are written or taken out; drafts do not need it
+
+    def serve(self, tenant: str) -> None:
+        """Note whose sequences are drafted for: those of one tenant, the first one's.
+
+        Raises:
+            InvalidRequestError: another tenant's were.
+        """
+        if self._tenant is None:
+            self._tenant = tenant
+        if tenant != self._tenant:
+            raise InvalidRequestError(
+                f"a sequence of tenant {tenant!r} is not drafted for with what the target found "
+                f"likely in those of tenant {self._tenant!r}: use recycled logits for each"
+            )
 
     def learn(self, verified: Verified, context: TokenIds, *, keep: bool = True) -> Hints:
         """Keep the likeliest tokens of each row of a pass.

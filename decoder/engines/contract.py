@@ -82,7 +82,7 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
     """Return what an engine's class, function, enum or object lacks, or has in addition.
 
     Args:
-        thing: of the engine.
+        thing: of the engine; `None` for what was looked up and not found.
         attributes: that it must have: an object's own, or those of a class and its instances as
             far as they can be seen in the class.
         parameters: of a function, that it must name itself, where it would take any in silence.
@@ -99,6 +99,8 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
         be seen, such as the arguments of a compiled function, counts as none.
     """
     shown = called or _name_of(thing)
+    if thing is None:
+        return [f"{shown} is not there"]
     found = [f"{shown} has no `{each}`" for each in attributes if not hasattr(thing, each)]
     if parameters:
         known = {each.name for each in _own_parameters(thing) or ()}

@@ -147,6 +147,10 @@ class Foredraft:
         on_tokens: OnTokens | None = None,
         predictions: RowPredictions = (),
         kin: Kin = ALONE,
+        remember: bool = True,
+        drafts: bool = True,
+        budget: int | None = None,
+        tenant: str = "",
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode one sequence or a batch, as `model.generate` asks for it.
@@ -166,6 +170,10 @@ class Foredraft:
                 for each row. Drafts come from them, too, where the drafter takes any.
             kin: the group of all rows, which then draft from one another, and the version of the
                 model.
+            remember: whether later calls may draft from the outputs.
+            drafts: whether drafts are made at all; the drafter is told nothing if not.
+            budget: most nodes of a row's tree that a pass verifies; see `Request`.
+            tenant: whose call it is, where the drafter keeps tenants apart.
             model_kwargs: further arguments of the model.
 
         Returns:
@@ -175,7 +183,9 @@ class Foredraft:
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
             InvalidPromptError: a prompt is longer than the model can take, or holds padding
-                alone; or a prediction, a group or a version is none.
+                alone; or a prediction, a group, a version or a tenant's name is none.
+            InvalidSettingsError: the budget is negative.
+            InvalidRequestError: the drafter keeps no tenants apart.
 
         An output ends at `Target.max_length` tokens where passes beyond are not those of the model
         (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
@@ -196,6 +206,10 @@ class Foredraft:
                 ),
                 predictions=of_row,
                 kin=kin,
+                remember=remember,
+                drafts=drafts,
+                budget=budget,
+                tenant=tenant,
             )
             for row, of_row in zip(rows, expected, strict=True)
         )
@@ -297,6 +311,10 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     on_tokens: OnTokens | None = None,
     predictions: RowPredictions = (),
     kin: Kin = ALONE,
+    remember: bool = True,
+    drafts: bool = True,
+    budget: int | None = None,
+    tenant: str = "",
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
@@ -318,6 +336,10 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         on_tokens=on_tokens,
         predictions=predictions,
         kin=kin,
+        remember=remember,
+        drafts=drafts,
+        budget=budget,
+        tenant=tenant,
         **model_kwargs,
     )
 
