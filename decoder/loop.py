@@ -243,11 +243,12 @@ class Decoder:
     def _check_budget(self, budget: int | None) -> None:
         if budget is not None and budget < 0:
             raise InvalidSettingsError(f"the budget must be 0 nodes or more, not {budget}")
-        if budget is not None and budget > self.target.max_nodes:
+        most = min(self.target.max_nodes, getattr(self.budget, "max_nodes", self.target.max_nodes))
+        if budget is not None and budget > most:
             _log.warning(
                 "a request's budget of %d nodes is cut to %d, the most that a pass verifies",
                 budget,
-                self.target.max_nodes,
+                most,
             )
 
     def _admissible(self, number: int, request: Request) -> "Generation":

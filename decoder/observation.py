@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from decoder.stopping import StopRule
 from retriever.tree import DraftTree, Source
 
-
 _SHOWN: Final = 4
 """Positions whose rate of acceptance the summary shows."""
 

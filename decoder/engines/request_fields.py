@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class FieldReader:
         stated = _stated(carried)
         if not stated:
             return PLAIN, ""
-        kin: KinOptions = {name: stated[name] for name in _KIN if name in stated}  # type: ignore[misc]
+        kin = cast(KinOptions, {name: stated[name] for name in _KIN if name in stated})
         budget, too_much = self._budget(stated.get("budget"))
         predictions, left_out = self._predictions(stated)
         found = RequestFields(
@@ -134,7 +134,7 @@ class FieldReader:
     def _predictions(self, stated: Mapping[str, Any]) -> tuple[tuple[Prediction, ...], str]:
         """Return what is predicted; what cannot be drafted from is left out, and said."""
         given = stated.get("predictions")
-        if given is None or given == [] or given == "":
+        if not given:
             return (), ""
         try:
             if isinstance(given, list) and all(_is_id(each) for each in given):

@@ -1,18 +1,26 @@
-"""What a call of `model.generate` can state of its drafts reaches the drafter, and changes no output."""
+"""What a call of `model.generate` states of its drafts reaches the drafter, and no output."""
 
 import logging
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
+from decoder.engines.transformers import assisted, requests
+from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
-from decoder.errors import ContradictoryOptionsError, InvalidPromptError, InvalidSettingsError
+from decoder.errors import (
+    ContradictoryOptionsError,
+    InvalidPromptError,
+    InvalidSettingsError,
+    UnsupportedEngineError,
+)
 from retriever.drafter import Drafter, Kin, Prediction
 from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.follower import DraftLimits
@@ -113,7 +121,39 @@ def test_assistants_that_cannot_be_used_are_refused() -> None:
     fused = FusedDrafter([NoDrafter()], DraftLimits(VOCABULARY, VOCABULARY))
     with pytest.raises(ContradictoryOptionsError, match="readers="):
         with_assistant(fused)
+    smaller: Any = tiny_llama()
+    smaller.resize_token_embeddings(VOCABULARY // 2)
     with pytest.raises(VocabularyMismatchError):
-        Foredraft(
-            tiny_llama(), NoDrafter(), budget=FixedBudget(16), assistant_model=tiny_llama(vocabulary=VOCABULARY // 2)
+        Foredraft(tiny_llama(), NoDrafter(), budget=FixedBudget(16), assistant_model=smaller)
+
+
+def later_generate(self: Any, inputs: Any = None, decoding: Any = None, **options: Any) -> Any: ...
+
+
+def later_candidates(self: Any, input_ids: Any, positions: Any, /) -> Any: ...
+
+
+def test_a_transformers_that_calls_otherwise_is_refused_with_what_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(requests, "_changes_of_generate", requests._changes_of_generate.__wrapped__)
+    monkeypatch.setattr(
+        assisted,
+        "_changes_of_assisted_generation",
+        assisted._changes_of_assisted_generation.__wrapped__,
+    )
+    with monkeypatch.context() as other_version:
+        other_version.setattr(CandidateGenerator, "get_candidates", later_candidates)
+        options = {"custom_generate": assisted_generate, "drafter": NoDrafter()}
+        with pytest.raises(UnsupportedEngineError) as caught:
+            generated(model, PROMPT, **options)
+        assert "CandidateGenerator.get_candidates has a new parameter `positions`" in str(
+            caught.value
         )
+    with monkeypatch.context() as other_version:
+        other_version.setattr(GenerationMixin, "generate", later_generate)
+        with pytest.raises(UnsupportedEngineError) as caught:
+            foredraft(model, NoDrafter())
+    assert "generate has no parameter `custom_generate`" in str(caught.value)
+    assert "generate has no parameter `streamer`" in str(caught.value)
