@@ -114,7 +114,8 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
     def _chains(self, requests: list[Any]) -> Mapping[Any, list[int]]:
         try:
             rows = {each.request_id: self._row(each) for each in requests}
-            return {name: chain.tolist() for name, chain in self.sequences.draft(rows).items()}
+            chains = self.sequences.draft(rows)
+            return {name: chain.token_ids.tolist() for name, chain in chains.items()}
         except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
             self._num_errors += 1
             if self._num_errors == 1:
