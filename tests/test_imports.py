@@ -34,6 +34,7 @@ ADAPTERS = {
     "experimental_sglang": {"sglang"},
     "experimental_tensorrt_llm": {"tensorrt_llm"},
     "llama_cpp": {"llama_cpp"},
+    "mlx_lm": {"mlx", "mlx_lm"},
     "onnxruntime_genai": {"onnxruntime_genai"},
     "transformers": set[str](),
     "vllm": {"vllm"},

@@ -518,7 +518,12 @@ _CALLS: Final[dict[str, tuple[int, Sequence[str]]]] = {
 @cache
 def _class_differences() -> list[str]:
     return [
-        *differences(LlamaDraftModel, attributes=["__call__"], implemented_by=DrafterDraftModel),
+        *differences(
+            LlamaDraftModel,
+            attributes=["__call__"],
+            implemented_by=DrafterDraftModel,
+            called="LlamaDraftModel",
+        ),
         *differences(Llama.__init__, parameters=["logits_all"]),
         *(
             sentence

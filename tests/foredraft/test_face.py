@@ -23,6 +23,7 @@ ADAPTERS = {
     "experimental_sglang": "sglang",
     "experimental_tensorrt_llm": "tensorrt_llm",
     "llama_cpp": "llama_cpp",
+    "mlx_lm": "mlx",
     "onnxruntime_genai": "onnxruntime_genai",
     "transformers": "transformers",
     "vllm": "vllm",
