@@ -229,7 +229,7 @@ def test_requests_are_drafted_for_as_they_state(
     assert "they seem another tokenizer's" in caplog.messages[-1]
     assert accepted(remember=False, predictions=[3], vocabulary="b" * 64) == cold
     assert "is not the engine's" in caplog.messages[-1]
-    for drafting in ({"tenant": "c"}, {"budget": -1}, {"budgets": 1}, {"predictions": 3}):
+    for drafting in ({"tenant": "c"}, {"budget": -1}, {"budgets": 1}, {"remember": "maybe"}):
         with pytest.raises(InvalidRequestError, match="foredraft_"):
             loop.begin(prompt, NUM_TOKENS, drafting=drafting)
     assert not loop.is_running
