@@ -14,7 +14,7 @@ reading counts, at every depth, as one more source.
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, Unpack
+from typing import Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,6 @@ from retriever.sequences import (
     checked_predictions,
 )
 from retriever.tree import ROOT, DraftTree, Source
-
-if TYPE_CHECKING:
-    import torch
 
 RATE: Final = 0.2
 """Size of a step of learning, before it is divided by the root of the squared gradients."""
@@ -303,17 +300,6 @@ class FusedDrafter:
     def learn(self, session: str, verified: Verified) -> None:
         """Learn from a pass over the session's last draft how to weigh each source."""
         self._sessions.get(session).learn(verified)
-
-    def learn_text(
-        self,
-        tokens: TokenIds,
-        logits: "torch.Tensor | NDArray[np.float32]",
-        *,
-        keep: bool = True,
-    ) -> None:
-        """Learn what the target found likely in a text; see `RecycledLogits.learn_text`."""
-        if self._recycled is not None:
-            self._recycled.learn_text(tokens, logits, keep=keep)
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
         """End a sequence; see `Drafter.close`."""

@@ -105,29 +105,6 @@ class RecycledLogits:
         others = tokens[end] != verified.next_token
         return Hints(tokens[end][others], log_odds[end][others])
 
-    def learn_text(
-        self,
-        tokens: TokenIds,
-        logits: "torch.Tensor | NDArray[np.float32]",
-        *,
-        keep: bool = True,
-    ) -> None:
-        """Keep the likeliest tokens behind each token of a text, such as a prompt that was read.
-
-        Args:
-            tokens: int32[C + n], the text, of which the first C are what rows come after.
-            logits: [n, vocabulary], the target's after each of the last n tokens; none are kept of
-                the others.
-            keep: see `learn`.
-        """
-        if len(logits) == 0:
-            return
-        found, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
-        padded = np.concatenate([np.full(NUM_ORDERS - 1, -1, np.int32), tokens])
-        windows = np.lib.stride_tricks.sliding_window_view(padded, NUM_ORDERS)[-len(found) :]
-        contexts = np.ascontiguousarray(windows[:, ::-1], np.int32)
-        self._write(contexts, found, _log_odds(values), keep=keep)
-
     def _write(
         self, contexts: TokenIds, tokens: TokenIds, log_odds: NDArray[np.float32], *, keep: bool
     ) -> None:

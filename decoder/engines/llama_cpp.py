@@ -11,11 +11,12 @@ exact under sampling, grammars and penalties, too. It tells neither when a seque
 one ends. With any draft model it shows a caller's logits processors all tokens of the pass, later
 drafted ones included: a processor that reads them sees tokens that were not chosen.
 
-The engine keeps the logits of all tokens, as verifying drafts demands. What they found likely is
-drafted again where the same last tokens come (`RecycledLogits`), in one tree with what is retrieved
-(`FusedDrafter`), of which the best chain is proposed.
+The engine keeps the logits of all tokens of a pass, as verifying drafts demands. What they found
+likely is drafted again where the same last tokens come (`RecycledLogits`), in one tree with what is
+retrieved (`FusedDrafter`), of which the best chain is proposed.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,11 +24,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from logging import getLogger
 from time import perf_counter
+from types import FrameType
 from typing import Any, Final, Self
 
 import numpy as np
 from llama_cpp import (
     Llama,
+    llama_get_logits_ith,
     llama_model_is_hybrid,
     llama_model_is_recurrent,
     llama_model_n_swa,
@@ -65,10 +68,6 @@ _CONTEXT: Final = 32
 
 _ROUNDS: Final = 5
 """Passes of each width, the shortest of which counts: a pause of the machine seldom hits all."""
-
-_MOST_READ: Final = 2048
-"""Tokens of a prompt whose logits are recycled, the last ones: 15 us each for a vocabulary of
-49,152, before the first token."""
 
 _MOST_TENANTS: Final = 16
 """Tenants whose recycled logits are kept, the last ones that had a request."""
@@ -184,7 +183,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self._budget_nodes = budget_nodes
         self._reader = reader or FieldReader(most_tokens=num_pred_tokens)
         self._request = DraftedRequest(PLAIN)
-        self._read = "", np.empty(0, np.int32)  # whose prompt the last one was, and its tokens
+        self._awaits_pass = False
         self._running: _Running | None = None
         self._returned_s = 0.0
 
@@ -217,6 +216,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """Return intc[k], tokens that may come after those of the sequence, intc[n]."""
         began_s = perf_counter()
+        self._awaits_pass = True
         self.num_passes += 1
         chain = DraftTree.empty()
         try:
@@ -226,6 +226,11 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self.num_drafted += len(chain)
         self._charge(began_s)
         return chain.token_ids.astype(np.intc)
+
+    def takes_pass(self) -> bool:
+        """Return whether the engine's next pass is one that it was called for, once."""
+        awaits, self._awaits_pass = self._awaits_pass, False
+        return awaits
 
     def end(self) -> None:
         """End the sequence and remember its output, as the next sequence would.
@@ -282,7 +287,6 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             tenant=fields.tenant,
         )
         running = _Running(request, sequence, self._following(fields, sequence))
-        self._read_prompt(running)
         self._learn(running, tokens[end:])
         return running
 
@@ -323,21 +327,6 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             running.drafting.learn(Verified(last_token, tree, logits, path, int(new[-1])))
         sequence.extend(new)
 
-    def _read_prompt(self, running: _Running) -> None:
-        """Recycle the logits of a prompt, but for what of it was read before."""
-        fields, tokens = running.request.fields, running.sequence.tokens
-        of_tenant, before = self._read
-        self._read = fields.tenant, tokens.copy()
-        if self._llm is None or running.drafting is None:
-            return
-        end = len(tokens) - 1
-        begin = max(end - _MOST_READ, 0)
-        if of_tenant == fields.tenant:
-            begin = max(begin, min(_common_length(before, tokens), end))
-        if begin < end:
-            logits = self._llm.scores[begin:end]
-            self._drafters.learn_text(fields.tenant, tokens[:end], logits, keep=fields.remember)
-
     def _charge(self, began_s: float) -> None:
         """Note the time since a call began as the drafter's."""
         self._returned_s = perf_counter()
@@ -359,6 +348,67 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             _log.warning("llama.cpp goes on without drafts for now: %s", error)
 
 
+class _PromptReader:
+    """`Llama.eval` of a model with drafts: it computes no logits of a prompt but the last token's.
+
+    With `logits_all` the engine computes those of every token that it reads: a fifth of the time of
+    a prompt where the vocabulary is large. Only drafts need them, and completions that show the
+    prompt with its log-probabilities (`echo` and `logprobs`); calls of a user's own are left alone.
+
+    Args:
+        llm: whose method it stands for.
+    """
+
+    def __init__(self, llm: Llama) -> None:
+        self._llm = llm
+        self._lacks_some = False
+
+    def __call__(self, tokens: Sequence[int]) -> None:
+        """Read tokens; see `Llama.eval`."""
+        draft_model = self._llm.draft_model
+        is_drafted = not isinstance(draft_model, DrafterDraftModel) or draft_model.takes_pass()
+        if is_drafted or not _is_for_generate(caller := sys._getframe(1)):  # noqa: SLF001
+            Llama.eval(self._llm, tokens)
+        elif _shows_logits(caller):
+            self._read_with_logits(tokens)
+        elif len(tokens):
+            self._read(tokens)
+        else:
+            Llama.eval(self._llm, tokens)
+
+    def _read_with_logits(self, tokens: Sequence[int]) -> None:
+        """Read a prompt for its logits; what was read of it without them is read again."""
+        llm = self._llm
+        if self._lacks_some:
+            tokens, llm.n_tokens = [*llm.input_ids[: llm.n_tokens].tolist(), *tokens], 0
+        Llama.eval(llm, tokens)
+        self._lacks_some = False
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Read a prompt for the logits of its last token."""
+        llm, self._lacks_some = self._llm, True
+        llm._logits_all = False  # noqa: SLF001  no public name
+        try:
+            Llama.eval(llm, tokens)
+        finally:
+            llm._logits_all = True  # noqa: SLF001  as above
+        last = np.ctypeslib.as_array(llama_get_logits_ith(llm.ctx, -1), shape=(llm.n_vocab(),))
+        llm.scores[llm.n_tokens - 1] = last
+
+
+def _is_for_generate(caller: FrameType) -> bool:
+    """Return whether the engine's own loop is what reads, and no one who wants the logits."""
+    return caller.f_code is Llama.generate.__code__
+
+
+def _shows_logits(caller: FrameType | None) -> bool:
+    """Return whether a completion for which a prompt is read shows the prompt's logits."""
+    while caller is not None and caller.f_code is not Llama._create_completion.__code__:  # noqa: SLF001
+        caller = caller.f_back
+    stated = {} if caller is None else caller.f_locals
+    return bool(stated.get("echo")) and stated.get("logprobs") is not None
+
+
 def _verified(
     llm: Llama, sequence: TokenSequence, chain: DraftTree, num_accepted: int
 ) -> tuple[DraftTree, NDArray[np.float32]]:
@@ -374,13 +424,6 @@ def _verified(
     if not np.array_equal(llm.input_ids[behind], chain.token_ids[num_accepted + 1 :]):
         chain = chain.prefix(num_accepted)
     return chain, llm.scores[known - 1 : known + len(chain)]
-
-
-def _common_length(one: TokenIds, other: TokenIds) -> int:
-    """Return the length of the common prefix of int32[m] and int32[n]."""
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
 
 
 class _TenantDrafters:
@@ -408,14 +451,6 @@ class _TenantDrafters:
             self._followers.popitem(last=False)
         return self._followers[key]
 
-    def learn_text(
-        self, tenant: str, tokens: TokenIds, logits: NDArray[np.float32], *, keep: bool
-    ) -> None:
-        """Recycle the logits of a text that was read; see `FusedDrafter.learn_text`."""
-        drafter = self.of(tenant).drafter
-        if isinstance(drafter, FusedDrafter):
-            drafter.learn_text(tokens, logits, keep=keep)
-
     def _new(self, tenant: str) -> Drafter:
         if not self._recycles:
             return self._drafter
@@ -435,6 +470,9 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     tenants: Sequence[str] = (),
 ) -> DrafterDraftModel:
     """Let a model decode with drafts from now on, and return its draft model.
+
+    From then on the engine computes no logits of a prompt but its last token's, unless a completion
+    shows them (`echo` with `logprobs`).
 
     Args:
         llm: made with `logits_all=True`.
@@ -470,6 +508,7 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
         reader=FieldReader(tenants, num_pred_tokens, lambda text: _encoded(llm, text), vocabulary),
     )
     llm.draft_model = draft_model
+    llm.eval = _PromptReader(llm)
     return draft_model
 
 
@@ -497,6 +536,7 @@ def check_engine(llm: Llama | None = None) -> None:
 _ATTRIBUTES: Final = (
     "_logits_all",
     "context_params",
+    "ctx",
     "draft_model",
     "input_ids",
     "model",
@@ -525,6 +565,13 @@ def _class_differences() -> list[str]:
             called="LlamaDraftModel",
         ),
         *differences(Llama.__init__, parameters=["logits_all"]),
+        *differences(Llama, attributes=["generate"]),
+        *differences(
+            getattr(Llama, "_create_completion", None),
+            parameters=["echo", "logprobs"],
+            called="Llama._create_completion",
+        ),
+        *differences(llama_get_logits_ith, passed=2),
         *(
             sentence
             for name, (passed, named) in _CALLS.items()

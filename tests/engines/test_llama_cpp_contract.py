@@ -7,6 +7,7 @@ before every pass but a prompt's; what is returned is cut to the room that is le
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from ctypes import POINTER, c_float
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,7 +47,11 @@ class Llama:
         self._n_ctx = n_ctx
         self.model = SimpleNamespace(is_recurrent=False, is_hybrid=False, n_swa=0)
         self.context_params = SimpleNamespace(swa_full=True)
-        self.num_passes = 0
+        self.num_passes = self.num_rows = 0
+
+    @property
+    def ctx(self) -> "Llama":
+        return self
 
     def n_ctx(self) -> int:
         return self._n_ctx
@@ -69,7 +74,14 @@ class Llama:
         for at in range(self.n_tokens, self.n_tokens + len(tokens)) if self._logits_all else ():
             self.scores[at] = logits_after(self.input_ids[: at + 1].tolist())
         self.n_tokens += len(tokens)
+        self.num_rows += len(tokens) if self._logits_all else 1
         self.num_passes += 1
+
+    def _create_completion(
+        self, prompt: list[int], logprobs: int | None = None, *, echo: bool = False
+    ) -> Iterator[int]:
+        yield from self.generate(prompt)
+        assert echo or logprobs is None
 
     def generate(self, prompt: list[int]) -> Iterator[int]:
         self.n_tokens = _common(self.input_ids[: self.n_tokens].tolist(), prompt[:-1])
@@ -106,6 +118,12 @@ def logits_after(tokens: list[int]) -> NDArray[np.float32]:
     return logits
 
 
+def last_logits(llm: Llama, at: int) -> Any:
+    assert at == -1
+    logits = logits_after(llm.input_ids[: llm.n_tokens].tolist())
+    return logits.ctypes.data_as(POINTER(c_float))
+
+
 def _common(one: list[int], other: list[int]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
@@ -117,6 +135,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     engine, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     vars(engine).update(
         Llama=Llama,
+        llama_get_logits_ith=last_logits,
         llama_model_is_recurrent=lambda model: model.is_recurrent,
         llama_model_is_hybrid=lambda model: model.is_hybrid,
         llama_model_n_swa=lambda model: model.n_swa,
@@ -300,17 +319,23 @@ def test_what_the_model_found_likely_is_drafted_again(adapter: Any) -> None:
     )
 
 
-def test_logits_of_a_prompt_are_recycled(adapter: Any) -> None:
-    """The model goes on after a prompt as it would have gone on within it."""
-    text = script([5, 9, 13], 120)
+def test_logits_of_a_prompt_are_computed_where_they_are_shown_alone(adapter: Any) -> None:
+    prompt = script([1], 200)
 
-    def first_pass(most_read: int) -> int:
-        adapter._MOST_READ = most_read
+    def rows(**shown: Any) -> int:
         llm = Llama()
-        ours = adapter.attach(llm, NoDrafter(), measure=False)
-        return accepted(llm, ours, [5, 9, 13, *text, 5, 9, 13], 60)
+        adapter.attach(llm, NoDrafter(), measure=False)
+        for _ in zip(range(1), llm._create_completion(prompt, **shown), strict=False):
+            pass
+        assert (llm.scores[len(prompt) - 1] == logits_after(prompt)).all()
+        return llm.num_rows
 
-    assert first_pass(2048) > first_pass(0)
+    assert rows() == rows(echo=True) == 1
+    assert rows(echo=True, logprobs=1) == len(prompt)
+    llm = Llama()
+    adapter.attach(llm, NoDrafter(), measure=False)
+    llm.eval(prompt)  # the user's own call
+    assert llm.num_rows == len(prompt)
 
 
 def test_rows_of_rejected_tokens_are_learned_as_behind_these_tokens(adapter: Any) -> None:

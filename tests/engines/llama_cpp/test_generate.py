@@ -172,6 +172,21 @@ def test_calls_are_drafted_for_as_they_state(llm: Any, plain: Any) -> None:
         pass
 
 
+def test_log_probabilities_are_those_of_the_engine_alone(path: Path, llm: Any) -> None:
+    keeping = load(path, logits_all=True)
+    attach(llm, EmbeddedDrafter(), measure=False)
+    for shown in ({"logprobs": 3}, {"logprobs": 3, "echo": True}):
+        options = {"max_tokens": 24, "temperature": 0.0, **shown}
+        found = [each.create_completion("once upon", **options) for each in (keeping, llm)]
+        alone, ours = (each["choices"][0]["logprobs"] for each in found)
+        assert ours["tokens"] == alone["tokens"]
+        np.testing.assert_allclose(
+            np.array(ours["token_logprobs"][1:], float),
+            np.array(alone["token_logprobs"][1:], float),
+            atol=1e-4,
+        )
+
+
 def test_nothing_of_torch_is_needed() -> None:
     script = "import sys; sys.modules['torch'] = None; import foredraft.llama_cpp"
     subprocess.run(
