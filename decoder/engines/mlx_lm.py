@@ -26,7 +26,7 @@ from decoder.engines.engine_options import chain_for, check_version, checked_voc
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary
-from retriever.drafter import Drafter
+from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits, Follower
 from retriever.tree import DraftTree
 
@@ -115,10 +115,19 @@ class DraftedSequence:
             follower.close()
 
     def _begin_draft(self) -> None:
-        """Draft behind the tokens so far, all of which the target has chosen."""
+        """Draft behind the tokens so far, which are the prompt's or those that the target chose."""
         tokens = np.array(self._tokens, np.int32)
-        self._count(tokens)
+        was_verified, self._was_verified = self._was_verified, False
+        if was_verified:
+            self._count(tokens)
+        elif self._follower is not None:  # a short piece of the prompt was taken for a step
+            self._drafts.sessions.abandon([self._follower])
+            self._follower = None
         self._num_given, self._num_before = 0, len(tokens)
+        self._chain = self._drafts.chain(self._following(tokens))
+
+    def _following(self, tokens: TokenIds) -> Follower:
+        """Return the follower of the sequence, up to date."""
         follower = self._follower
         if follower is not None and not follower.sequence.begins(tokens):
             self.close()
@@ -127,16 +136,14 @@ class DraftedSequence:
             follower = self._follower = self._drafts.sessions.follow(tokens, len(tokens))
         else:
             follower.sequence.extend(tokens[len(follower.sequence) :])
-        self._chain = self._drafts.chain(follower)
+        return follower
 
-    def _count(self, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+    def _count(self, tokens: TokenIds) -> None:
         """Count what became of the last draft."""
-        was_verified, self._was_verified = self._was_verified, False
         new = tokens[self._num_before :]
-        if was_verified and len(new):
+        if len(new):
             drafted = self._chain.prefix(self._num_given)
-            path = drafted.follow(new[:-1])
-            self._drafts.statistics.record(drafted, path, len(new))
+            self._drafts.statistics.record(drafted, drafted.follow(new[:-1]), len(new))
 
 
 class DraftsForMlx:
