@@ -132,7 +132,8 @@ class Statistics:
 
     def exposition(self) -> str:
         """Return `engine_metrics` as text that Prometheus reads, for a page `/metrics`."""
-        lines, told = [], set[str]()
+        lines: list[str] = []
+        told: set[str] = set()
         for series, value in self.engine_metrics().items():
             name = series.partition("{")[0]
             if name not in told:

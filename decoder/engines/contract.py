@@ -202,7 +202,8 @@ def _calls_of_hook(theirs: list[Parameter], own: list[Parameter], shown: str) ->
     places = [each for each in own if each.kind in _POSITIONAL]
     takes_any = {each.kind for each in own}
     names = {each.name for each in own if each.kind in _NAMED}
-    found, filled = [], set()
+    found: list[str] = []
+    filled: set[str] = set()
     for at, each in enumerate(each for each in theirs if each.kind in _POSITIONAL):
         place = places[at] if at < len(places) else None
         if place is not None:

@@ -156,7 +156,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: D102  (as `__init__` states)
         check_engine()  # before Python refuses a class that lacks what has become abstract
-        return super().__new__(cls)
+        made: Self = super().__new__(cls)
+        return made
 
     def __init__(  # noqa: PLR0913  (all but the first two are given by name)
         self,
