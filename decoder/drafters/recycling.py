@@ -94,9 +94,9 @@ class RecycledLogits:
         Returns:
             The other likely tokens where the target chose its own.
         """
-        logits = verified.logits
-        if verified.choices is not None and verified.choices.are_of(logits):
-            tokens, values = verified.choices.likeliest()
+        logits, choices = verified.logits, verified.choices
+        if choices is not None and not isinstance(logits, np.ndarray) and choices.are_of(logits):
+            tokens, values = choices.likeliest()
         else:
             tokens, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
         log_odds = _log_odds(values)

@@ -242,7 +242,9 @@ def test_a_request_that_was_rewound_begins_anew(adapter: Any) -> None:
 
 class DrafterThatFinishes(DrafterOfMain):
     @abstractmethod
-    def prepare_draft_tokens(self, scheduled_requests: Any, sampler: Any, states: Any) -> None: ...
+    def prepare_draft_tokens(  # type: ignore[override]  # as another version has it
+        self, scheduled_requests: Any, sampler: Any, states: Any
+    ) -> None: ...
 
     @abstractmethod
     def finish(self, request: Request) -> None: ...

@@ -302,7 +302,7 @@ def test_a_chain_is_the_best_path_clamped(adapter: Any) -> None:
 def accepted(llm: Llama, ours: Any, prompt: list[int], number: int = 100) -> int:
     """Check the output of a prompt from an empty cache; return how many were accepted."""
     llm.reset()
-    before = ours.num_accepted
+    before = int(ours.num_accepted)
     assert generated(llm, prompt, number) == script(prompt, number)
     return int(ours.num_accepted) - before
 
@@ -342,7 +342,7 @@ def test_rows_of_rejected_tokens_are_learned_as_behind_these_tokens(adapter: Any
     """What was learned of any tokens is what the model's logits after these very tokens say."""
     learned: list[tuple[list[int], list[int]]] = []
 
-    class Noting(adapter.FusedDrafter):  # type: ignore[misc, name-defined]  # made at run time
+    class Noting(adapter.FusedDrafter):  # type: ignore[misc]  # made at run time
         def take_in(self, sequence: Any, verified: Any) -> Any:
             context = sequence.sequence.tokens.tolist()
             rows = [context] + [

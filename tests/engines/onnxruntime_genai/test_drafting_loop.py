@@ -1,6 +1,7 @@
 """The real engine on a tiny paged model; `make test-engine-onnxruntime-genai` runs this."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ og = pytest.importorskip(
     "onnxruntime_genai", reason="an extra: `make test-engine-onnxruntime-genai`"
 )
 
-from decoder.engines import onnxruntime_genai as adapter  # noqa: E402
 from decoder.engines.onnxruntime_genai import DraftingLoop, Progress  # noqa: E402
 from decoder.errors import UnsupportedEngineError  # noqa: E402
 from indexer.reader import Vocabulary  # noqa: E402
@@ -162,7 +162,13 @@ def test_options_that_rule_drafts_out_cost_drafts_alone(
 
 def test_sampling_draws_from_the_model(engine: Engine) -> None:
     loop = engine.loop(engine.drafter(2))
-    options = {"do_sample": True, "temperature": 0.01, "top_k": 8, "top_p": 0.9, "seed": 1}
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.01,
+        "top_k": 8,
+        "top_p": 0.9,
+        "seed": 1,
+    }
     tokens = list(loop.generate(PROMPTS[2], NUM_TOKENS, **options))
     assert tokens == engine.expected(PROMPTS[2])
     assert loop.num_accepted > 0
@@ -245,8 +251,8 @@ def test_an_engine_that_lacks_what_is_needed_is_refused_with_what(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(adapter.og, "Request", LaterRequest)
-    monkeypatch.delattr(adapter.og, "TurnOptions")
+    monkeypatch.setattr(og, "Request", LaterRequest)
+    monkeypatch.delattr(og, "TurnOptions")
     with pytest.raises(UnsupportedEngineError) as caught:
         engine.loop(engine.drafter())
     assert "Request has no `set_draft_tokens`; TurnOptions is not there" in str(caught.value)
