@@ -26,6 +26,7 @@ from logging import getLogger
 from time import perf_counter
 from types import FrameType
 from typing import Any, Final, Self
+from weakref import proxy
 
 import numpy as np
 from llama_cpp import (
@@ -496,6 +497,7 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     check_engine(llm)
     _check(llm)
     known = checked_vocabulary_size(drafter, llm.n_vocab(), vocabulary)
+    seen = proxy(llm)  # a model in a circle would be freed in any order, contexts behind models
     budget = MeasuredBudget(measure_costs(llm, num_pred_tokens + 1)) if measure else None
     draft_model = DrafterDraftModel(
         drafter,
@@ -505,11 +507,11 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
         budget=budget,
         budget_nodes=budget_nodes,
         drafter_vocabulary=known,
-        llm=llm if recycle or isinstance(drafter, FollowingDrafter) else None,
-        reader=FieldReader(tenants, num_pred_tokens, lambda text: _encoded(llm, text), vocabulary),
+        llm=seen if recycle or isinstance(drafter, FollowingDrafter) else None,
+        reader=FieldReader(tenants, num_pred_tokens, lambda text: _encoded(seen, text), vocabulary),
     )
     llm.draft_model = draft_model
-    llm.eval = _PromptReader(llm)
+    llm.eval = _PromptReader(seen)
     return draft_model
 
 
