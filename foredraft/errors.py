@@ -31,6 +31,7 @@ from decoder.errors import (
     TrainingError,
     UncroppableCacheError,
     UnknownTokenError,
+    UnsupportedEngineError,
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
@@ -136,6 +137,7 @@ __all__ = [
     "UnknownIndexError",
     "UnknownSessionError",
     "UnknownTokenError",
+    "UnsupportedEngineError",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
     "VocabularyMismatchError",

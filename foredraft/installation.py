@@ -27,13 +27,33 @@ def needing(extra: str) -> Iterator[None]:
 
     Raises:
         ModuleNotFoundError: a library is missing; the message says what to install.
+        ImportError: a library is there, but not what is imported from it; the message says which
+            version it is, and what to do.
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error.name} is missing: run `pip install '{OURS}[{extra}]'`", name=error.name
-        ) from error
+    except ForeignPackageError:
+        raise
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        library = (error.name or "").partition(".")[0]
+        if library and missing and (library == error.name or find_spec(library) is None):
+            raise ModuleNotFoundError(
+                f"{error.name} is missing: run `pip install '{OURS}[{extra}]'`", name=error.name
+            ) from error
+        raise type(error)(_changed(library, extra, error), name=error.name) from error
+
+
+def _changed(library: str, extra: str, error: ImportError) -> str:
+    """Return that a library is not the version that is written for."""
+    from importlib.metadata import packages_distributions, version  # noqa: PLC0415  (slow)
+
+    owner = next(iter(packages_distributions().get(library, ())), None)
+    shown = library if owner is None else f"{owner} {version(owner)}"
+    return (
+        f"{error.msg}: {shown} is not a version that {OURS}[{extra}] was written for: "
+        f"install an earlier one, or a newer {OURS}"
+    )
 
 
 class ForeignPackageError(ImportError):

@@ -34,6 +34,7 @@ ADAPTERS = {
     "experimental_sglang": {"sglang"},
     "experimental_tensorrt_llm": {"tensorrt_llm"},
     "llama_cpp": {"llama_cpp"},
+    "mlx_lm": {"mlx", "mlx_lm"},
     "onnxruntime_genai": {"onnxruntime_genai"},
     "transformers": set[str](),
     "vllm": {"vllm"},
@@ -115,6 +116,14 @@ def test_what_adapters_share_loads_no_engine_and_no_torch() -> None:
     loaded = loaded_by("; ".join(statements))
     assert "decoder.engines.engine_options" in loaded
     assert not loaded & {"torch", "transformers"}.union(*ADAPTERS.values())
+
+
+def test_fused_drafts_inside_engines_load_no_torch() -> None:
+    """Engines of other libraries have no torch; neither do environments of theirs."""
+    names = ("budget.budget", "budget.costs", "drafters.fusion", "drafters.recycling")
+    loaded = loaded_by("; ".join(f"import decoder.{name}" for name in names))
+    assert "decoder.drafters.readers" in loaded
+    assert not loaded & {"torch", "transformers"}
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.in_llama_cpp MODEL.gguf --prompts questions.jsonl.gz --output FILE
 
-Greedy. Ours is warm with the plain outputs of other prompts, and with indexes if any are given. A
+Greedy. Ours has answered other prompts before, and drafts from indexes if any are given. A
 pass of several tokens is rounded otherwise than several passes of one, in quantised models most:
 where an output differs from the plain one, the report says by how much the two tokens' logits do.
 """
@@ -149,37 +149,37 @@ def decodings(
 
 
 def our_drafters(
-    bench: Benchmark, indexes: Sequence[Path], warm: Sequence[Sequence[int]]
+    bench: Benchmark, indexes: Sequence[Path], warm: Sequence[Prompt]
 ) -> dict[str, DrafterDraftModel]:
-    """Return ours: whole paths verified, and as much of them as pays on this machine."""
-    return {
-        f"foredraft, {OUR_WIDTH} tokens": attach(
-            bench.verifying, warm_drafter(indexes, warm), num_pred_tokens=OUR_WIDTH, measure=False
+    """Return ours: whole paths verified, and as much of them as pays on this machine.
+
+    Each has answered other prompts before, as one that has been running for a while.
+    """
+    ours = {
+        f"foredraft, {OUR_WIDTH} tokens, retrieved alone": attach(
+            bench.verifying,
+            opened_drafter(indexes),
+            num_pred_tokens=OUR_WIDTH,
+            measure=False,
+            recycle=False,
         ),
-        "foredraft, as many as pay": attach(bench.verifying, warm_drafter(indexes, warm)),
+        f"foredraft, {OUR_WIDTH} tokens": attach(
+            bench.verifying, opened_drafter(indexes), num_pred_tokens=OUR_WIDTH, measure=False
+        ),
+        "foredraft, as many as pay": attach(bench.verifying, opened_drafter(indexes)),
     }
+    for name, draft_model in ours.items():
+        answering = Decoding(name, Whose.OURS, bench.verifying, draft_model)
+        for prompt in warm:
+            bench.run(answering, bench.encode(prompt))
+    return ours
 
 
-def warm_drafter(indexes: Sequence[Path], outputs: Sequence[Sequence[int]]) -> EmbeddedDrafter:
-    """Return a drafter that has seen outputs."""
+def opened_drafter(indexes: Sequence[Path]) -> EmbeddedDrafter:
+    """Return a drafter that is ready."""
     drafter = EmbeddedDrafter.open_indexes(indexes)
     drafter.warm()
-    for output in outputs:
-        drafter.remember(np.array(output, np.int32))
     return drafter
-
-
-def warm_outputs(
-    bench: Benchmark, prompts: Sequence[Prompt], cache: Path | None
-) -> list[list[int]]:
-    """Decode prompts plainly, or read what was decoded before."""
-    if cache is not None and cache.exists():
-        outputs: list[list[int]] = json.loads(cache.read_text())
-        return outputs
-    outputs = [bench.run(bench.plain, bench.encode(prompt)).token_ids for prompt in prompts]
-    if cache is not None:
-        cache.write_text(json.dumps(outputs))
-    return outputs
 
 
 def measure(
@@ -247,8 +247,6 @@ def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
     threads: int = 2,
     context: int = 2048,
     float32_cache: Annotated[bool, typer.Option(help="Keys and values in float32.")] = False,  # noqa: FBT002
-    warm_cache: Annotated[Path | None, typer.Option(help="Keeps the warm outputs.")] = None,
-    only_warm: Annotated[bool, typer.Option(help="Make the warm outputs alone.")] = False,  # noqa: FBT002
 ) -> None:
     """Compare llama-cpp-python's ways of decoding with ours."""
     sample = sample_prompts(prompts, per_category, warm_per_category)
@@ -262,10 +260,7 @@ def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
         type_k=cache_type,
         type_v=cache_type,
     )
-    warm = warm_outputs(bench, sample.warm, warm_cache)
-    if only_warm:
-        return
-    ours = our_drafters(bench, index or [], warm)
+    ours = our_drafters(bench, index or [], sample.warm)
     cases = [bench.encode(prompt) for prompt in sample.measured]
     ways = measure(bench, decodings(bench, lookup or ["2,10", "3,10", "2,4"], ours), cases)
     contents = {
@@ -282,7 +277,7 @@ def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
             cache="float32" if float32_cache else "float16",
             max_new_tokens=max_new_tokens,
             decoding="greedy, no penalties, every prompt from an empty cache",
-            warm={"num_prompts": len(warm), "num_tokens": sum(map(len, warm))},
+            warm={"num_prompts": len(sample.warm)},
             indexes=[path.name for path in index or []],
         ),
     }
@@ -291,13 +286,9 @@ def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
     print(json.dumps({name: contents[name] for name in ("comparison", "differences")}, indent=1))
 
 
-def _counts(draft_model: DrafterDraftModel) -> dict[str, int]:
-    return {
-        "num_passes": draft_model.num_passes,
-        "num_drafted": draft_model.num_drafted,
-        "num_accepted": draft_model.num_accepted,
-        "num_failures": draft_model.num_failures,
-    }
+def _counts(draft_model: DrafterDraftModel) -> dict[str, Any]:
+    """Return what the drafts of warm and measured prompts came to."""
+    return {**draft_model.statistics.report(), "num_failures": draft_model.num_failures}
 
 
 if __name__ == "__main__":

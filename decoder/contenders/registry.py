@@ -28,11 +28,11 @@ from decoder.contenders.contender import (
 from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
 from decoder.contenders.rasd import RasdDrafter
 from decoder.contenders.token_recycling import TokenRecycling
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified, states_of
 from decoder.drafters.fusion import MAX_NODES, FusedDrafter, FusedSequence
 from decoder.drafters.kernels.siblings import Hints
 from decoder.drafters.model_drafter import DraftingOptions
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder

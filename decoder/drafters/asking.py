@@ -1,10 +1,10 @@
 """When a model is asked to read a draft, and for how many passes."""
 
 import time
+from dataclasses import dataclass
 from typing import Final
 
 from decoder.budget.payoff import FadingLine, FadingRatio, RecentMedian
-from decoder.drafters.model_trees import StepCosts
 from retriever.tree import DraftTree
 
 _DECAY: Final = 0.995
@@ -32,6 +32,19 @@ had more to read, such as a prompt, only bounds what it costs to be asked at eve
 _TIMED: Final = 6
 """Drafts without much to catch up with before time is judged: the first ones, in caches that are
 cold, take twice as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of the target's and the draft model's passes.
+
+    Attributes:
+        target_s: seconds of a decoding step without its model draft.
+        pass_s: seconds of a pass of the draft model; 0 lets a draft grow as long as it can.
+    """
+
+    target_s: float
+    pass_s: float
 
 
 class Pace:

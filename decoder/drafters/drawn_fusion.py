@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from decoder.drafters.asking import AskedDraft, AskingRule
+from decoder.drafters.asking import AskedDraft, AskingRule, StepCosts
 from decoder.drafters.drawn_trees import Draws, Filling, Plan, RankRates
 from decoder.drafters.following import Verified
 from decoder.drafters.fusion import MAX_PASSES, WIDTH, FusedDrafter, FusedSequence
 from decoder.drafters.kernels.readings import ROOT_ROW
 from decoder.drafters.kernels.siblings import Hints
-from decoder.drafters.model_trees import JudgedDraft, StepCosts, grow
+from decoder.drafters.model_trees import JudgedDraft, grow
 from decoder.drafters.readers import ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits

@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.likely_outcomes import LOOKED_AT, Found, Nodes, find_outcomes
 from decoder.drafters.kernels.recycled import Table
-from decoder.model.states import States
-from decoder.sampling.verification import Choices
 from retriever.drafter import NUM_FOUND, Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
+
+if TYPE_CHECKING:  # drafters inside engines without torch learn from passes, too
+    import torch
+
+    from decoder.model.states import States
+    from decoder.sampling.verification import Choices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +39,11 @@ class Verified:
 
     last_token: int
     tree: DraftTree
-    logits: torch.Tensor
+    logits: "torch.Tensor | NDArray[np.float32]"
     path: NDArray[np.int64]
     next_token: int
-    states: States = field(default_factory=dict)
-    choices: Choices | None = None
+    states: "States" = field(default_factory=dict)
+    choices: "Choices | None" = None
 
 
 class SequenceDrafter(Protocol):

@@ -19,7 +19,7 @@ from typing import Final, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.asking import AskedDraft
+from decoder.drafters.asking import AskedDraft, StepCosts
 from decoder.drafters.following import (
     NO_TABLE,
     Likely,
@@ -34,7 +34,6 @@ from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
@@ -208,7 +207,14 @@ class FusedDrafter:
         return self._readers.states
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
-        """Return the drafter of one sequence; see `FollowingDrafter.follow`."""
+        """Return the drafter of one sequence; see `FollowingDrafter.follow`.
+
+        Raises:
+            InvalidRequestError: it is of another tenant than those before, and there are recycled
+                logits, which would tell of these.
+        """
+        if self._recycled is not None:
+            self._recycled.serve(sequence.tenant)
         with ExitStack() as opened:
             members = []
             for followers in self._followers:

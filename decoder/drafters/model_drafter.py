@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import BranchCache, DraftModel
 from decoder.drafters.drawn_trees import DrawnTrees, Draws
 from decoder.drafters.model_trees import (
@@ -18,7 +19,6 @@ from decoder.drafters.model_trees import (
     JudgedDraft,
     ModelDraft,
     MostProbableTrees,
-    StepCosts,
     StoppingRule,
     TreeGrower,
 )

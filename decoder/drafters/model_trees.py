@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from decoder.budget.calibration import Calibration
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import BranchCache, DraftModel
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
@@ -79,19 +80,6 @@ _LONGEST_PAUSE: Final = 128
 """A model that is never useful then costs at most 0.6% in simulated decoding. With 512 a change of
 the text every 200 to 500 steps is missed, which costs up to 15%; 32 would notice changes sooner, at
 0.6% more for useless models."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Seconds of the target's and the draft model's passes.
-
-    Attributes:
-        target_s: seconds of a decoding step without its model draft.
-        pass_s: seconds of a pass of the draft model; 0 lets a draft grow as long as it can.
-    """
-
-    target_s: float
-    pass_s: float
 
 
 class MeasuredCosts:

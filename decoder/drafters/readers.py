@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from logging import getLogger
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from decoder.drafters.asking import AskingRule, Pace
+from decoder.drafters.asking import AskingRule, Pace, StepCosts
 from decoder.drafters.following import Verified
 from decoder.drafters.kernels.forest import NOWHERE
 from decoder.drafters.kernels.readings import (
@@ -23,14 +22,15 @@ from decoder.drafters.kernels.readings import (
     enter_rows,
 )
 from decoder.drafters.kernels.recycled import rank_columns
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import SequenceReader, TreeReader
 from decoder.errors import OutOfMemoryError
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
 
+if TYPE_CHECKING:  # a fused drafter without readers needs none
+    import torch
+
 _log = getLogger(__name__)
-_UNAVAILABLE: Final = (DrafterUnavailableError, OutOfMemoryError, torch.OutOfMemoryError)
 _Said = TypeVar("_Said")
 
 
@@ -186,7 +186,7 @@ class ReadTree:
             return None
         try:
             return ask(member)
-        except _UNAVAILABLE as error:
+        except _unavailable() as error:
             self._leave_out(number)
             _log.warning("a sequence goes on without %s: %s", self._name(number), error)
             return None
@@ -196,13 +196,13 @@ class ReadTree:
         number: int,
         tokens: NDArray[np.int32],
         parents: NDArray[np.int32],
-        logits: torch.Tensor,
+        logits: "torch.Tensor",
     ) -> bool:
         """Keep rows of logits; return whether they are numbers."""
         first, readings = int(self._num_rows[number]), self.readings
         end, width = first + len(tokens), logits.shape[-1]
         rows = readings.logits[number, first:end, :width]
-        torch.from_numpy(rows).copy_(logits)
+        rows[:] = logits.detach().float().cpu().numpy()
         likely = np.empty((len(tokens), min(NUM_LIKELY_COLUMNS, width)), np.int32)
         rank_columns(np.ascontiguousarray(rows).view(np.int32), likely)
         readings.rows[number, first:end, LIKELY : LIKELY + likely.shape[1]] = likely
@@ -231,3 +231,10 @@ class ReadTree:
 
     def _name(self, number: int) -> str:
         return self._readers.all[number].name
+
+
+def _unavailable() -> tuple[type[Exception], ...]:
+    """Return the errors after which a sequence goes on without a reader."""
+    import torch  # noqa: PLC0415  (loaded by the reader, if there is one)
+
+    return DrafterUnavailableError, OutOfMemoryError, torch.OutOfMemoryError

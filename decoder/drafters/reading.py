@@ -5,14 +5,15 @@ how probable the children are that others proposed. A draft model is one, which 
 speculator another, which reads the target's states as well.
 """
 
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from decoder.drafters.following import Verified
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import Source
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SequenceReader(Protocol):
@@ -21,7 +22,7 @@ class SequenceReader(Protocol):
     It shares the sequence with whoever commits to it.
     """
 
-    def begin(self) -> torch.Tensor | None:
+    def begin(self) -> "torch.Tensor | None":
         """Catch up with the committed sequence, and drop the tree that was read last.
 
         Returns:
@@ -33,7 +34,7 @@ class SequenceReader(Protocol):
         """
         ...
 
-    def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+    def read(self, tokens: list[int], parents: list[int]) -> "torch.Tensor":
         """Read nodes behind the sequence in one pass.
 
         Args:

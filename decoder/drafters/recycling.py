@@ -9,10 +9,9 @@ They are taken out of the table, and into it, for later runs and other decoders:
 
 import time
 from threading import Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from decoder.drafters.following import Verified
@@ -20,7 +19,11 @@ from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, rank_columns, w
 from decoder.drafters.kernels.recycled_entries import enter
 from decoder.drafters.kernels.siblings import Hints
 from retriever.drafter import NUM_FOUND, Findings, TokenIds
+from retriever.errors import InvalidRequestError
 from retriever.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_CAPACITY: Final = 1 << 18
 """Contexts that a table holds, in 21 MB: those of some 87,000 rows, as each row is kept under three
@@ -42,7 +45,6 @@ _MAY_BE_KEPT: Final = 1
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
-_INTEGERS: Final = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _LEAST_SHARE: Final = np.float32(1e-3)
 """Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
 
@@ -63,8 +65,23 @@ class RecycledLogits:
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self.table = Table.of(capacity, NUM_LIKELY)
+        self._tenant: str | None = None
         self._now = 0
         self._lock = Lock()  # held while entries are written or taken out; drafts do not need it
+
+    def serve(self, tenant: str) -> None:
+        """Note whose sequences are drafted for: those of one tenant, the first one's.
+
+        Raises:
+            InvalidRequestError: another tenant's were.
+        """
+        if self._tenant is None:
+            self._tenant = tenant
+        if tenant != self._tenant:
+            raise InvalidRequestError(
+                f"a sequence of tenant {tenant!r} is not drafted for with what the target found "
+                f"likely in those of tenant {self._tenant!r}: use recycled logits for each"
+            )
 
     def learn(self, verified: Verified, context: TokenIds, *, keep: bool = True) -> Hints:
         """Keep the likeliest tokens of each row of a pass.
@@ -77,19 +94,24 @@ class RecycledLogits:
         Returns:
             The other likely tokens where the target chose its own.
         """
-        if verified.choices is not None and verified.choices.are_of(verified.logits):
-            tokens, logits = verified.choices.likeliest()
+        logits, choices = verified.logits, verified.choices
+        if choices is not None and not isinstance(logits, np.ndarray) and choices.are_of(logits):
+            tokens, values = choices.likeliest()
         else:
-            tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))
-        log_odds = _log_odds(logits)
-        contexts = contexts_of(verified.tree, context)
+            tokens, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
+        log_odds = _log_odds(values)
+        self._write(contexts_of(verified.tree, context), tokens, log_odds, keep=keep)
+        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
+        others = tokens[end] != verified.next_token
+        return Hints(tokens[end][others], log_odds[end][others])
+
+    def _write(
+        self, contexts: TokenIds, tokens: TokenIds, log_odds: NDArray[np.float32], *, keep: bool
+    ) -> None:
         with self._lock:
             self._now += 1
             number = self._now << 1 | (_MAY_BE_KEPT if keep else 0)
             write_rows(self.table, contexts, tokens, log_odds, number)
-        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
-        others = tokens[end] != verified.next_token
-        return Hints(tokens[end][others], log_odds[end][others])
 
     def take_in(self, findings: Findings) -> None:
         """Enter what was found earlier or elsewhere, as if each context were of a later pass.
@@ -130,7 +152,9 @@ class RecycledLogits:
         return Findings.joined(parts).part(order), now | _MAY_BE_KEPT
 
 
-def likeliest(logits: torch.Tensor, count: int) -> tuple[TokenIds, NDArray[np.float32]]:
+def likeliest(
+    logits: "torch.Tensor | NDArray[np.float32]", count: int
+) -> tuple[TokenIds, NDArray[np.float32]]:
     """Return int32[R, count], the likeliest of each row, and float32[R, count], their logits.
 
     On CPUs `torch.topk` looks at one value after the other: rows of bfloat16 and float32 are
@@ -140,7 +164,13 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[TokenIds, NDArray[np.fl
         logits: [R, vocabulary].
         count: tokens of each row, at most the vocabulary; the likeliest come first.
     """
-    integers = _INTEGERS.get(logits.dtype)
+    if isinstance(logits, np.ndarray):
+        columns = np.empty((len(logits), count), np.int32)
+        rank_columns(np.ascontiguousarray(logits).view(np.int32), columns)
+        return columns, np.take_along_axis(logits, columns, axis=1)
+    import torch  # noqa: PLC0415  (loaded by whoever has a tensor)
+
+    integers = {torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(logits.dtype)
     if integers is None or logits.device.type != "cpu":
         values, indices = logits.topk(count, dim=-1)
         return indices.cpu().numpy().astype(np.int32), values.float().cpu().numpy()

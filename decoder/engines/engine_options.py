@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
 from typing import Annotated, Final
 
@@ -11,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 from pydantic import ConfigDict, Field, ValidationError
 
+from decoder.engines.contract import installed
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter
@@ -20,7 +20,6 @@ from retriever.operations.settings import ClientSettings, EmbeddedSettings, Sett
 from retriever.tree import DraftTree
 
 _log = getLogger(__name__)
-_UNKNOWN: Final = "of an unknown version"
 _told: set[tuple[str, str, str]] = set()
 
 
@@ -33,21 +32,12 @@ def check_version(tested: str, *distributions: str) -> bool:
         tested: the range, such as `>=5.0,<6`; releases before a final one count as they are.
         distributions: names under which the engine is installed, the first that is there counts.
     """
-    name, found = _installed(distributions)
+    name, found = installed(distributions)
     is_tested = _is_within(found, tested)
     if not is_tested and (name, found, tested) not in _told:
         _told.add((name, found, tested))
         _log.warning("drafts were tested with %s %s, and this is %s", name, tested, found)
     return is_tested
-
-
-def _installed(distributions: tuple[str, ...]) -> tuple[str, str]:
-    for name in distributions:
-        try:
-            return name, version(name)
-        except PackageNotFoundError:
-            continue
-    return distributions[0], _UNKNOWN
 
 
 def _is_within(found: str, tested: str) -> bool:

@@ -15,11 +15,12 @@ takes one chain for each. It tells no end: a request that is not shown for a whi
 import inspect
 from collections.abc import Mapping
 from logging import getLogger
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from tensorrt_llm._torch.speculative.drafter import Drafter as TensorRtDrafter
 
+from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_options import check_version, checked_vocabulary_size
 from decoder.engines.named_sequences import DEFAULT_BUDGET_NODES, NamedSequence, NamedSequences
 from indexer.reader import Vocabulary
@@ -27,6 +28,8 @@ from retriever.drafter import Drafter
 
 TESTED_VERSIONS: Final = ">=1.0,<1.3"
 """Versions whose published interface it was tested against."""
+
+_DISTRIBUTIONS: Final = ("tensorrt-llm", "tensorrt_llm")
 
 DEFAULT_DEADLINE_S: Final = 0.005
 """The engine waits for drafts with its GPU idle: a quarter of what other adapters allow."""
@@ -58,8 +61,14 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
         sequences: the requests that are held.
 
     Raises:
+        UnsupportedEngineError: the engine's base class is not the one that this is written for.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: D102  (as `__init__` states)
+        _check_engine()  # before Python refuses a class that lacks what has become abstract
+        made: Self = super().__new__(cls)
+        return made
 
     def __init__(  # noqa: PLR0913  (all but the first two are given by name)
         self,
@@ -72,7 +81,6 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
         budget_nodes: int = DEFAULT_BUDGET_NODES,
         vocabulary: Vocabulary | None = None,
     ) -> None:
-        check_version(TESTED_VERSIONS, "tensorrt-llm", "tensorrt_llm")
         super().__init__(**_taken(max_draft_len, max_concurrency))
         self.max_draft_len = self.max_draft_tokens = max_draft_len  # one of them pads, by version
         self.sequences = NamedSequences(
@@ -107,7 +115,8 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
     def _chains(self, requests: list[Any]) -> Mapping[Any, list[int]]:
         try:
             rows = {each.request_id: self._row(each) for each in requests}
-            return {name: chain.tolist() for name, chain in self.sequences.draft(rows).items()}
+            chains = self.sequences.draft(rows)
+            return {name: chain.token_ids.tolist() for name, chain in chains.items()}
         except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
             self._num_errors += 1
             if self._num_errors == 1:
@@ -124,6 +133,21 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
         """Return how many tokens a chain may have in this step: the engine may lower it."""
         current = getattr(self, "max_total_draft_tokens", None)
         return self.max_draft_len if current is None else min(self.max_draft_len, int(current))
+
+
+def _check_engine() -> None:
+    """Refuse an engine whose base class calls a drafter otherwise; warn of an untested version."""
+    check_version(TESTED_VERSIONS, *_DISTRIBUTIONS)
+    needed = differences(
+        TensorRtDrafter,
+        attributes=("prepare_draft_tokens",),
+        implemented_by=DraftsForTensorRtLlm,
+        called="Drafter",
+    )
+    made = differences(
+        TensorRtDrafter.__init__, passed=0, named=_taken(0, None), called="Drafter.__init__"
+    )
+    check_contract(_DISTRIBUTIONS, TESTED_VERSIONS, [*needed, *made])
 
 
 def _taken(max_draft_len: int, max_concurrency: int | None) -> dict[str, Any]:

@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
 
-import numpy as np
-
 from decoder.engines.engine_options import chain_for
 from decoder.engines.engine_sessions import DrafterSessions, HeldSequence
+from decoder.engines.request_fields import PLAIN, RequestFields
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits
+from retriever.tree import DraftTree
 
 DEFAULT_BUDGET_NODES = 64
 """Nodes of the tree that a path is taken from: a usual path and its main alternatives."""
 
 
 _log = getLogger(__name__)
-_NOTHING = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,22 @@ class NamedSequence:
         tokens: int32[n], all of them; copied.
         num_prompt: how many of them are the prompt.
         max_tokens: most tokens of its draft.
+        fields: what the request states of its drafts; those of its first step count.
     """
 
     tokens: TokenIds
     num_prompt: int
     max_tokens: int
+    fields: RequestFields = PLAIN
+
+    @property
+    def most_drafted(self) -> int:
+        """Most tokens of its draft, by the engine's room and the request's own budget."""
+        if not self.fields.drafts:
+            return 0
+        return min(
+            self.max_tokens, self.max_tokens if self.fields.budget is None else self.fields.budget
+        )
 
 
 class NamedSequences:
@@ -80,8 +90,8 @@ class NamedSequences:
         """Steps and ends that the drafter refused or did not answer."""
         return self._sessions.num_failures + self._num_errors
 
-    def draft(self, running: Mapping[int, NamedSequence]) -> dict[int, TokenIds]:
-        """Return int32[k] for each request: the most probable path of its draft, k 0 for none.
+    def draft(self, running: Mapping[int, NamedSequence]) -> dict[int, DraftTree]:
+        """Return the most probable path of each request's draft, a chain; empty for none.
 
         Args:
             running: the requests of a step, by numbers of the engine's.
@@ -91,17 +101,21 @@ class NamedSequences:
             return self._drafts(running)
         except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
             self._fail(error)
-            return dict.fromkeys(running, _NOTHING)
+            return dict.fromkeys(running, DraftTree.empty())
 
-    def _drafts(self, running: Mapping[int, NamedSequence]) -> dict[int, TokenIds]:
-        followed = {name: self._follow(name, each).follower for name, each in running.items()}
-        asked = [name for name in followed if running[name].max_tokens > 0]
+    def _drafts(self, running: Mapping[int, NamedSequence]) -> dict[int, DraftTree]:
+        followed = {
+            name: self._follow(name, each).follower
+            for name, each in running.items()
+            if each.fields.drafts
+        }
+        asked = [name for name in followed if running[name].most_drafted > 0]
         self._expire()
         trees = self._sessions.draft([(followed[name], self._budget_nodes) for name in asked])
-        chains = dict.fromkeys(running, _NOTHING)
+        chains = dict.fromkeys(running, DraftTree.empty())
         for name, tree in zip(asked, trees, strict=True):
-            most = running[name].max_tokens
-            chains[name] = chain_for(tree, most, self._model_vocabulary).token_ids
+            most = running[name].most_drafted
+            chains[name] = chain_for(tree, most, self._model_vocabulary)
         return chains
 
     def end(self, name: int, tokens: TokenIds | None = None) -> None:
@@ -132,7 +146,7 @@ class NamedSequences:
             self.end(name)
             held = None
         if held is None:
-            follower = self._sessions.follow(row.tokens, row.num_prompt)
+            follower = self._sessions.follow(row.tokens, row.num_prompt, row.fields)
             held = self._held[name] = HeldSequence(follower)
         else:
             held.sequence.extend(row.tokens[len(held.sequence) :])

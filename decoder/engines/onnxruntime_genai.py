@@ -8,7 +8,7 @@ The engine verifies a chain for each request in one pass, by its own choice at e
 or sampled. It does so only for models with paged attention, whose logits have a row for each token.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any, Final
@@ -17,11 +17,16 @@ import numpy as np
 import onnxruntime_genai as og
 from numpy.typing import ArrayLike
 
+from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_options import check_version, checked_vocabulary_size
 from decoder.engines.named_sequences import NamedSequence, NamedSequences
+from decoder.engines.request_fields import PLAIN, FieldReader, RequestFields
+from decoder.observation import Statistics
 from indexer.reader import Vocabulary
-from retriever.drafter import Drafter, TokenIds
+from retriever.drafter import Drafter
+from retriever.predict.phrases import Encode
 from retriever.sequences import TokenSequence
+from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.18,<0.19"
 
@@ -47,6 +52,7 @@ class Progress:
         num_drafted: tokens that were proposed for the pass.
         num_accepted: how many of them were accepted.
         finish_reason: why the request ended; None while it runs.
+        statistics: of all passes of the request.
     """
 
     request: Any
@@ -54,6 +60,7 @@ class Progress:
     num_drafted: int
     num_accepted: int
     finish_reason: Any
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 @dataclass(slots=True)
@@ -67,14 +74,18 @@ class _Running:
         proposed: tokens that were proposed for the next pass.
         is_refused: whether the engine takes no drafts for it.
         new: tokens that came since the last step.
+        fields: what it states of its drafts.
+        statistics: of its passes.
     """
 
     request: Any
     sequence: TokenSequence
     max_tokens: int
-    proposed: list[int] = field(default_factory=list)
+    proposed: DraftTree = field(default_factory=DraftTree.empty)
     is_refused: bool = False
     new: list[int] = field(default_factory=list)
+    fields: RequestFields = PLAIN
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 class DraftingLoop:
@@ -89,18 +100,22 @@ class DraftingLoop:
         vocabulary_size: tokens that the model knows; drafts end before any other.
         max_draft_tokens: most tokens of a proposal; as many as the engine takes if not given.
         vocabulary: of the model's tokenizer: a drafter for another one is refused.
+        tenants: that requests may name; `*` among them for any.
+        encode: the model's tokenizer, without special tokens, for predictions that are texts.
 
     Attributes:
         max_draft_tokens: most tokens of a proposal; 0 where the engine verifies none.
         num_passes: passes that gave a request tokens, summed over requests.
         num_drafted: tokens proposed.
         num_accepted: those that were accepted.
+        statistics: of all requests.
 
     Raises:
+        UnsupportedEngineError: the engine is not the one that this is written for.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all but the first three are given by name)
         self,
         engine: og.Engine,
         drafter: Drafter,
@@ -108,8 +123,10 @@ class DraftingLoop:
         *,
         max_draft_tokens: int | None = None,
         vocabulary: Vocabulary | None = None,
+        tenants: Sequence[str] = (),
+        encode: Encode | None = None,
     ) -> None:
-        check_version(TESTED_VERSIONS, *_DISTRIBUTIONS)
+        check_engine()
         most = int(engine.max_draft_tokens_per_proposal())
         if most == 0:
             _log.warning(
@@ -119,6 +136,8 @@ class DraftingLoop:
             )
         self.max_draft_tokens = most if max_draft_tokens is None else min(most, max_draft_tokens)
         self.num_passes = self.num_drafted = self.num_accepted = 0
+        self.statistics = Statistics()
+        self._reader = FieldReader(tenants, self.max_draft_tokens or None, encode, vocabulary)
         self._engine = engine
         known = checked_vocabulary_size(drafter, vocabulary_size, vocabulary)
         self._sequences = NamedSequences(drafter, vocabulary_size, drafter_vocabulary=known)
@@ -136,19 +155,35 @@ class DraftingLoop:
         """Steps that the drafter refused or did not answer."""
         return self._sequences.num_failures
 
-    def begin(self, prompt: ArrayLike, max_new_tokens: int, **turn_options: Any) -> Any:
+    def begin(
+        self,
+        prompt: ArrayLike,
+        max_new_tokens: int,
+        *,
+        drafting: Mapping[str, Any] | None = None,
+        **turn_options: Any,
+    ) -> Any:
         """Begin a request and return it.
 
         Args:
             prompt: integers[n], its tokens.
             max_new_tokens: most tokens to generate.
+            drafting: what the request states of its drafts: `drafts` (whether there are any),
+                `budget` (most tokens of a proposal), `remember`, `tenant`, `group`,
+                `policy_version`, `oldest_version`, and `predictions`, texts or token ids, with the
+                `vocabulary` fingerprint of the latter. What cannot be followed is logged.
             turn_options: of `onnxruntime_genai.TurnOptions`, such as `do_sample=True`,
                 `temperature=0.8`, `top_k=40`, `seed=1`.
 
         Raises:
             AttributeError: there is no such option.
+            InvalidRequestError: a field of `drafting` is unknown or has no possible value, or the
+                tenant is not one of the loop's.
             RuntimeError: the engine refuses the request.
         """
+        fields, left_out = self._reader.read({"foredraft": dict(drafting or {})})
+        if left_out:
+            _log.warning("a request is not drafted for as it states: %s", left_out)
         tokens = np.asarray(prompt, np.int32)
         options = og.RequestOptions()
         options.set_max_session_tokens(len(tokens) + max_new_tokens)
@@ -159,7 +194,8 @@ class DraftingLoop:
             getattr(turn, f"set_{name}")(value)
         request.begin_turn(tokens, turn)
         sequence = TokenSequence(tokens)
-        self._running[id(request)] = _Running(request, sequence, len(tokens) + max_new_tokens)
+        most = len(tokens) + max_new_tokens
+        self._running[id(request)] = _Running(request, sequence, most, fields=fields)
         return request
 
     def step(self) -> list[Progress]:
@@ -173,10 +209,15 @@ class DraftingLoop:
         return progress
 
     def generate(
-        self, prompt: ArrayLike, max_new_tokens: int, **turn_options: Any
+        self,
+        prompt: ArrayLike,
+        max_new_tokens: int,
+        *,
+        drafting: Mapping[str, Any] | None = None,
+        **turn_options: Any,
     ) -> Iterator[int]:
         """Decode one prompt, token by token, along with all other requests; see `begin`."""
-        request = self.begin(prompt, max_new_tokens, **turn_options)
+        request = self.begin(prompt, max_new_tokens, drafting=drafting, **turn_options)
         try:
             while id(request) in self._running:
                 for each in self.step():
@@ -215,17 +256,23 @@ class DraftingLoop:
     def _told(self, running: _Running, finish_reason: Any) -> Progress:
         """Commit the new tokens of a request."""
         new, running.new = running.new, []
-        proposed, running.proposed = running.proposed, []
-        accepted = _common_length(new, proposed)
+        proposed, running.proposed = running.proposed, DraftTree.empty()
+        accepted = _common_length(new, proposed.token_ids.tolist())
         running.sequence.extend(new)
+        for statistics in (running.statistics, self.statistics):
+            statistics.record(proposed, np.arange(accepted), len(new))
         self.num_passes += 1
         self.num_drafted += len(proposed)
         self.num_accepted += accepted
-        return Progress(running.request, new, len(proposed), accepted, finish_reason)
+        return Progress(
+            running.request, new, len(proposed), accepted, finish_reason, running.statistics
+        )
 
     def _propose(self, running: dict[int, _Running]) -> None:
         rows = {
-            name: NamedSequence(each.sequence.tokens, each.sequence.num_prompt, self._room(each))
+            name: NamedSequence(
+                each.sequence.tokens, each.sequence.num_prompt, self._room(each), each.fields
+            )
             for name, each in running.items()
         }
         for name, chain in self._sequences.draft(rows).items():
@@ -236,21 +283,54 @@ class DraftingLoop:
         left = running.max_tokens - len(running.sequence) - 1
         return 0 if running.is_refused else max(0, min(self.max_draft_tokens, left))
 
-    def _set(self, running: _Running, chain: TokenIds) -> None:
+    def _set(self, running: _Running, chain: DraftTree) -> None:
         """Propose a chain; a request whose options rule out drafts gets none from then on."""
         try:
-            running.request.set_draft_tokens(chain)
+            running.request.set_draft_tokens(chain.token_ids)
         except (RuntimeError, ValueError) as error:
             running.is_refused = True
             _log.warning("a request goes on without drafts: %s", error)
         else:
-            running.proposed = chain.tolist()
+            running.proposed = chain
 
     def _end(self, name: int) -> None:
         running = self._running.pop(name, None)
         if running is not None:
             running.request.close()
             self._sequences.end(name, running.sequence.tokens)
+
+
+def check_engine() -> None:
+    """Refuse an engine that works otherwise than this loop needs; warn of an untested version.
+
+    Raises:
+        UnsupportedEngineError: something differs; the message says what.
+    """
+    check_version(TESTED_VERSIONS, *_DISTRIBUTIONS)
+    found = [
+        sentence
+        for name, attributes in _NEEDED.items()
+        for sentence in differences(getattr(og, name, None), attributes=attributes, called=name)
+    ]
+    check_contract(_DISTRIBUTIONS, TESTED_VERSIONS, found)
+
+
+_NEEDED: Final[dict[str, Sequence[str]]] = {
+    "Engine": (
+        "create_event_buffer",
+        "create_request",
+        "get_capabilities",
+        "has_pending_requests",
+        "max_draft_tokens_per_proposal",
+        "run",
+    ),
+    "EngineEventFlags": ("FAILED", "TOKEN", "TURN_FINISHED"),
+    "FinishReason": ("NONE",),
+    "Request": ("begin_turn", "close", "set_draft_tokens"),
+    "RequestOptions": ("set_max_session_tokens",),
+    "TurnOptions": ("set_max_generated_tokens",),
+}
+"""Classes of the engine and what is used of them; the arguments of compiled code are not seen."""
 
 
 def _common_length(one: Iterable[int], other: Iterable[int]) -> int:

@@ -116,6 +116,14 @@ class ServiceCollector(Collector):
                 CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
                 [((each.label,), counts[each]) for each in drafted_sources()],
             )
+        yield _labelled(
+            CounterMetricFamily(
+                "foredraft_accepted_tokens_per_pos",
+                "Drafts whose token at a position was committed, 0 for the first.",
+                labels=["position"],
+            ),
+            [((str(at),), count) for at, count in enumerate(draft_counts.accepted_at())],
+        )
         yield _counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
         yield _counter(
             "committed_tokens",

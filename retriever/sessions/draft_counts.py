@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -27,6 +28,9 @@ BOUNDS_S: Final = (
 )
 """Upper bounds of the histogram's buckets, in seconds: a draft takes tens of microseconds, and a
 compilation a second."""
+
+MAX_POSITIONS: Final = 16
+"""Positions of drafts that are counted apart: engines verify about as many tokens at most."""
 
 _NOTHING: Final = np.zeros(1, np.int32)
 
@@ -67,6 +71,8 @@ class DraftCounts:
         num_bare: drafts of bare contexts among them.
         num_outcomes: drafts with a known outcome.
         num_committed: tokens committed after these.
+        by_accepted: drafts with a known outcome by how many of their tokens came, `MAX_POSITIONS`
+            for so many and more.
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
@@ -78,6 +84,7 @@ class DraftCounts:
         self.num_bare = 0
         self.num_outcomes = 0
         self.num_committed = 0
+        self.by_accepted = [0] * (MAX_POSITIONS + 1)
         self.fail_opens: Counter[int] = Counter()
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
@@ -102,9 +109,15 @@ class DraftCounts:
             by_index: int64[2, MAX_SOURCES], counts of the indexes that it was drafted from.
         """
         counted = (self.by_source, self._uncounted if by_index is None else by_index)
-        count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
+        depth = count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
+        self.by_accepted[min(depth, MAX_POSITIONS)] += 1
         self.num_outcomes += 1
         self.num_committed += len(tokens)
+
+    def accepted_at(self) -> list[int]:
+        """Return how many drafts had their token accepted at each position, the first one first."""
+        from_end = accumulate(reversed(self.by_accepted[1:]))
+        return list(from_end)[::-1]
 
     def failed_open(self, told: Mapping[int, int]) -> None:
         """Count missed drafts that a client reports, by reason."""

@@ -1,6 +1,8 @@
 from typing import Any
 
+import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
@@ -12,6 +14,7 @@ from decoder.errors import (
 )
 from decoder.loop import Decoder
 from decoder.model.target import Target
+from decoder.observation import Statistics
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import (
     VOCABULARY,
@@ -122,6 +125,40 @@ def test_statistics_say_who_drafted_what(prompt: list[int]) -> None:
     assert 0 < statistics.host_s < statistics.total_s
     assert "phrases 7" in statistics.summary()
     assert statistics.report()["num_failures"] == 0
+    assert statistics.num_accepted == statistics.drafted[Source.PHRASES]
+    per_position = statistics.accepted_per_position()
+    assert sum(per_position) == statistics.num_accepted
+    assert per_position[0] == statistics.num_drafts
+    assert len(per_position) == 3
+
+
+def test_statistics_speak_the_names_of_engines() -> None:
+    statistics = Statistics()
+    chain = tree_of([(-1, 5), (0, 6), (1, 7)], Source.CORPUS)
+    nothing_drafted = DraftTree.empty()
+    for tree, accepted in ((nothing_drafted, 0), (chain, 2), (chain, 0), (nothing_drafted, 0)):
+        statistics.record(tree, np.arange(accepted), accepted + 1)
+    total = Statistics()
+    for _ in range(2):
+        total.add(statistics)
+    assert statistics.engine_metrics() == {
+        "vllm:spec_decode_num_drafts_total": 2,
+        "vllm:spec_decode_num_draft_tokens_total": 6,
+        "vllm:spec_decode_num_accepted_tokens_total": 2,
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 1,
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 1,
+        'foredraft_nodes_total{source="corpus"}': 6,
+        'foredraft_accepted_tokens_total{source="corpus"}': 2,
+        "sglang:spec_accept_length": 6 / 4,
+        "sglang:spec_accept_rate": 2 / 6,
+    }
+    families = {each.name: each for each in text_string_to_metric_families(total.exposition())}
+    assert families["vllm:spec_decode_num_drafts"].type == "counter"
+    assert [each.value for each in families["vllm:spec_decode_num_drafts"].samples] == [4]
+    per_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [(each.labels["position"], each.value) for each in per_position] == [("0", 2), ("1", 2)]
+    assert families["sglang:spec_accept_length"].type == "gauge"
+    assert "right at 1, 2, …: 50%, 50%" in statistics.summary()
 
 
 def test_plain_decoding_is_the_loop_without_drafts(prompt: list[int]) -> None:

@@ -5,7 +5,9 @@ attributes of a request are read and set, what constructors take, and how drafts
 """
 
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -14,18 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decoder.errors import UnsupportedEngineError
 from tests.engines.scripted import ScriptedDrafter
 
 MODULE = "decoder.engines.experimental_tensorrt_llm"
 MAX_DRAFT_LEN = 4
 
 
-class DrafterOfMain:
+class DrafterOfMain(ABC):
     def __init__(self, max_concurrency: int | None = None) -> None:
         self.max_concurrency = max_concurrency
 
-    def pad(self, request: "Request") -> None:
-        """It does no padding."""
+    @abstractmethod
+    def prepare_draft_tokens(
+        self, scheduled_requests: Any, resource_manager: Any | None = None
+    ) -> None: ...
+
+    def pad(self, request: "Request") -> None:  # noqa: B027  (it does no padding)
+        """Leave the drafts as they are."""
 
 
 class DrafterThatPads(DrafterOfMain):
@@ -127,13 +135,19 @@ class Engine:
 
 
 @pytest.fixture(params=[DrafterOfMain, DrafterThatPads, DrafterWithLengths])
-def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The adapter's module over a base class of each published version."""
+    with loaded_over(request.param, monkeypatch) as module:
+        yield module
+
+
+@contextmanager
+def loaded_over(drafter: type, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     names = ("tensorrt_llm", "tensorrt_llm._torch", "tensorrt_llm._torch.speculative")
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     base = ModuleType("tensorrt_llm._torch.speculative.drafter")
-    base.Drafter = request.param  # type: ignore[attr-defined]
+    base.Drafter = drafter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, base.__name__, base)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     yield import_module(MODULE)
@@ -224,3 +238,47 @@ def test_a_request_that_was_rewound_begins_anew(adapter: Any) -> None:
     del request.tokens[5:]
     engine.run(lambda running: running)
     assert request.tokens[3:] == script([5, 6, 7], 30)
+
+
+class DrafterThatFinishes(DrafterOfMain):
+    @abstractmethod
+    def prepare_draft_tokens(  # type: ignore[override]  # as another version has it
+        self, scheduled_requests: Any, sampler: Any, states: Any
+    ) -> None: ...
+
+    @abstractmethod
+    def finish(self, request: Request) -> None: ...
+
+
+class DrafterThatAsksOtherwise:
+    def __init__(self, config: Any) -> None: ...
+
+    def propose(self, requests: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("base", "told"),
+    [
+        (
+            DrafterThatFinishes,
+            [
+                "Drafter demands a method `finish`",
+                "Drafter.prepare_draft_tokens gives `sampler` in the place of `resource_manager`",
+                "Drafter.prepare_draft_tokens has a new parameter `states`",
+            ],
+        ),
+        (
+            DrafterThatAsksOtherwise,
+            [
+                "Drafter has no `prepare_draft_tokens`",
+                "Drafter.__init__ needs `config`, which the adapter does not pass",
+            ],
+        ),
+    ],
+)
+def test_a_version_that_asks_otherwise_is_refused_with_what_changed(
+    base: type, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loaded_over(base, monkeypatch) as module, pytest.raises(UnsupportedEngineError) as caught:
+        module.DraftsForTensorRtLlm(ScriptedDrafter(script), 64, max_draft_len=4)
+    assert "; ".join(told) in str(caught.value)

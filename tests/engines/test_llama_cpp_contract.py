@@ -7,6 +7,7 @@ before every pass but a prompt's; what is returned is cut to the room that is le
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from ctypes import POINTER, c_float
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from decoder.drafters.following import NoDrafter
+from decoder.errors import UnsupportedEngineError
 from indexer.reader import Vocabulary
-from retriever.errors import VocabularyMismatchError
+from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.engines.scripted import ScriptedDrafter, chain_tree
 
@@ -30,7 +33,10 @@ class LlamaDraftModel(ABC):
 
 
 class Llama:
-    """A model whose choice depends on the last tokens, in the engine's own loop."""
+    """A model whose choice depends on the last tokens, in the engine's own loop.
+
+    It keeps a row of logits for each token that it read, later rejected ones included.
+    """
 
     def __init__(self, n_ctx: int = 512, *, logits_all: bool = True) -> None:
         self.input_ids = np.zeros(n_ctx, np.intc)
@@ -41,7 +47,11 @@ class Llama:
         self._n_ctx = n_ctx
         self.model = SimpleNamespace(is_recurrent=False, is_hybrid=False, n_swa=0)
         self.context_params = SimpleNamespace(swa_full=True)
-        self.num_passes = 0
+        self.num_passes = self.num_rows = 0
+
+    @property
+    def ctx(self) -> "Llama":
+        return self
 
     def n_ctx(self) -> int:
         return self._n_ctx
@@ -55,11 +65,23 @@ class Llama:
     def reset(self) -> None:
         self.n_tokens = 0
 
+    def tokenize(self, text: bytes, add_bos: bool = True) -> list[int]:  # noqa: FBT001, FBT002  (the engine's)
+        return [0] * add_bos + [byte % VOCABULARY for byte in text]
+
     def eval(self, tokens: list[int]) -> None:
         assert all(0 <= token < VOCABULARY for token in tokens), "the engine ends at such a token"
         self.input_ids[self.n_tokens : self.n_tokens + len(tokens)] = tokens
+        for at in range(self.n_tokens, self.n_tokens + len(tokens)) if self._logits_all else ():
+            self.scores[at] = logits_after(self.input_ids[: at + 1].tolist())
         self.n_tokens += len(tokens)
+        self.num_rows += len(tokens) if self._logits_all else 1
         self.num_passes += 1
+
+    def _create_completion(
+        self, prompt: list[int], logprobs: int | None = None, *, echo: bool = False
+    ) -> Iterator[int]:
+        yield from self.generate(prompt)
+        assert echo or logprobs is None
 
     def generate(self, prompt: list[int]) -> Iterator[int]:
         self.n_tokens = _common(self.input_ids[: self.n_tokens].tolist(), prompt[:-1])
@@ -89,6 +111,19 @@ def script(tokens: list[int], number: int) -> list[int]:
     return out[len(tokens) :]
 
 
+def logits_after(tokens: list[int]) -> NDArray[np.float32]:
+    """The likeliest token is the script's; others come as near as a model's do."""
+    logits = np.random.default_rng(tokens[-1]).normal(0, 1, VOCABULARY).astype(np.float32)
+    logits[script(tokens, 1)[0]] = 6.0
+    return logits
+
+
+def last_logits(llm: Llama, at: int) -> Any:
+    assert at == -1
+    logits = logits_after(llm.input_ids[: llm.n_tokens].tolist())
+    return logits.ctypes.data_as(POINTER(c_float))
+
+
 def _common(one: list[int], other: list[int]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
@@ -100,6 +135,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     engine, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     vars(engine).update(
         Llama=Llama,
+        llama_get_logits_ith=last_logits,
         llama_model_is_recurrent=lambda model: model.is_recurrent,
         llama_model_is_hybrid=lambda model: model.is_hybrid,
         llama_model_n_swa=lambda model: model.n_swa,
@@ -120,7 +156,7 @@ def generated(llm: Llama, prompt: list[int], number: int) -> list[int]:
 def test_output_is_that_of_no_drafts_however_wrong_they_are(adapter: Any, wrong_at: int) -> None:
     drafter = ScriptedDrafter(script, wrong_at, VOCABULARY)
     llm = Llama()
-    ours = adapter.attach(llm, drafter, measure=False)
+    ours = adapter.attach(llm, drafter, measure=False, recycle=False)
     prompts = [[5, 9, 13], [5, 9, 13, 20], [40], [5, 9, 13]]
     for prompt in prompts:
         assert generated(llm, prompt, 100) == script(prompt, 100)
@@ -261,3 +297,194 @@ def test_a_chain_is_the_best_path_clamped(adapter: Any) -> None:
     tokens = [5, 9, 13]
     assert ours(np.array(tokens, np.intc)).tolist() == script(tokens, 3)
     assert chain_tree(script(tokens, 3)).token_ids.tolist() == script(tokens, 3)
+
+
+def accepted(llm: Llama, ours: Any, prompt: list[int], number: int = 100) -> int:
+    """Check the output of a prompt from an empty cache; return how many were accepted."""
+    llm.reset()
+    before = int(ours.num_accepted)
+    assert generated(llm, prompt, number) == script(prompt, number)
+    return int(ours.num_accepted) - before
+
+
+def test_what_the_model_found_likely_is_drafted_again(adapter: Any) -> None:
+    """Without any retrieval: logits alone, of passes, of prompts and of rejected tokens."""
+    llm = Llama()
+    ours = adapter.attach(llm, NoDrafter(), measure=False)
+    assert min(accepted(llm, ours, [5, 9, 13]) for _ in range(2)) > 40
+    assert ours.num_failures == 0
+    plain = Llama()
+    assert (
+        accepted(plain, adapter.attach(plain, NoDrafter(), measure=False, recycle=False), [5]) == 0
+    )
+
+
+def test_logits_of_a_prompt_are_computed_where_they_are_shown_alone(adapter: Any) -> None:
+    prompt = script([1], 200)
+
+    def rows(**shown: Any) -> int:
+        llm = Llama()
+        adapter.attach(llm, NoDrafter(), measure=False)
+        for _ in zip(range(1), llm._create_completion(prompt, **shown), strict=False):
+            pass
+        assert (llm.scores[len(prompt) - 1] == logits_after(prompt)).all()
+        return llm.num_rows
+
+    assert rows() == rows(echo=True) == 1
+    assert rows(echo=True, logprobs=1) == len(prompt)
+    llm = Llama()
+    adapter.attach(llm, NoDrafter(), measure=False)
+    llm.eval(prompt)  # the user's own call
+    assert llm.num_rows == len(prompt)
+
+
+def test_rows_of_rejected_tokens_are_learned_as_behind_these_tokens(adapter: Any) -> None:
+    """What was learned of any tokens is what the model's logits after these very tokens say."""
+    learned: list[tuple[list[int], list[int]]] = []
+
+    class Noting(adapter.FusedDrafter):  # type: ignore[misc]  # made at run time
+        def take_in(self, sequence: Any, verified: Any) -> Any:
+            context = sequence.sequence.tokens.tolist()
+            rows = [context] + [
+                [*context, *verified.tree.token_ids[verified.tree.path_to(node)].tolist()]
+                for node in range(len(verified.tree))
+            ]
+            assert len(rows) == len(verified.logits)
+            for tokens, logits in zip(rows, verified.logits, strict=True):
+                assert (logits == logits_after(tokens)).all()
+            learned.append((context, verified.tree.token_ids[len(verified.path) :].tolist()))
+            return super().take_in(sequence, verified)
+
+    adapter.FusedDrafter = Noting
+    llm = Llama()
+    ours = adapter.attach(llm, ScriptedDrafter(script, 3, VOCABULARY), measure=False)
+    for prompt in ([5, 9, 13], [5, 9, 13, 20], [40]):
+        accepted(llm, ours, prompt)
+    assert ours.num_failures == 0
+    assert sum(len(rejected) > 1 for _, rejected in learned) > 10
+
+
+def test_memory_that_was_written_to_by_others_is_not_taken_for_the_drafts(adapter: Any) -> None:
+    llm = Llama()
+    ours = adapter.attach(llm, NoDrafter(), measure=False)
+    sequence = adapter.TokenSequence(np.array([5, 9, 13], np.int32))
+    chain = chain_tree([20, 21, 22])
+    llm.eval([5, 9, 13, 20, 21, 22])
+    whole, logits = adapter._verified(llm, sequence, chain, 1)
+    assert whole is chain
+    assert (logits[3] == logits_after([5, 9, 13, 20, 21, 22])).all()
+    llm.n_tokens = 5
+    llm.eval([50])  # other tokens came in the chain's place
+    cut, logits = adapter._verified(llm, sequence, chain, 1)
+    assert cut.token_ids.tolist() == [20]
+    assert (logits == np.stack([logits_after([5, 9, 13]), logits_after([5, 9, 13, 20])])).all()
+    assert ours.num_failures == 0
+
+
+def test_calls_are_drafted_for_as_they_state(
+    adapter: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, vocabulary = Llama(), Vocabulary(VOCABULARY, "a" * 64)
+    drafter = EmbeddedDrafter(vocabulary=vocabulary)
+    ours = adapter.attach(
+        llm, drafter, measure=False, recycle=False, vocabulary=vocabulary, tenants=["a", "b"]
+    )
+    prompt = [5, 9, 13]
+    truth = script(prompt, 100)
+
+    def within(**stated: Any) -> int:
+        with ours.request(**stated) as request:
+            count = accepted(llm, ours, prompt)
+        ours.close()
+        assert request.statistics.num_accepted == count
+        return count
+
+    cold = within(remember=False)
+    assert within(remember=False) == cold
+    assert within(remember=False, predictions=truth) > cold
+    assert within(tenant="a") == cold
+    warm = within(tenant="a")
+    assert warm > cold
+    assert within(tenant="b") == cold
+    assert within(tenant="a", drafts=False) == within(tenant="a", budget=0) == 0
+    assert 0 < within(tenant="a", budget=1) < warm
+    assert not caplog.messages
+    assert within(tenant="a", budget=100) >= warm
+    assert "beyond the engine's 16" in caplog.messages[-1]
+    assert within(remember=False, predictions=[3, VOCABULARY]) == cold
+    assert "they seem another tokenizer's" in caplog.messages[-1]
+    assert within(remember=False, predictions=[3], vocabulary="b" * 64) == cold
+    assert "is not the engine's" in caplog.messages[-1]
+    for stated in ({"tenant": "c"}, {"budget": -1}, {"budgets": 1}, {"predictions": 3}):
+        with pytest.raises(InvalidRequestError, match="foredraft_"), ours.request(**stated):
+            pass
+    assert accepted(llm, ours, prompt) == cold
+    assert ours.statistics.num_accepted == ours.num_accepted
+
+
+def test_tenants_share_no_recycled_logits(adapter: Any) -> None:
+    llm = Llama()
+    ours = adapter.attach(llm, EmbeddedDrafter(), measure=False, tenants=["*"])
+    counts = []
+    for tenant in ("a", "b", "a", "c", ""):
+        with ours.request(tenant=tenant):
+            counts.append(accepted(llm, ours, [5, 9, 13]))
+    first, other, again, third, none = counts
+    assert again > first == other == third == none
+    assert ours.num_failures == 0
+
+
+def test_a_block_begins_a_sequence_of_its_own_even_where_its_tokens_go_on(adapter: Any) -> None:
+    """What is not to be remembered is not, though the next call goes on with the same tokens."""
+    drafter = EmbeddedDrafter()
+    llm = Llama()
+    ours = adapter.attach(llm, drafter, measure=False, recycle=False)
+    with ours.request(remember=False):
+        first = generated(llm, [5, 9, 13], 40)
+    with ours.request(remember=False):
+        generated(llm, [5, 9, 13, *first], 40)
+    ours.close()
+    llm.reset()
+    with ours.request(remember=False) as request:
+        again = generated(llm, [5, 9, 13], 40)
+    assert again == first
+    assert "generations" not in request.statistics.accepted_by_source()
+
+
+class LaterDraftModel(ABC):
+    @abstractmethod
+    def __call__(self, input_ids: NDArray[np.intc], n_past: int, /) -> NDArray[np.intc]: ...
+
+    @abstractmethod
+    def begin(self, prompt: list[int]) -> None: ...
+
+
+class LaterLlama(Llama):
+    token_bos = None  # type: ignore[assignment]  # it went
+
+    def eval(self, tokens: list[int], *, batch: int) -> None:  # type: ignore[override]
+        raise NotImplementedError(tokens, batch)
+
+
+def test_a_version_that_works_otherwise_is_refused_with_what_changed(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = Llama()
+    del llm.scores
+    with pytest.raises(UnsupportedEngineError, match="Llama has no `scores`"):
+        adapter.attach(llm, ScriptedDrafter(script))
+    monkeypatch.setattr(sys.modules["llama_cpp"], "Llama", LaterLlama)
+    monkeypatch.setattr(
+        sys.modules["llama_cpp.llama_speculative"], "LlamaDraftModel", LaterDraftModel
+    )
+    monkeypatch.delitem(sys.modules, MODULE)
+    later = import_module(MODULE)
+    with pytest.raises(UnsupportedEngineError) as caught:
+        later.DrafterDraftModel(ScriptedDrafter(script), VOCABULARY)
+    for told in (
+        "LlamaDraftModel demands a method `begin`",
+        "LlamaDraftModel.__call__ has a new parameter `n_past`",
+        "Llama.eval needs `batch`, which the adapter does not pass",
+        "Llama.token_bos is not there",
+    ):
+        assert told in str(caught.value)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from decoder.engines import engine_options as versions
+from decoder.engines import contract as versions
 from decoder.engines.engine_options import check_version
 
 

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import foredraft
 import foredraft.errors
-from foredraft.installation import EXTRAS
+from foredraft.installation import EXTRAS, needing
 
 ROOT = Path(__file__).parents[2]
 FACE = ROOT / "foredraft"
@@ -22,6 +23,7 @@ ADAPTERS = {
     "experimental_sglang": "sglang",
     "experimental_tensorrt_llm": "tensorrt_llm",
     "llama_cpp": "llama_cpp",
+    "mlx_lm": "mlx",
     "onnxruntime_genai": "onnxruntime_genai",
     "transformers": "transformers",
     "vllm": "vllm",
@@ -178,3 +180,20 @@ def test_an_adapter_that_never_ran_in_its_engine_says_so(name: str) -> None:
     [row] = [line for line in rows if line.startswith(f"| {engine}")]
     assert "**experimental**" in row
     assert "never run in" in row
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("from numpy import no_such_name", "cannot import name 'no_such_name' from 'numpy'"),
+        ("import numpy.no_such_module", "No module named 'numpy.no_such_module'"),
+    ],
+)
+def test_a_library_that_changed_is_answered_with_its_version(statement: str, told: str) -> None:
+    with pytest.raises(ImportError) as caught, needing("llama-cpp"):
+        exec(statement)  # noqa: S102  (an import that fails)
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith(
+        f": numpy {version('numpy')} is not a version that foredraft[llama-cpp] was written for: "
+        "install an earlier one, or a newer foredraft"
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +18,10 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from decoder.drafters.following import SequenceDrafter, follow
+from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.requests import (
+    TESTED,
     CriteriaRule,
     Stream,
     check_chains,
@@ -167,6 +170,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
             "assisted_generate needs a drafter: model.generate(..., drafter=...)"
         )
     check_transformers()
+    check_contract(["transformers"], TESTED, _changes_of_assisted_generation())
     refuse_shared(model, "assisted_generate takes no")
     check_chains(input_ids, logits_processor, generation_config, model_kwargs)
     candidates = DrafterCandidates(
@@ -189,6 +193,25 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
         )
     stream.end()
     return _cut(output, watch.length, watch.length - input_ids.shape[1])
+
+
+@cache
+def _changes_of_assisted_generation() -> list[str]:
+    """Return what differs in transformers' own loop and in what it asks candidates of."""
+    mixin = GenerationMixin
+    return [
+        *differences(
+            CandidateGenerator,
+            attributes=["get_candidates", "update_candidate_strategy"],
+            implemented_by=DrafterCandidates,
+        ),
+        *differences(mixin, attributes=["_get_candidate_generator"]),
+        *differences(
+            getattr(mixin, "_assisted_decoding", None),
+            parameters=["logits_processor", "stopping_criteria", "generation_config"],
+            called="GenerationMixin._assisted_decoding",
+        ),
+    ]
 
 
 class _TokenByToken(StoppingCriteria):

@@ -21,8 +21,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.budget.cost_store import known_costs, store_at
 from decoder.budget.costs import CostSurface
+from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.prompt_rows import PromptRow, joined, own_processors
@@ -81,8 +84,11 @@ class Foredraft:
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
             embedding is larger; by default what the drafter or the tokenizer says.
         tokenizer: the model's, so that a drafter for another one is refused.
-        speculator: a head that drafts from the model's own states, see `load_head`: its drafts are
-            fused with the drafter's and with recycled logits.
+        speculator: a head that drafts from the model's own states, such as EAGLE's, see
+            `load_speculator`: its drafts are fused with the drafter's and with recycled logits.
+        assistant_model: a smaller model of the same tokenizer, fused likewise. At each node the
+            sources that know it decide by what each has been worth so far; a head or an assistant
+            is asked where it lately brought more tokens than its time is worth.
         draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`, or
             `DraftingOptions.draws`) are accepted by their distributions, where a call samples. The
             output of a seed then depends on the drafts; its distribution does not.
@@ -96,10 +102,11 @@ class Foredraft:
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
-        VocabularyMismatchError: the drafter or the speculator is for another tokenizer.
+        VocabularyMismatchError: the drafter, the speculator or the assistant is for another
+            tokenizer.
         HeadFileError: the speculator cannot be read.
         HeadMismatchError: it was made for another model.
-        ContradictoryOptionsError: the drafter is a fused one, which takes speculators itself.
+        ContradictoryOptionsError: the drafter is a fused one, which takes readers itself.
         InvalidSettingsError: `parallel` is less than one.
     """
 
@@ -112,6 +119,7 @@ class Foredraft:
         drafter_vocabulary: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         speculator: Path | str | None = None,
+        assistant_model: PreTrainedModel | None = None,
         draft_sampling: bool = False,
         parallel: int = DEFAULT_PARALLEL,
     ) -> None:
@@ -120,8 +128,9 @@ class Foredraft:
             raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
         own = None if tokenizer is None else vocabulary_of(tokenizer)
         known = checked_vocabulary_size(drafter, _num_embeddings(model), own)
-        if speculator is not None:
-            drafter = _with_speculator(drafter, Path(speculator), model, own)
+        if speculator is not None or assistant_model is not None:
+            path = None if speculator is None else Path(speculator)
+            drafter = _with_readers(drafter, model, own, path, assistant_model)
         target = Target(model, states=states_of(drafter), verdicts=store_at(None) or FOUND_HERE)
         target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
         self._model = model
@@ -147,6 +156,10 @@ class Foredraft:
         on_tokens: OnTokens | None = None,
         predictions: RowPredictions = (),
         kin: Kin = ALONE,
+        remember: bool = True,
+        drafts: bool = True,
+        budget: int | None = None,
+        tenant: str = "",
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode one sequence or a batch, as `model.generate` asks for it.
@@ -166,6 +179,10 @@ class Foredraft:
                 for each row. Drafts come from them, too, where the drafter takes any.
             kin: the group of all rows, which then draft from one another, and the version of the
                 model.
+            remember: whether later calls may draft from the outputs.
+            drafts: whether drafts are made at all; the drafter is told nothing if not.
+            budget: most nodes of a row's tree that a pass verifies; see `Request`.
+            tenant: whose call it is, where the drafter keeps tenants apart.
             model_kwargs: further arguments of the model.
 
         Returns:
@@ -175,7 +192,9 @@ class Foredraft:
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
             InvalidPromptError: a prompt is longer than the model can take, or holds padding
-                alone; or a prediction, a group or a version is none.
+                alone; or a prediction, a group, a version or a tenant's name is none.
+            InvalidSettingsError: the budget is negative.
+            InvalidRequestError: the drafter keeps no tenants apart.
 
         An output ends at `Target.max_length` tokens where passes beyond are not those of the model
         (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
@@ -196,6 +215,10 @@ class Foredraft:
                 ),
                 predictions=of_row,
                 kin=kin,
+                remember=remember,
+                drafts=drafts,
+                budget=budget,
+                tenant=tenant,
             )
             for row, of_row in zip(rows, expected, strict=True)
         )
@@ -297,6 +320,10 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     on_tokens: OnTokens | None = None,
     predictions: RowPredictions = (),
     kin: Kin = ALONE,
+    remember: bool = True,
+    drafts: bool = True,
+    budget: int | None = None,
+    tenant: str = "",
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
@@ -318,6 +345,10 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         on_tokens=on_tokens,
         predictions=predictions,
         kin=kin,
+        remember=remember,
+        drafts=drafts,
+        budget=budget,
+        tenant=tenant,
         **model_kwargs,
     )
 
@@ -329,17 +360,28 @@ def _told(error: Exception, number: int, num_rows: int) -> Exception:
     return error
 
 
-def _with_speculator(
-    drafter: Drafter, path: Path, model: PreTrainedModel, vocabulary: Vocabulary | None
+def _with_readers(
+    drafter: Drafter,
+    model: PreTrainedModel,
+    vocabulary: Vocabulary | None,
+    speculator: Path | None,
+    assistant: PreTrainedModel | None,
 ) -> FusedDrafter:
+    """Fuse a drafter with a head and an assistant, as far as given, and with recycled logits."""
     if isinstance(drafter, FusedDrafter):
         raise ContradictoryOptionsError(
-            "a fused drafter takes speculators itself: "
+            "a fused drafter takes readers itself: "
             "FusedDrafter(..., readers=[load_speculator(path, model)])"
         )
-    reader = load_speculator(path, model, vocabulary=vocabulary)
-    limits = DraftLimits(_num_embeddings(model), None if vocabulary is None else vocabulary.size)
-    return FusedDrafter([drafter], limits, readers=[reader], recycled=RecycledLogits())
+    size = _num_embeddings(model)
+    known = None if vocabulary is None else vocabulary.size
+    readers: list[TreeReader] = []
+    if speculator is not None:
+        readers.append(load_speculator(speculator, model, vocabulary=vocabulary))
+    if assistant is not None:
+        readers.append(ModelReader(DraftModel(assistant, vocabulary_size=known or size)))
+    limits = DraftLimits(size, known)
+    return FusedDrafter([drafter], limits, readers=readers, recycled=RecycledLogits())
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:

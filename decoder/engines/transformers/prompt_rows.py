@@ -29,6 +29,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from decoder.engines.contract import differences
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
 
 _Shown = TypeVar("_Shown", bound=LogitsProcessor | StoppingCriteria)
@@ -205,6 +206,24 @@ def _own_processor(processor: LogitsProcessor, row: PromptRow) -> LogitsProcesso
     own = copy.copy(processor)
     adjust(own, row)
     return own
+
+
+def changes_of_processors() -> list[str]:
+    """Return which of transformers' own processors hold something else than is adjusted here."""
+    held: list[tuple[LogitsProcessor, str]] = [
+        (ExponentialDecayLengthPenalty((1, 1.0), 0, 1), "regulation_start"),
+        (ForcedEOSTokenLogitsProcessor(1, [0]), "max_length"),
+        (MinLengthLogitsProcessor(1, [0]), "min_length"),
+        (MinNewTokensLengthLogitsProcessor(1, 1, [0]), "prompt_length_to_skip"),
+        (PrefixConstrainedLogitsProcessor(lambda *_: [0], 1), "_prefix_allowed_tokens_fn"),
+        (RepetitionPenaltyLogitsProcessor(1.0), "prompt_ignore_length"),
+        (SuppressTokensAtBeginLogitsProcessor([0], 0), "begin_index"),
+    ]
+    return [
+        sentence
+        for processor, name in held
+        for sentence in differences(processor, attributes=[name])
+    ]
 
 
 def _count_padding(name: str) -> Callable[[Any, PromptRow], None]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -17,8 +18,14 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_options import check_version
-from decoder.engines.transformers.prompt_rows import PromptRow, own_criteria, prompt_rows
+from decoder.engines.transformers.prompt_rows import (
+    PromptRow,
+    changes_of_processors,
+    own_criteria,
+    prompt_rows,
+)
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
 from decoder.stopping import StopRule
 from retriever.drafter import Prediction
@@ -150,12 +157,35 @@ _WITH_MEMORY: Final = (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-_TESTED: Final = ">=5.23,<5.24"
+TESTED: Final = ">=5.23,<5.24"
 
 
 def check_transformers() -> None:
-    """Warn once if this version of transformers was not tested."""
-    check_version(_TESTED, "transformers")
+    """Refuse a transformers that calls us otherwise; warn once if its version was not tested.
+
+    Raises:
+        UnsupportedEngineError: something differs; the message says what.
+    """
+    check_version(TESTED, "transformers")
+    check_contract(["transformers"], TESTED, _changes_of_generate())
+
+
+@cache
+def _changes_of_generate() -> list[str]:
+    """Return what differs in `generate`, of which `streamer_of_call` reads a variable, too."""
+    length, stop = MaxLengthCriteria(max_length=1), EosTokenCriteria(eos_token_id=1)
+    return [
+        *differences(
+            inspect.unwrap(GenerationMixin.generate),
+            parameters=["custom_generate", "streamer"],
+            called="generate",
+        ),
+        *differences(GenerationMode, attributes=[mode.name for mode in _SERVED_MODES]),
+        *differences(GenerationConfig, attributes=["get_generation_mode"]),
+        *differences(length, attributes=["max_length"]),
+        *differences(stop, attributes=["eos_token_id"]),
+        *changes_of_processors(),
+    ]
 
 
 def checked_rows(

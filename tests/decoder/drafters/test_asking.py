@@ -4,8 +4,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from decoder.drafters.asking import AskedDraft, AskingRule, GainEstimate, Pace
-from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.asking import AskedDraft, AskingRule, GainEstimate, Pace, StepCosts
 from retriever.tree import DraftTree
 
 TOKEN_S = 0.02

@@ -7,10 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.drawn_fusion import DrawnFusion
 from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.following import Verified
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.recycling import RecycledLogits
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.recycling import RecycledLogits
 from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence

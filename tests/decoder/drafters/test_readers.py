@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter

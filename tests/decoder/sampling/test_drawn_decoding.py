@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.budget import FixedBudget
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.drawn_fusion import DrawnFusion
 from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import ContradictoryOptionsError

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.budget import FixedBudget
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_trees import StepCosts
 from decoder.errors import ContradictoryOptionsError, HeadFileError, HeadMismatchError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model

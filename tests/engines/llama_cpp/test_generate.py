@@ -17,10 +17,13 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="an extra: `make test-engine
 
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # noqa: E402
 
+from decoder.drafters.following import NoDrafter  # noqa: E402
+from decoder.drafters.fusion import FusedDrafter  # noqa: E402
 from decoder.engines.llama_cpp import attach  # noqa: E402
 from decoder.errors import UnsupportedModelError  # noqa: E402
 from retriever.client.resilient import ResilientDrafter  # noqa: E402
 from retriever.drafter import Drafter  # noqa: E402
+from retriever.errors import InvalidRequestError  # noqa: E402
 from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.llama_cpp import tiny_model  # noqa: E402
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
@@ -89,12 +92,106 @@ def test_greedy_output_is_that_of_no_drafts(
     llm: Any, plain: Any, recorded: Recorded, wrong_at: int
 ) -> None:
     drafter = ScriptedDrafter(recorded, wrong_at, tiny_model.VOCABULARY)
-    ours = attach(llm, drafter, measure=False)
+    ours = attach(llm, drafter, measure=False, recycle=False)
     for prompt in PROMPTS:
         assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
     assert (ours.num_accepted > 0) == (wrong_at != 1)
     assert (ours.num_passes < 0.7 * len(PROMPTS) * NUM_TOKENS) == (wrong_at != 1)
     assert ours.num_failures == 0
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 3])
+def test_with_recycled_logits_the_output_is_the_same(
+    llm: Any, plain: Any, recorded: Recorded, wrong_at: int
+) -> None:
+    drafter = ScriptedDrafter(recorded, wrong_at, tiny_model.VOCABULARY)
+    ours = attach(llm, drafter, measure=False)
+    for prompt in PROMPTS:
+        assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+    assert (ours.num_accepted > 0) or wrong_at == 1
+    assert ours.num_drafted > 0
+    assert ours.num_failures == 0
+
+
+def test_what_is_recycled_is_what_the_model_says_behind_the_same_tokens(
+    llm: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    """Of accepted and of rejected tokens: each row is the model's own behind just these tokens."""
+    rows: list[tuple[list[int], Any]] = []
+    take_in = FusedDrafter.take_in
+
+    def noting(self: FusedDrafter, sequence: Any, verified: Any) -> Any:
+        context = sequence.sequence.tokens.tolist()
+        for node in range(len(verified.tree)):
+            path = verified.tree.token_ids[verified.tree.path_to(node)].tolist()
+            rows.append(([*context, *path], verified.logits[node + 1].copy()))
+        return take_in(self, sequence, verified)
+
+    monkeypatch.setattr(FusedDrafter, "take_in", noting)
+    attach(llm, ScriptedDrafter(recorded, 3, tiny_model.VOCABULARY), measure=False)
+    from_nothing(llm, PROMPTS[1], 40)
+    assert len(rows) > 40
+    for tokens, logits in rows[:: len(rows) // 20]:
+        plain.reset()
+        plain.eval(tokens)
+        expected = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits_ith(plain.ctx, -1), shape=(tiny_model.VOCABULARY,)
+        )
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_the_model_alone_is_drafted_from_where_nothing_is_retrieved(llm: Any, plain: Any) -> None:
+    ours = attach(llm, NoDrafter(), measure=False)
+    for _ in range(2):
+        for prompt in PROMPTS:
+            assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+    assert ours.statistics.accepted_by_source().keys() == {"model"}
+    assert ours.statistics.tokens_per_pass > 1.2
+
+
+def test_calls_are_drafted_for_as_they_state(llm: Any, plain: Any) -> None:
+    ours = attach(llm, EmbeddedDrafter(), measure=False, tenants=["a", "b"])
+    prompt = PROMPTS[1]
+    truth = from_nothing(plain, prompt)
+
+    def accepted(**stated: Any) -> int:
+        with ours.request(**stated) as request:
+            assert from_nothing(llm, prompt) == truth
+        return request.statistics.num_accepted
+
+    cold = accepted(tenant="a")
+    assert accepted(tenant="a") > cold
+    assert accepted(tenant="b") == cold
+    assert accepted(tenant="a", drafts=False) == accepted(tenant="a", budget=0) == 0
+    assert 0 < accepted(tenant="a", budget=1) <= NUM_TOKENS // 2
+    assert accepted(predictions=truth) > cold
+    text = "to be or not to be"
+    with ours.request(predictions=[text], remember=False):
+        llm.create_completion("once", max_tokens=8, temperature=0.0)
+    with pytest.raises(InvalidRequestError, match="tenant"), ours.request(tenant="c"):
+        pass
+
+
+def test_log_probabilities_are_those_of_the_engine_alone(path: Path, llm: Any) -> None:
+    keeping = load(path, logits_all=True)
+    attach(llm, EmbeddedDrafter(), measure=False)
+    for shown in ({"logprobs": 3}, {"logprobs": 3, "echo": True}):
+        options = {"max_tokens": 24, "temperature": 0.0, **shown}
+        found = [each.create_completion("once upon", **options) for each in (keeping, llm)]
+        alone, ours = (each["choices"][0]["logprobs"] for each in found)
+        assert ours["tokens"] == alone["tokens"]
+        np.testing.assert_allclose(
+            np.array(ours["token_logprobs"][1:], float),
+            np.array(alone["token_logprobs"][1:], float),
+            atol=1e-4,
+        )
+
+
+def test_nothing_of_torch_is_needed() -> None:
+    script = "import sys; sys.modules['torch'] = None; import foredraft.llama_cpp"
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
 
 
 def test_what_pays_is_measured_and_the_output_is_the_same(llm: Any, plain: Any) -> None:

@@ -1,6 +1,7 @@
 """The real engine on a tiny paged model; `make test-engine-onnxruntime-genai` runs this."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ og = pytest.importorskip(
 )
 
 from decoder.engines.onnxruntime_genai import DraftingLoop, Progress  # noqa: E402
+from decoder.errors import UnsupportedEngineError  # noqa: E402
+from indexer.reader import Vocabulary  # noqa: E402
 from retriever.drafter import Drafter  # noqa: E402
+from retriever.errors import InvalidRequestError  # noqa: E402
 from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.onnxruntime_genai import paged_model  # noqa: E402
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
@@ -158,7 +162,13 @@ def test_options_that_rule_drafts_out_cost_drafts_alone(
 
 def test_sampling_draws_from_the_model(engine: Engine) -> None:
     loop = engine.loop(engine.drafter(2))
-    options = {"do_sample": True, "temperature": 0.01, "top_k": 8, "top_p": 0.9, "seed": 1}
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.01,
+        "top_k": 8,
+        "top_p": 0.9,
+        "seed": 1,
+    }
     tokens = list(loop.generate(PROMPTS[2], NUM_TOKENS, **options))
     assert tokens == engine.expected(PROMPTS[2])
     assert loop.num_accepted > 0
@@ -181,3 +191,68 @@ def test_a_prompt_of_no_tokens_is_the_engines_to_refuse(engine: Engine) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         loop.begin(np.empty(0, np.int32), 4)
     assert not loop.is_running
+
+
+def decoded(loop: DraftingLoop, prompt: list[int], **drafting: object) -> tuple[list[int], int]:
+    """Return the output of a request, and how many drafted tokens were accepted for it."""
+    request = loop.begin(prompt, NUM_TOKENS, drafting=drafting)
+    steps = []
+    while loop.is_running:
+        steps += [each for each in loop.step() if each.request is request]
+    assert steps[-1].statistics.num_accepted == sum(each.num_accepted for each in steps)
+    return [token for each in steps for token in each.tokens], steps[-1].statistics.num_accepted
+
+
+def test_requests_are_drafted_for_as_they_state(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    vocabulary = Vocabulary(VOCABULARY, "a" * 64)
+    drafter = EmbeddedDrafter(vocabulary=vocabulary)
+    loop = DraftingLoop(
+        og.Engine(engine.model), drafter, VOCABULARY, vocabulary=vocabulary, tenants=["a", "b"]
+    )
+    prompt = PROMPTS[0]
+    truth = engine.expected(prompt)
+
+    def accepted(**drafting: object) -> int:
+        output, count = decoded(loop, prompt, **drafting)
+        assert output == truth
+        return count
+
+    cold = accepted(remember=False)
+    assert accepted(remember=False) == cold
+    assert accepted(remember=False, predictions=truth) > cold
+    assert accepted(tenant="a") == cold
+    warm = accepted(tenant="a")
+    assert warm > cold
+    assert accepted(tenant="b") == cold
+    assert accepted(tenant="a", drafts=False) == accepted(tenant="a", budget=0) == 0
+    assert 0 < accepted(tenant="a", budget=1) < warm
+    assert not caplog.messages
+    assert accepted(tenant="a", budget=100) >= warm
+    assert "beyond the engine's 7" in caplog.messages[-1]
+    assert accepted(remember=False, predictions=[3, VOCABULARY]) == cold
+    assert "they seem another tokenizer's" in caplog.messages[-1]
+    assert accepted(remember=False, predictions=[3], vocabulary="b" * 64) == cold
+    assert "is not the engine's" in caplog.messages[-1]
+    for drafting in ({"tenant": "c"}, {"budget": -1}, {"budgets": 1}, {"remember": "maybe"}):
+        with pytest.raises(InvalidRequestError, match="foredraft_"):
+            loop.begin(prompt, NUM_TOKENS, drafting=drafting)
+    assert not loop.is_running
+    assert loop.statistics.num_accepted == loop.num_accepted
+    assert loop.statistics.accepted_per_position()[0] > 0
+
+
+def test_an_engine_that_lacks_what_is_needed_is_refused_with_what(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LaterRequest:
+        def begin_turn(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(og, "Request", LaterRequest)
+    monkeypatch.delattr(og, "TurnOptions")
+    with pytest.raises(UnsupportedEngineError) as caught:
+        engine.loop(engine.drafter())
+    assert "Request has no `set_draft_tokens`; TurnOptions is not there" in str(caught.value)

@@ -10,7 +10,7 @@ import numpy as np
 from retriever.drafter import DraftRequest
 from retriever.service.draft_stream import DraftStream
 from retriever.service.scheduler import Scheduler
-from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
+from retriever.sessions.draft_counts import BOUNDS_S, MAX_POSITIONS, DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
@@ -31,13 +31,17 @@ def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
 def test_nodes_and_accepted_tokens_equal_the_twins() -> None:
     rng = np.random.default_rng(3)
     draft_counts, nodes, accepted = DraftCounts(), Counter[int](), Counter[int]()
+    positions = Counter[int]()
     for _ in range(1000):
         tree = random_tree(rng, int(rng.integers(0, 7)))
         tokens = rng.integers(0, 3, int(rng.integers(0, 6))).astype(np.int32)
         draft_counts.committed(tree, tokens)
         nodes.update(tree.sources.tolist())
         accepted.update(tree.sources[tree.follow(tokens)].tolist())
+        positions.update(range(len(tree.follow(tokens))))
     assert accepted.total() > 300
+    assert draft_counts.accepted_at() == [positions[at] for at in range(MAX_POSITIONS)]
+    assert positions[1] > 30
     assert draft_counts.by_source[:, : len(Source)].tolist() == [
         [each[s] for s in Source] for each in (nodes, accepted)
     ]
@@ -141,3 +145,14 @@ def test_counting_a_step_takes_about_two_microseconds() -> None:
             draft_counts.stepped(1, 3e-5)
         best = min(best, (time.perf_counter() - began) / rounds)
     assert best < 4e-6
+
+
+def test_drafts_longer_than_what_is_counted_apart_count_at_every_position() -> None:
+    draft_counts = DraftCounts()
+    long = MAX_POSITIONS + 5
+    chain = DraftTree.checked(
+        range(long), range(-1, long - 1), np.linspace(0.9, 0.5, long), [Source.CORPUS] * long
+    )
+    draft_counts.committed(chain, chain.token_ids)
+    draft_counts.committed(chain, chain.token_ids[:2])
+    assert draft_counts.accepted_at() == [2, 2, *[1] * (MAX_POSITIONS - 2)]

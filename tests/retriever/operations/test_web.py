@@ -57,6 +57,9 @@ def test_metrics_are_what_the_drafter_did(index: Path, tmp_path: Path) -> None:
     assert value(found, "drafts_total", kind="session") == 4
     assert value(found, "outcomes_total") == 3
     assert value(found, "accepted_tokens_total", source="corpus") > 0
+    for position, count in enumerate(draft_counts.accepted_at()):
+        assert value(found, "accepted_tokens_per_pos_total", position=str(position)) == count
+    assert draft_counts.accepted_at()[0] > 0
     for row, name in enumerate(("nodes", "accepted_tokens")):
         for source in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS):
             counted = value(found, f"{name}_total", source=source.name.lower())

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
-from decoder.drafters.model_trees import StepCosts
 from retriever.drafter import DraftRequest
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import SIZES, VOCABULARY, evaluated

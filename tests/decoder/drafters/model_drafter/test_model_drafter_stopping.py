@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from decoder.drafters.asking import StepCosts
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
-from decoder.drafters.model_trees import JudgedDraft, StepCosts, StoppingRule
+from decoder.drafters.model_trees import JudgedDraft, StoppingRule
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import decoded, decoder_with, plainly, prompt_of, tiny_llama, tree_of
 from tests.decoder.drafters.model_drafter.draft_models import llama

@@ -1,0 +1,164 @@
+"""What a call of `model.generate` states of its drafts reaches the drafter, and no output."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.asking import AskingRule
+from decoder.drafters.following import NoDrafter
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
+from decoder.engines.transformers import assisted, requests
+from decoder.engines.transformers.assisted import assisted_generate
+from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.errors import (
+    ContradictoryOptionsError,
+    InvalidPromptError,
+    InvalidSettingsError,
+    UnsupportedEngineError,
+)
+from retriever.drafter import Drafter, Kin, Prediction
+from retriever.errors import InvalidRequestError, VocabularyMismatchError
+from retriever.follower import DraftLimits
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.decoder.decoding import VOCABULARY, plainly, prompt_of, tiny_llama
+from tests.engines.transformers.generating import NEW_TOKENS, foredraft, generated
+
+PROMPT = prompt_of(12)
+
+
+def decoded(drafting: Foredraft, model: PreTrainedModel, **stated: Any) -> tuple[int, int]:
+    """Check the output; return how many nodes were drafted for it, and how many accepted."""
+    before = drafting.statistics.num_drafted, drafting.statistics.num_accepted
+    tokens = generated(model, PROMPT, custom_generate=drafting, **stated)[0].tolist()
+    assert tokens[len(PROMPT) :] == plainly(model, PROMPT, NEW_TOKENS)
+    after = drafting.statistics.num_drafted, drafting.statistics.num_accepted
+    return after[0] - before[0], after[1] - before[1]
+
+
+def test_each_field_reaches_the_drafter() -> None:
+    model, drafter = tiny_llama(), EmbeddedDrafter()
+    drafting = foredraft(model, drafter)
+    decoded(drafting, model, remember=False)
+    cold = decoded(drafting, model)[1]  # nothing was kept of the call before
+    warm = decoded(drafting, model)[1]
+    assert warm > cold
+    assert decoded(drafting, model, drafts=False) == (0, 0)
+    drafted, accepted = decoded(drafting, model, budget=1)
+    assert 0 < drafted <= NEW_TOKENS
+    assert 0 < accepted <= warm
+    assert decoded(drafting, model, budget=0) == (0, 0)
+    assert decoded(drafting, model, kin=Kin("samples"))[1] > cold
+
+
+def test_tenants_draft_from_their_own_outputs_alone() -> None:
+    model = tiny_llama()
+    drafting = foredraft(model, EmbeddedDrafter())
+    first = decoded(drafting, model, tenant="a")
+    again = decoded(drafting, model, tenant="a")
+    other = decoded(drafting, model, tenant="b")
+    assert again[1] > first[1]
+    assert other == first
+
+
+def test_what_was_found_likely_for_one_tenant_is_not_drafted_for_another() -> None:
+    limits = DraftLimits(VOCABULARY, VOCABULARY)
+    fused = FusedDrafter([EmbeddedDrafter()], limits, recycled=RecycledLogits())
+    model = tiny_llama()
+    drafting = foredraft(model, fused)
+    decoded(drafting, model, tenant="a")
+    decoded(drafting, model, tenant="a")
+    with pytest.raises(InvalidRequestError, match="recycled logits for each"):
+        decoded(drafting, model, tenant="b")
+    decoded(drafting, model, tenant="a")
+
+
+def test_what_cannot_be_followed_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama()
+    drafting = foredraft(model, EmbeddedDrafter())
+    with caplog.at_level(logging.WARNING):
+        decoded(drafting, model, budget=10**6)
+    assert "budget of 1000000 nodes is cut to" in caplog.text
+    with pytest.raises(InvalidSettingsError, match="0 nodes or more, not -1"):
+        decoded(drafting, model, budget=-1)
+    foreign = Prediction(np.array([VOCABULARY + 7], np.int32), "plan")
+    with pytest.raises(InvalidPromptError, match="plan"):
+        decoded(drafting, model, predictions=[foreign])
+    with pytest.raises(InvalidPromptError, match="tenant"):
+        decoded(drafting, model, tenant="a" * 10_000)
+    for keeps_none_apart in (NoDrafter(),):
+        with pytest.raises(InvalidRequestError, match="no tenants apart"):
+            decoded(foredraft(model, keeps_none_apart), model, tenant="a")
+    decoded(drafting, model)
+
+
+def with_assistant(drafter: Drafter, **more: Any) -> tuple[PreTrainedModel, Foredraft]:
+    model = tiny_llama()
+    return model, Foredraft(
+        model, drafter, budget=FixedBudget(16), assistant_model=tiny_llama(), **more
+    )
+
+
+def test_an_assistant_model_drafts_beside_retrieval_in_one_tree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The assistant is the model itself, so that nearly all of what it proposes is accepted."""
+    monkeypatch.setattr(AskingRule, "asks", lambda *_: True)  # its time would not pay here
+    monkeypatch.setattr(AskingRule, "is_worthwhile", lambda *_: True)
+    model, drafting = with_assistant(NoDrafter())
+    decoded(drafting, model)
+    alone = drafting.statistics.tokens_per_pass
+    assert alone > 3
+    assert drafting.statistics.accepted_by_source().keys() == {"model"}
+    model, both = with_assistant(EmbeddedDrafter())
+    for _ in range(3):
+        decoded(both, model)
+    assert both.statistics.tokens_per_pass > 0.9 * alone
+    assert {"model", "generations"} <= both.statistics.accepted_by_source().keys()
+
+
+def test_assistants_that_cannot_be_used_are_refused() -> None:
+    fused = FusedDrafter([NoDrafter()], DraftLimits(VOCABULARY, VOCABULARY))
+    with pytest.raises(ContradictoryOptionsError, match="readers="):
+        with_assistant(fused)
+    smaller: Any = tiny_llama()
+    smaller.resize_token_embeddings(VOCABULARY // 2)
+    with pytest.raises(VocabularyMismatchError):
+        Foredraft(tiny_llama(), NoDrafter(), budget=FixedBudget(16), assistant_model=smaller)
+
+
+def later_generate(self: Any, inputs: Any = None, decoding: Any = None, **options: Any) -> Any: ...
+
+
+def later_candidates(self: Any, input_ids: Any, positions: Any, /) -> Any: ...
+
+
+def test_a_transformers_that_calls_otherwise_is_refused_with_what_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(requests, "_changes_of_generate", requests._changes_of_generate.__wrapped__)
+    monkeypatch.setattr(
+        assisted,
+        "_changes_of_assisted_generation",
+        assisted._changes_of_assisted_generation.__wrapped__,
+    )
+    with monkeypatch.context() as other_version:
+        other_version.setattr(CandidateGenerator, "get_candidates", later_candidates)
+        options = {"custom_generate": assisted_generate, "drafter": NoDrafter()}
+        with pytest.raises(UnsupportedEngineError) as caught:
+            generated(model, PROMPT, **options)
+        assert "CandidateGenerator.get_candidates has a new parameter `positions`" in str(
+            caught.value
+        )
+    with monkeypatch.context() as other_version:
+        other_version.setattr(GenerationMixin, "generate", later_generate)
+        with pytest.raises(UnsupportedEngineError) as caught:
+            foredraft(model, NoDrafter())
+    assert "generate has no parameter `custom_generate`" in str(caught.value)
+    assert "generate has no parameter `streamer`" in str(caught.value)
