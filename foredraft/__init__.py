@@ -24,7 +24,7 @@ from foredraft.installation import (
 if TYPE_CHECKING:
     from decoder.assembly import assemble
     from decoder.budget.budget import FixedBudget, MeasuredBudget
-    from decoder.budget.costs import measure_costs
+    from decoder.budget.pass_timing import measure_costs
     from decoder.drafters.following import NoDrafter
     from decoder.drafters.fusion import FusedDrafter
     from decoder.drafters.keeping import KeptLogits, kept_logits
@@ -170,7 +170,7 @@ __all__ = [
 _HOMES: Final = {
     "decoder.assembly": ("assemble",),
     "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
-    "decoder.budget.costs": ("measure_costs",),
+    "decoder.budget.pass_timing": ("measure_costs",),
     "decoder.drafters.following": ("NoDrafter",),
     "decoder.drafters.fusion": ("FusedDrafter",),
     "decoder.drafters.keeping": ("KeptLogits", "kept_logits"),

@@ -298,6 +298,22 @@ class GroupDrafter(Protocol):
         ...
 
 
+@runtime_checkable
+class TenantDrafter(Protocol):
+    """A `Drafter` in this process that keeps the outputs of several tenants apart."""
+
+    takes_tenants: bool
+
+    def open(
+        self, session: str, prompt: TokenIds, *, remember: bool = True, tenant: str = ""
+    ) -> None:
+        """Begin a sequence of a tenant as `Drafter.open` does: no other's is drafted from.
+
+        Raises: as `Drafter.open`, and `InvalidRequestError` for a name that is none.
+        """
+        ...
+
+
 NUM_FOUND: Final = 8
 """Tokens of a context in `Findings`, as in Token Recycling (arXiv:2408.08696): they hold most of
 the probability."""

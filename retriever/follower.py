@@ -23,6 +23,7 @@ from retriever.drafter import (
     GroupDrafter,
     Prediction,
     PredictionDrafter,
+    TenantDrafter,
     TokenIds,
 )
 from retriever.errors import (
@@ -195,12 +196,16 @@ class Follower:
         self._followers.close(self)
 
     def open(self) -> None:
-        """Open a session with the prompt; generated tokens are sent with the first request."""
+        """Open a session with the prompt; generated tokens are sent with the first request.
+
+        Raises:
+            RetrieverError: the drafter refuses it, or does not answer.
+        """
         name = self._followers.new_name() if self._given_name is None else self._given_name
         sequence = self.sequence
         if not sequence.predictions or not self._open_predicted(name):
             drafter: Any = self._followers.drafter
-            drafter.open(name, sequence.prompt, remember=sequence.remember, **self._kin)
+            drafter.open(name, sequence.prompt, remember=sequence.remember, **self._terms)
         self._known_predictions = sequence.predictions
         self.name, self.num_sent = name, sequence.num_prompt
 
@@ -217,7 +222,7 @@ class Follower:
                 sequence.prompt,
                 remember=sequence.remember,
                 predictions=predictions,
-                **self._kin,
+                **self._terms,
             )
         except LimitExceededError as error:
             _log.warning("drafts go on without predictions, which are refused: %s", error)
@@ -225,12 +230,23 @@ class Follower:
         return True
 
     @property
-    def _kin(self) -> dict[str, Any]:
-        """What the drafter is told of sequences that this one is like, if it takes groups."""
-        kin = self.sequence.kin
-        if kin is ALONE or not isinstance(self._followers.drafter, GroupDrafter):
-            return {}
-        return asdict(kin)
+    def _terms(self) -> dict[str, Any]:
+        """What the drafter is told of the sequence's tenant, and of its kin if it takes groups.
+
+        Raises:
+            InvalidRequestError: it is a tenant's, and the drafter keeps none apart.
+        """
+        drafter, kin, tenant = self._followers.drafter, self.sequence.kin, self.sequence.tenant
+        takes_kin = kin is not ALONE and isinstance(drafter, GroupDrafter)
+        terms = asdict(kin) if takes_kin else {}
+        if tenant:
+            if not isinstance(drafter, TenantDrafter):
+                raise InvalidRequestError(
+                    f"a sequence of tenant {tenant!r} is not drafted for: this drafter keeps no "
+                    "tenants apart; a service takes the tenant from the client's credentials"
+                )
+            terms["tenant"] = tenant
+        return terms
 
     def _known_of(self, predictions: Iterable[Prediction]) -> list[Prediction]:
         """Return those whose tokens the drafter can know."""

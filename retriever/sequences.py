@@ -41,17 +41,19 @@ class TokenSequence:
         remember: whether its output joins the generations.
         predictions: what it is expected to become, checked.
         kin: which sequences it is like, checked.
+        tenant: whose it is, where the drafter keeps several apart; empty for callers without one.
 
     Attributes:
         num_prompt: as given.
         remember: as given.
         kin: as given.
+        tenant: as given.
         predictions: all so far, in the order in which they came, each text once.
     """
 
-    __slots__ = ("_buffer", "_length", "kin", "num_prompt", "predictions", "remember")
+    __slots__ = ("_buffer", "_length", "kin", "num_prompt", "predictions", "remember", "tenant")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the last four are options
         self,
         tokens: TokenIds,
         num_prompt: int | None = None,
@@ -59,6 +61,7 @@ class TokenSequence:
         remember: bool = True,
         predictions: Sequence[Prediction] = (),
         kin: Kin = ALONE,
+        tenant: str = "",
     ) -> None:
         self._buffer = np.empty(len(tokens) + _ROOM, np.int32)
         self._buffer[: len(tokens)] = tokens
@@ -67,6 +70,7 @@ class TokenSequence:
         self.remember = remember
         self.predictions = list(predictions)
         self.kin = kin
+        self.tenant = tenant
 
     def __len__(self) -> int:
         return self._length

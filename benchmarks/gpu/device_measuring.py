@@ -34,7 +34,7 @@ from benchmarks.gpu.device_report import write_report
 from benchmarks.gpu.missing import missing_files
 from decoder.assembly import DrafterSettings, assemble
 from decoder.budget.cost_store import describe_machine, device_name, versions
-from decoder.budget.costs import measure_costs
+from decoder.budget.pass_timing import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
 from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs

@@ -118,11 +118,12 @@ class Budget(Protocol):
         """
         ...
 
-    def learn(self, outcomes: Sequence[PassOutcome], load: Load, seconds: float) -> None:
+    def learn(self, outcomes: Sequence[PassOutcome | None], load: Load, seconds: float) -> None:
         """Take in what a pass over the last trees, or without any, brought and took.
 
         Args:
-            outcomes: one for each sequence of the load.
+            outcomes: one for each sequence of the last load; `None` for one that ended before the
+                pass.
             load: of the pass.
             seconds: what it took, the wait for its choices included.
         """
@@ -147,7 +148,7 @@ class FixedBudget:
         """Return the first `max_nodes` nodes of each."""
         return [tree.prefix(self.max_nodes) for tree in trees]
 
-    def learn(self, outcomes: Sequence[PassOutcome], load: Load, seconds: float) -> None:
+    def learn(self, outcomes: Sequence[PassOutcome | None], load: Load, seconds: float) -> None:
         """Ignore the outcomes."""
 
     def halve(self) -> None:
@@ -170,13 +171,13 @@ class MeasuredBudget:
     probable come first, whosever they are, and each makes the one pass longer.
 
     Args:
-        surface: what passes cost.
+        surface: what passes cost, as measured; or what is learned of it as passes come.
         max_nodes: never verify more of a tree; `None` for as many as the surface is wide.
     """
 
-    def __init__(self, surface: CostSurface, max_nodes: int | None = None) -> None:
-        self.costs = AdaptiveCosts(surface)
-        widest = surface.widths[-1] - 1
+    def __init__(self, surface: CostSurface | AdaptiveCosts, max_nodes: int | None = None) -> None:
+        self.costs = AdaptiveCosts(surface) if isinstance(surface, CostSurface) else surface
+        widest = self.costs.surface.widths[-1] - 1
         self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = DraftCalibration()
         self._drafts: Sequence[CorrectedDraft] = ()
@@ -219,20 +220,26 @@ class MeasuredBudget:
         self._drafter.learn(float(gained[nodes] - gained[0]) / pace)
         return [tree.prefix(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def learn(self, outcomes: Sequence[PassOutcome], load: Load, seconds: float) -> None:
+    def learn(self, outcomes: Sequence[PassOutcome | None], load: Load, seconds: float) -> None:
         """Take in what a pass over the last trees, or without any, brought and took."""
         drafts, self._drafts = self._drafts, ()
         for draft, outcome in zip(drafts, outcomes, strict=bool(drafts)):
+            if outcome is None:
+                continue
             tree, path = outcome.tree, outcome.path
             began_rightly = self._calibration.learn(draft, len(tree), path, outcome.next_token)
             if began_rightly and len(tree) == 0:
                 self._drafter.encourage()
-        num_nodes = sum(len(outcome.tree) for outcome in outcomes)
+        passed = [outcome for outcome in outcomes if outcome is not None]
+        if not passed:
+            self._draft_s = 0.0
+            return
+        num_nodes = sum(len(outcome.tree) for outcome in passed)
         self.costs.learn(load.width + num_nodes, load.context, seconds)
         plain_s, table = self._plain_s(load), self._table(load, num_nodes)
         longer_s = float(table[num_nodes] - table[0])
-        tokens = sum(1 + len(outcome.path) for outcome in outcomes)
-        self._late.add(tokens / len(outcomes), (plain_s + longer_s + self._draft_s) / plain_s)
+        tokens = sum(1 + len(outcome.path) for outcome in passed)
+        self._late.add(tokens / len(passed), (plain_s + longer_s + self._draft_s) / plain_s)
         self._draft_s = 0.0
 
     def halve(self) -> None:

@@ -19,7 +19,8 @@ import platformdirs
 import torch
 from transformers import PreTrainedModel
 
-from decoder.budget.costs import CostSurface, decided, measure_costs, still_holds
+from decoder.budget.costs import CostSurface
+from decoder.budget.pass_timing import decided, measure_costs, still_holds
 from decoder.model.capability_check import Verdict
 from decoder.model.compatibility import Capability
 from decoder.model.target import Target

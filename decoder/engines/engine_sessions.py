@@ -1,4 +1,4 @@
-"""Sequences of an engine, found by their tokens, and drafts for them within a deadline."""
+"""Sequences of an engine, found by name or tokens, and drafts for them within a deadline."""
 
 import math
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from decoder.engines.request_fields import PLAIN, RequestFields
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
@@ -15,7 +16,23 @@ _TAIL: Final = 8
 """Last tokens that a sequence is looked up by, before all of it is compared: few enough to hash at
 every step, and enough that sequences of one length seldom share them."""
 
-_Key = tuple[int, bytes]
+_Key = tuple[int, bytes] | str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRequest:
+    """A request that the engine names.
+
+    Attributes:
+        name: no other request that runs has it.
+        state: the engine's own object for it: one request, one object. It tells a request from a
+            later one of the same name.
+        fields: what the request states.
+    """
+
+    name: str
+    state: object
+    fields: RequestFields = PLAIN
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +44,7 @@ class HeldSequence:
         slot: where the engine kept it when it was last seen.
         call: the number of the call that it was last seen in.
         seen_s: when that was, in seconds of a clock of the caller's.
+        request: whose it is, where the engine names requests.
         sequence: its tokens, which the follower shares.
     """
 
@@ -34,6 +52,7 @@ class HeldSequence:
     slot: int = 0
     call: int = 0
     seen_s: float = 0.0
+    request: NamedRequest | None = None
     sequence: TokenSequence = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,9 +62,9 @@ class HeldSequence:
 class SequenceIndex:
     """Finds the sequence that a row of tokens continues.
 
-    Sequences are filed by their length and last tokens. Those found are compared from the first
-    token to the last, so that a row never continues another sequence. Comparing reads 4 bytes a
-    token: some microseconds for 32k tokens.
+    Sequences are filed by their names, or where there are none, by their length and last tokens.
+    Those found by tokens are compared from the first to the last, so that a row never continues
+    another sequence. Comparing reads 4 bytes a token: some microseconds for 32k tokens.
     """
 
     def __init__(self) -> None:
@@ -61,12 +80,12 @@ class SequenceIndex:
 
     def add(self, held: HeldSequence) -> None:
         """File a sequence."""
-        self._filed.setdefault(_key(held.sequence.tokens), []).append(held)
+        self._filed.setdefault(_filed_under(held), []).append(held)
         self._num_sequences += 1
 
     def remove(self, held: HeldSequence) -> None:
         """Take a sequence out; it must not have changed since it was filed."""
-        key = _key(held.sequence.tokens)
+        key = _filed_under(held)
         filed = [each for each in self._filed[key] if each is not held]
         if filed:
             self._filed[key] = filed
@@ -76,9 +95,16 @@ class SequenceIndex:
 
     def extend(self, held: HeldSequence, tokens: TokenIds) -> None:
         """Append int32[m] to a sequence that is filed."""
+        if held.request is not None:
+            held.sequence.extend(tokens)
+            return
         self.remove(held)
         held.sequence.extend(tokens)
         self.add(held)
+
+    def named(self, name: str) -> HeldSequence | None:
+        """Return the sequence of a request, `None` if there is none."""
+        return next(iter(self._filed.get(name, ())), None)
 
     def exact(self, tokens: TokenIds, slot: int, call: int) -> HeldSequence | None:
         """Return a sequence that equals int32[n]; where several do, that of the slot.
@@ -99,13 +125,21 @@ class SequenceIndex:
 
     def longest(self, tokens: TokenIds, slot: int, call: int) -> HeldSequence | None:
         """Return the longest sequence that int32[n] begins with; else as `exact`."""
-        free = [each for each in self if each.call != call and len(each.sequence) <= len(tokens)]
+        free = [
+            each
+            for each in self
+            if each.request is None and each.call != call and len(each.sequence) <= len(tokens)
+        ]
         free.sort(key=lambda each: (len(each.sequence), each.slot == slot), reverse=True)
         return next((each for each in free if each.sequence.begins(tokens)), None)
 
 
 def _key(tokens: TokenIds) -> _Key:
     return len(tokens), tokens[-_TAIL:].tobytes()
+
+
+def _filed_under(held: HeldSequence) -> _Key:
+    return _key(held.sequence.tokens) if held.request is None else held.request.name
 
 
 _INERTIA: Final = 0.9
@@ -150,9 +184,17 @@ class DrafterSessions:
         """Steps, opens and closes that the drafter refused or did not answer."""
         return self._followers.num_failures
 
-    def follow(self, tokens: TokenIds, num_prompt: int) -> Follower:
+    def follow(self, tokens: TokenIds, num_prompt: int, fields: RequestFields = PLAIN) -> Follower:
         """Return a follower of a copy of int32[n], whose first `num_prompt` are the prompt."""
-        return self._followers.follow(TokenSequence(tokens, num_prompt))
+        sequence = TokenSequence(
+            tokens,
+            num_prompt,
+            remember=fields.remember,
+            predictions=fields.predictions,
+            kin=fields.kin,
+            tenant=fields.tenant,
+        )
+        return self._followers.follow(sequence)
 
     def draft(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
         """Return a tree for each sequence, in order; empty where the drafter gives none.

@@ -139,6 +139,7 @@ class EmbeddedDrafter:
         uses: what each tenant has used, as far as a service counts it.
         administration: what an operator does with it while it runs.
         takes_groups: see `GroupDrafter`.
+        takes_tenants: see `TenantDrafter`.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -148,6 +149,7 @@ class EmbeddedDrafter:
     """
 
     takes_groups = True
+    takes_tenants = True
 
     def __init__(
         self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]

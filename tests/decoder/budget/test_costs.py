@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from decoder.budget.cost_store import CostStore, key_of, known_costs, store_at
-from decoder.budget.costs import AdaptiveCosts, CostSurface, measure_costs, still_holds
+from decoder.budget.costs import AdaptiveCosts, CostSurface
+from decoder.budget.pass_timing import measure_costs, still_holds
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE
 from retriever.tree import DraftTree

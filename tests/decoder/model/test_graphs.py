@@ -30,7 +30,7 @@ from transformers import (
 from benchmarks.decoding.pass_operations import SETTINGS, counted_steps
 from benchmarks.exactness.tiny_models import tiny_model
 from decoder.budget.budget import FixedBudget
-from decoder.budget.costs import measure_costs
+from decoder.budget.pass_timing import measure_costs
 from decoder.contenders.contender import DrawnByPrompt
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits

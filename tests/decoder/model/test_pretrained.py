@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from decoder.budget.budget import MeasuredBudget
-from decoder.budget.costs import measure_costs
+from decoder.budget.pass_timing import measure_costs
 from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, UnsupportedModelError
 from decoder.model.compatibility import Capability
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model

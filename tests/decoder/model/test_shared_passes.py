@@ -21,7 +21,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from decoder.budget.budget import FixedBudget, MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
-from decoder.budget.costs import CostSurface, measure_costs
+from decoder.budget.costs import CostSurface
+from decoder.budget.pass_timing import measure_costs
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.following import NoDrafter
 from decoder.engines.transformers.assisted import assisted_generate
