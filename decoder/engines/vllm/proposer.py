@@ -159,7 +159,7 @@ class ForedraftProposer:
             return self._filled(self._propose(self.sessions, step, began_s), step)
         except Exception as error:  # noqa: BLE001  an exception would end vLLM
             self._recover(error)
-            return self._nothing(given)
+            return self._nothing([*given, *named.values()])
         finally:
             self._returned_s = time.perf_counter()
 
@@ -380,9 +380,11 @@ class ForedraftProposer:
 
     def _nothing(self, given: Sequence[Any]) -> list[list[int]]:
         """Return proposals of nothing for all rows, as far as their number can be told."""
-        sampled = given[0] if given and isinstance(given[0], list) else []
         filling = [_FILLING] * self._num_filled
-        return [list(filling) if new else [] for new in sampled]
+        for value in given:
+            if isinstance(value, list) and all(isinstance(each, list) for each in value):
+                return [list(filling) if new else [] for new in value]
+        return []
 
     def _recover(self, error: Exception) -> None:
         """Drop all sessions after an unexpected error and pause; log the first error."""
