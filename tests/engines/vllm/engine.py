@@ -17,6 +17,19 @@ from vllm import LLM, SamplingParams
 OURS = "foredraft.vllm.ForedraftProposer"
 
 
+class NeverProposes:
+    """A proposer that proposes nothing: with it all should be as without one."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config
+
+    def load_model(self, *_: Any) -> None:
+        """Load nothing."""
+
+    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        return [[] for _ in sampled]
+
+
 class Watched:
     """Stands before a proposer and compares each session with the row that it is for."""
 
@@ -50,7 +63,7 @@ def start(job: dict[str, Any]) -> LLM:
     if "num_speculative_tokens" in job:
         speculative = {
             "method": "custom_class",
-            "model": OURS,
+            "model": job.get("proposer", OURS),
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
     return LLM(
@@ -102,7 +115,7 @@ def counts(llm: LLM) -> dict[str, float]:
 
 def one_by_one(llm: LLM, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Decode the prompts one after the other; end a process in the middle of one, if asked to."""
-    logprobs = None if "num_speculative_tokens" in job else 2
+    logprobs = None if job.get("dtype") or "num_speculative_tokens" in job else 2
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], logprobs=logprobs)
     for number, prompt in enumerate(job["prompts"]):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
