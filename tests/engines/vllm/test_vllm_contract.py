@@ -410,39 +410,64 @@ class Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
 
 
-@pytest.mark.parametrize(("token_s", "is_cheap"), [(0.0005, True), (0.02, False)])
+def written(kind: str, seed: int) -> list[int]:
+    """Return a text that repeats itself, one of which each third token is new, or noise."""
+    rng = np.random.default_rng(seed)
+    if kind == "noise":
+        return [11, *rng.integers(20, 24, 1023).tolist()]
+    text = [11, 12, 13, 14, 15, 16, 17, 18, 19] * 114
+    if kind == "turns":
+        text[2::3] = rng.integers(20, 90, len(text[2::3])).tolist()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("kind", "token_s", "times_plain", "most"),
+    [
+        ("copies", 0.0005, 2.0, 4.0),
+        ("copies", 0.008, 1.2, 4.0),
+        ("turns", 0.0005, 1.1, 4.0),
+        ("turns", 0.02, 0.97, 4.0),
+        ("noise", 0.02, 0.97, 0.1),
+    ],
+)
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_as_much_is_proposed_as_pays_by_the_cost_of_the_passes_that_come(
+def test_as_much_is_proposed_as_pays_by_the_cost_of_the_passes_that_come(  # noqa: PLR0913, PLR0917
     monkeypatch: pytest.MonkeyPatch,
+    kind: str,
     token_s: float,
-    is_cheap: bool,  # noqa: FBT001
+    times_plain: float,
+    most: float,
     num_rows: int,
 ) -> None:
     clock = Clock(monkeypatch)
     engine = runner(measure=True)
     engine.drafter._max_model_len = 1 << 20
-    text = [11, 12, 13, 14, 15, 16, 17, 18] * 60
-    right = 2  # of a proposal come true, then something else
-    rows = {str(at): text[: 20 + at] for at in range(num_rows)}
+    texts = [written(kind, seed) for seed in range(num_rows)]
+    lengths = np.full(num_rows, 20, np.int32)
+    table = np.array(texts, np.int32)
+    states = [SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for _ in texts]
+    engine.requests = {str(at): state for at, state in enumerate(states)}
+    engine.input_batch.req_ids = list(engine.requests)
     new = [1] * num_rows
-    proposed = []
-    table = np.zeros((num_rows, 4096), np.int32)
-    for _ in range(120):
-        for name in rows:
-            engine.requests.setdefault(
-                name, SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None))
-            )
-        engine.input_batch.req_ids = list(rows)
-        lengths = np.array([len(row) for row in rows.values()], np.int32)
-        for slot, row in enumerate(rows.values()):
-            table[slot, : len(row)] = row
-        sampled = [row[len(row) - num :] for row, num in zip(rows.values(), new, strict=True)]
+    num_proposed, num_tokens, late_s = 0, 0, 0.0
+    for step in range(160):
+        sampled = [
+            text[length - num : length]
+            for text, length, num in zip(texts, lengths.tolist(), new, strict=True)
+        ]
         chains = engine.drafter.propose(sampled, lengths, table)
-        proposed.append(sum(map(len, chains)) / num_rows)
-        clock.now_s += 0.02 + token_s * (num_rows + sum(map(len, chains)))
-        for slot, (name, chain) in enumerate(zip(rows, chains, strict=True)):
-            accepted = chain[:right]
-            grown = [*rows[name], *accepted, 30 + len(rows[name]) % 7 if chain else 11]
-            rows[name], new[slot] = grown, len(accepted) + 1
-    late = sum(proposed[-40:]) / 40
-    assert late > 1 if is_cheap else late < 0.5
+        pass_s = 0.02 + token_s * (num_rows + sum(map(len, chains)))
+        clock.now_s += pass_s
+        for slot, (text, chain) in enumerate(zip(texts, chains, strict=True)):
+            rest = text[lengths[slot] :]
+            right = [token == true for token, true in zip(chain, rest, strict=False)]
+            new[slot] = 1 + (right.index(False) if False in right else len(right))
+            lengths[slot] += new[slot]
+        if step >= 80:
+            num_proposed += sum(map(len, chains))
+            num_tokens += sum(new)
+            late_s += pass_s
+    plain_s = (0.02 + token_s * num_rows) / num_rows
+    assert num_tokens * plain_s / late_s >= times_plain
+    assert num_proposed / (80 * num_rows) <= most
