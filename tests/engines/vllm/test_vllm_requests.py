@@ -56,7 +56,7 @@ def done(
         "no mapping": [{"prompt": story, "fields": {"foredraft": 5}}],
         "of others": [{"prompt": story, "fields": {"another": [1, 2]}}],
     }
-    report = run(
+    report: dict[str, Any] = run(
         tmp_path_factory.mktemp("requests"),
         job,
         alone=0,
