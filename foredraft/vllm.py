@@ -3,6 +3,6 @@
 from foredraft.installation import needing
 
 with needing("vllm"):
-    from decoder.engines.vllm import ForedraftProposer
+    from decoder.engines.vllm.proposer import ForedraftProposer
 
 __all__ = ["ForedraftProposer"]

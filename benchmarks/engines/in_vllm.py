@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import eq
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final
@@ -50,12 +51,14 @@ class Contender:
         whose: whose way it is.
         speculative: vLLM's `speculative_config`.
         environment: variables of its process.
+        options: more of vLLM's options.
     """
 
     name: str
     whose: Whose
     speculative: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,10 @@ class Workload:
     max_tokens: int
     kept: Path
 
-    def run(self, contender: Contender) -> dict[str, Any]:
-        """Have a vLLM process decode; return its answers, runs and figures."""
-        done = self.kept / f"{contender.name}.json"
+    def run(self, contender: Contender, num_running: int = 0) -> dict[str, Any]:
+        """Have a vLLM process decode, each prompt alone or so many at once; return what it did."""
+        at_once = f" {num_running} at once" if num_running else ""
+        done = self.kept / f"{contender.name}{at_once}.json"
         if not done.exists():
             job = {
                 "model": str(self.model),
@@ -88,6 +92,8 @@ class Workload:
                 "measured": self.measured,
                 "max_tokens": self.max_tokens,
                 "speculative_config": contender.speculative,
+                "num_running": num_running,
+                "options": contender.options,
             }
             subprocess.run(
                 [sys.executable, "-m", "benchmarks.engines.vllm_engine", str(done)],
@@ -132,7 +138,41 @@ def contenders(found: dict[str, dict[str, float]], indexes: Sequence[Path]) -> l
         settings = best["ours with index"]
         ways.append(_ours("ours with index", settings, indexes))
         ways.append(_ours("ours with index, probable tokens", settings, indexes, _PROBABLE))
+        ways.append(_ours("ours with index, what pays", settings, indexes, measure=True))
+    ways.append(_ours("ours, what pays", best["ours"], [], measure=True))
     return ways
+
+
+def at_once(
+    work: Workload, ways: Sequence[Contender], numbers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return what each way took with so many requests at once, beside vLLM without drafts.
+
+    vLLM without drafts is run as it is, and scheduling synchronously, as it does with a custom
+    class: the difference is what the hook itself costs. A way has a process for each number, so
+    that no prompt is measured after itself.
+    """
+    plain = Contender("plain", Whose.PLAIN)
+    in_turn = Contender("plain, in turn", Whose.PLAIN, options={"async_scheduling": False})
+    rows = []
+    for number in numbers:
+        reference = work.run(plain, number)
+        for way in (plain, in_turn, *ways):
+            done = work.run(way, number)
+            tokens = sum(map(len, done["answers"]))
+            rows.append(
+                {
+                    "requests": number,
+                    "way": way.name,
+                    "ms_per_token": round(1e3 * done["seconds"] / tokens, 3),
+                    "times_plain": round(reference["seconds"] / done["seconds"], 3),
+                    "tokens_per_request_step": round(tokens / done["num_steps"] / number, 3),
+                    "identical": sum(map(eq, done["answers"], reference["answers"])),
+                    "of": len(done["answers"]),
+                    "figures": done["figures"],
+                }
+            )
+    return rows
 
 
 def _suffix(num_tokens: float, depth: float, factor: float, probability: float) -> dict[str, Any]:
@@ -146,10 +186,16 @@ def _suffix(num_tokens: float, depth: float, factor: float, probability: float) 
 
 
 def _ours(
-    name: str, settings: Sequence[float], indexes: Sequence[Path], min_probability: float = 0.0
+    name: str,
+    settings: Sequence[float],
+    indexes: Sequence[Path],
+    min_probability: float = 0.0,
+    *,
+    measure: bool = False,
 ) -> Contender:
     num_tokens, budget_nodes = (int(value) for value in settings)
     environment = {
+        "FOREDRAFT_MEASURE": str(measure).lower(),
         "FOREDRAFT_BUDGET_NODES": str(budget_nodes),
         "FOREDRAFT_MIN_PROBABILITY": str(min_probability),
         "FOREDRAFT_INDEX": os.pathsep.join(str(path.resolve()) for path in indexes),
@@ -187,6 +233,9 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     per_category: Annotated[int, typer.Option(help="Prompts measured of each category.")] = 1,
     warm_per_category: Annotated[int, typer.Option(help="Others answered before.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
+    number: Annotated[
+        list[int] | None, typer.Option("--at-once", help="Requests at once, too. Repeatable.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
 ) -> None:
     """Measure what drafts bring inside vLLM."""
@@ -211,7 +260,9 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
             list(zip(measured, outputs, strict=True)),
         )
         found = settings_of_all(texts, index or [])
-        others = [(way, work.run(way)) for way in contenders(found, index or [])]
+        chosen = contenders(found, index or [])
+        others = [(way, work.run(way)) for way in chosen]
+        together = at_once(work, chosen, number or [])
     ways = [_way(*each) for each in [(plain, alone), *others]]
     contents = {
         **stated,
@@ -220,6 +271,7 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
         "settings": {way.name: way.speculative for way, _ in others},
         "vllm_figures": {way.name: done["figures"] for way, done in others},
         "replayed_tokens_per_step": found,
+        "at_once": together,
     }
     write(output, contents)
     sys.stdout.write(as_markdown(contents))

@@ -41,6 +41,33 @@ def run(llm: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     return {"token_ids": tokens, "num_steps": num_steps, "seconds": seconds}
 
 
+def at_once(
+    llm: Any, prompts: Sequence[list[int]], max_tokens: int, num_running: int
+) -> dict[str, Any]:
+    """Decode prompts, so many at a time; return what was generated, in what time and how."""
+    engine, waiting = llm.llm_engine, list(enumerate(prompts))
+    answers: dict[str, list[int]] = {}
+    before, start_s, num_steps, num_unfinished = figures(llm), time.perf_counter(), 0, 0
+    while waiting or num_unfinished:
+        while waiting and num_unfinished < num_running:
+            number, prompt = waiting.pop(0)
+            name = f"at-once-{num_running}-{number}"
+            engine.add_request(name, {"prompt_token_ids": prompt}, _greedy(max_tokens))
+            num_unfinished += 1
+        for output in engine.step():
+            if output.finished:
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+                num_unfinished -= 1
+        num_steps += 1
+    return {
+        "num_running": num_running,
+        "seconds": time.perf_counter() - start_s,
+        "num_steps": num_steps,
+        "answers": [answers[f"at-once-{num_running}-{at}"] for at in range(len(prompts))],
+        "figures": {name: value - before.get(name, 0.0) for name, value in figures(llm).items()},
+    }
+
+
 def figures(llm: Any) -> dict[str, float]:
     """Return vLLM's own figures of speculation."""
     return {
@@ -51,7 +78,7 @@ def figures(llm: Any) -> dict[str, float]:
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job."""
+    """Do a job: warm, then measure prompts one by one, or `num_running` of them at once."""
     from vllm import LLM  # noqa: PLC0415  takes seconds, and reads the environment
 
     llm = LLM(
@@ -65,11 +92,14 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
         speculative_config=job["speculative_config"],
+        **job.get("options", {}),
     )
     max_tokens = job["max_tokens"]
     answers = answer(llm, job["warm"], max_tokens)
     answer(llm, job["measured"][:1], _WARM_UP)
     before = figures(llm)
+    if num_running := job.get("num_running"):
+        return at_once(llm, job["measured"], max_tokens, num_running)
     runs = [run(llm, prompt, max_tokens) for prompt in job["measured"]]
     spent = {name: value - before.get(name, 0.0) for name, value in figures(llm).items()}
     return {"answers": answers, "runs": runs, "figures": spent}

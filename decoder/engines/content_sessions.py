@@ -1,14 +1,22 @@
-"""Sessions for engines that do not name sequences: a row belongs to the session it begins with.
+"""Sessions for engines that show rows of tokens: a row's is that of its request, or of its tokens.
 
 At every step, such engines show the tokens of the running sequences, in slots that sequences move
-between. They do not tell when a sequence begins, ends, is aborted, or waits for memory.
+between. Where they name the request of a row, its session goes by the name, and ends with the
+request. Where they do not, they do not tell when a sequence begins, ends, is aborted, or waits for
+memory either: then a row belongs to the session it begins with.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from decoder.engines.engine_sessions import DrafterSessions, HeldSequence, SequenceIndex
+from decoder.engines.engine_sessions import (
+    DrafterSessions,
+    HeldSequence,
+    NamedRequest,
+    SequenceIndex,
+)
+from decoder.engines.request_fields import PLAIN
 from retriever.drafter import Drafter, TokenIds
 from retriever.tree import DraftTree
 
@@ -24,12 +32,14 @@ class Row:
             does not tell: then the row continues the longest session that it begins with, and
             all tokens behind that count as generated.
         budget_nodes: most nodes of its draft.
+        request: whose row it is, where the engine names requests; `num_new` is given then.
     """
 
     slot: int
     tokens: TokenIds
     num_new: int | None
     budget_nodes: int
+    request: NamedRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +49,9 @@ class SessionLimits:
     Attributes:
         max_sessions: sequences held at once; the least recently seen one is evicted.
         max_tokens: tokens of all of them, 4 to 8 bytes each besides the drafter's own memory.
-        idle_calls: a sequence counts as ended after so many calls in a row without it. Engines
-            may show only a part of their sequences in each step.
-        idle_s: a sequence counts as ended after so many seconds without it.
+        idle_calls: a sequence counts as ended after so many calls in a row without it, if it has
+            no name. Engines may show only a part of their sequences in each step.
+        idle_s: such a sequence counts as ended after so many seconds without it.
         vocabulary_size: a sequence with a token id at or beyond it is not drafted for; None where
             ids have no limit.
         deadline_s: a call asks for as many drafts, and opens as many sessions, as fit into so
@@ -76,11 +86,12 @@ class SessionCounts:
 
 
 class ContentSessions:
-    """Keeps a drafter's sessions for sequences that are known by their tokens alone.
+    """Keeps a drafter's sessions for sequences that an engine shows as rows.
 
-    A row continues a session only if it begins with all of the session's tokens, compared one by
-    one; then only the new tokens reach the drafter. In one call no two rows share a session; rows
-    with equal tokens may take each other's.
+    A row of a named request continues that request's session. One without a name continues a
+    session only if it begins with all of the session's tokens, compared one by one. Then only the
+    new tokens reach the drafter. In one call no two rows share a session; rows without names that
+    have equal tokens may take each other's.
 
     The output of a session is remembered when it ends, also when it was aborted: it is the
     model's own text.
@@ -130,12 +141,20 @@ class ContentSessions:
         """Calls that the drafter refused or did not answer."""
         return self._drafting.num_failures
 
-    def draft(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """Return a tree for each row, in order; empty where the drafter gives none."""
+    def keep_up(self, rows: Sequence[Row]) -> list[HeldSequence | None]:
+        """Note a step without drafts; return the sequence of each row, `None` without room.
+
+        The drafter is told of it with the next draft, or at the end.
+        """
         self._call += 1
         now_s = self._clock()
         followed = [self._follow(row, now_s) for row in rows]
         self._expire(now_s)
+        return followed
+
+    def draft(self, rows: Sequence[Row]) -> list[DraftTree]:
+        """Return a tree for each row, in order; empty where the drafter gives none."""
+        followed = self.keep_up(rows)
         places = [at for at, held in enumerate(followed) if held is not None]
         trees = [DraftTree.empty()] * len(rows)
         asked = [
@@ -146,6 +165,16 @@ class ContentSessions:
         for at, tree in zip(places, self._drafting.draft(asked), strict=True):
             trees[at] = tree
         return trees
+
+    def end_others(self, running: Container[str]) -> None:
+        """End the sessions of named requests that no longer run; a request may run unseen."""
+        over = [
+            each
+            for each in self._sequences
+            if each.request is not None and each.request.name not in running
+        ]
+        for held in over:
+            self._end(held)
 
     def rows_seen(self) -> dict[int, TokenIds]:
         """Return the sequences of the last call, int32[n] each, by slot, to be checked."""
@@ -183,14 +212,33 @@ class ContentSessions:
 
     def _known(self, row: Row) -> HeldSequence | None:
         """Return the sequence that a row continues and that no other row has in this call."""
+        if row.request is not None:
+            return self._named(row, row.request)
         if row.num_new is None:
             return self._sequences.longest(row.tokens, row.slot, self._call)
         before = row.tokens[: max(len(row.tokens) - row.num_new, 0)]
         return self._sequences.exact(before, row.slot, self._call)
 
+    def _named(self, row: Row, request: NamedRequest) -> HeldSequence | None:
+        """Return the sequence of a request; one that the row does not go on with is ended.
+
+        Steps without drafts are not shown, so a row may have more tokens than were generated in
+        this one.
+        """
+        held = self._sequences.named(request.name)
+        if held is None:
+            return None
+        is_same = held.request is not None and held.request.state is request.state
+        if is_same and held.sequence.begins(row.tokens):
+            return held
+        self._end(held)
+        return None
+
     def _begin(self, row: Row) -> HeldSequence:
         num_prompt = len(row.tokens) - min(row.num_new or 0, len(row.tokens))
-        held = HeldSequence(self._drafting.follow(row.tokens, num_prompt), row.slot)
+        fields = PLAIN if row.request is None else row.request.fields
+        follower = self._drafting.follow(row.tokens, num_prompt, fields)
+        held = HeldSequence(follower, row.slot, request=row.request)
         self._sequences.add(held)
         self.counts.begun += 1
         return held
@@ -223,6 +271,8 @@ class ContentSessions:
         last_call = self._call - self._limits.idle_calls
         last_s = now_s - self._limits.idle_s
         for held in list(self._sequences):
+            if held.request is not None:
+                continue
             if held.call < self._call and (held.call <= last_call or held.seen_s < last_s):
                 self._end(held)
 

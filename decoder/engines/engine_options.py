@@ -136,6 +136,27 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
     idle_session_s: Annotated[
         float, Field(gt=0, description="A sequence not seen for longer has ended, in seconds.")
     ] = 10.0
+    tenants: Annotated[
+        list[str],
+        Field(
+            description="Tenants that a request may name, where the engine lets requests carry a "
+            "name; * for any. A request that names another is not drafted for."
+        ),
+    ] = []  # noqa: RUF012  as pydantic copies it
+    measure: Annotated[
+        bool,
+        Field(
+            description="Whether passes are timed, where the engine lets a draft be shorter, and "
+            "only as much is proposed as pays."
+        ),
+    ] = True
+    always_propose: Annotated[
+        bool,
+        Field(
+            description="Whether every proposal is filled up to its full length, which models "
+            "with gated delta nets need in vLLM; what pays is not asked then."
+        ),
+    ] = False
     threads: Annotated[
         int,
         Field(

@@ -260,6 +260,19 @@ def test_a_sequence_that_is_refused_costs_others_nothing_where_engines_go_on() -
     assert followers.num_failures == 1
 
 
+def test_a_tenants_sequence_is_told_to_no_drafter_that_keeps_tenants_together() -> None:
+    drafter = Strict()
+    followers = Followers(drafter, raises_refusals=False)
+    owned = followers.follow(TokenSequence(np.array([1, 2], np.int32), tenant="a"))
+    other = followers.follow(TokenSequence(np.array([3, 4], np.int32)))
+    trees = followers.draft([(owned, 4), (other, 4)])
+    assert [len(tree) for tree in trees] == [0, 1]
+    assert owned.is_refused
+    assert [each.tokens.tolist() for each in drafter.told.values()] == [[3, 4]]
+    with pytest.raises(InvalidRequestError, match="keeps no tenants apart"):
+        Followers(drafter).follow(owned.sequence).open()
+
+
 def test_what_is_refused_does_not_keep_others_from_opening() -> None:
     followers = Followers(Strict(refused=9), raises_refusals=False)
     many = [followers.follow(of(tokens)) for tokens in ([9], [1], [2])]

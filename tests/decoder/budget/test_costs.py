@@ -3,6 +3,7 @@ import os
 import stat
 import time
 from collections import Counter
+from collections.abc import Sequence
 from logging import lastResort
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from decoder.budget.cost_store import CostStore, key_of, known_costs, store_at
-from decoder.budget.costs import AdaptiveCosts, CostSurface
+from decoder.budget.costs import AdaptiveCosts, CostSurface, ObservedCosts
 from decoder.budget.pass_timing import measure_costs, still_holds
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE
@@ -274,3 +275,59 @@ def test_nothing_is_kept_if_so_wished(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert store_at(None) is None
     monkeypatch.delenv(CACHE_VARIABLE)
     assert "foredraft" in str(store_at(None))
+
+
+def passes(costs: ObservedCosts, widths: Sequence[int], token_s: float, load: float = 1.0) -> None:
+    for width in widths:
+        costs.learn(width, 1, load * (0.02 + token_s * width))
+
+
+def test_costs_that_are_only_observed_become_those_of_the_passes_that_come() -> None:
+    costs = ObservedCosts(64)
+    passes(costs, [1, 9, 1, 9, 40, 9, 40, 1, 40], token_s=0.001)
+    table = costs.table_to(64, 1)
+    for width in (1, 5, 9, 20, 40, 64):
+        assert table[width - 1] == pytest.approx(0.02 + 0.001 * width, rel=0.1)
+
+
+def test_a_width_that_was_not_seen_counts_as_cheap_so_that_it_is_tried() -> None:
+    costs = ObservedCosts(64)
+    passes(costs, [8, 8, 8], token_s=0.01)
+    table = costs.table_to(64, 1)
+    assert table[0] == pytest.approx(table[7] / 8)
+    assert table[63] == pytest.approx(table[7])
+
+
+def test_one_slow_pass_makes_no_width_dear() -> None:
+    costs = ObservedCosts(16)
+    costs.learn(1, 1, 30.0)
+    passes(costs, [1, 1, 8, 8, 8], token_s=0.001)
+    assert costs.table_to(16, 1)[0] == pytest.approx(0.021, rel=0.05)
+
+
+def test_costs_that_are_observed_follow_the_load_of_the_machine() -> None:
+    costs = ObservedCosts(16)
+    passes(costs, [1, 8] * 8, token_s=0.001)
+    passes(costs, [1, 8] * 40, token_s=0.001, load=2.0)
+    table = costs.table_to(16, 1)
+    assert table[0] == pytest.approx(0.042, rel=0.15)
+    assert table[7] == pytest.approx(0.056, rel=0.15)
+
+
+def test_a_width_that_became_cheap_is_tried_again_after_a_while() -> None:
+    costs = ObservedCosts(16)
+    passes(costs, [1, 1, 1], token_s=0.001)
+    for _ in range(3):
+        costs.learn(8, 1, 1.0)
+    assert costs.table_to(16, 1)[7] == pytest.approx(1.0)
+    passes(costs, [1] * 9000, token_s=0.001)
+    assert costs.table_to(16, 1)[7] < 0.03
+
+
+@pytest.mark.parametrize("max_width", [1, 2, 8, 9, 100, 2304])
+def test_every_width_up_to_the_widest_has_a_cost(max_width: int) -> None:
+    costs = ObservedCosts(max_width)
+    assert len(costs.table_to(max_width, 1)) == max_width
+    costs.learn(max_width + 1, 1, 1.0)
+    passes(costs, [max_width] * 3, token_s=0.001)
+    assert (np.diff(costs.table_to(max_width, 1)) >= 0).all()

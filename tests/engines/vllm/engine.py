@@ -17,6 +17,19 @@ from vllm import LLM, SamplingParams
 OURS = "foredraft.vllm.ForedraftProposer"
 
 
+class NeverProposes:
+    """A proposer that proposes nothing: with it all should be as without one."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config
+
+    def load_model(self, *_: Any) -> None:
+        """Load nothing."""
+
+    def propose(self, sampled: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        return [[] for _ in sampled]
+
+
 class Watched:
     """Stands before a proposer and compares each session with the row that it is for."""
 
@@ -50,12 +63,12 @@ def start(job: dict[str, Any]) -> LLM:
     if "num_speculative_tokens" in job:
         speculative = {
             "method": "custom_class",
-            "model": OURS,
+            "model": job.get("proposer", OURS),
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
     return LLM(
         job["model"],
-        dtype="float32",
+        dtype=job.get("dtype", "float32"),
         enforce_eager=True,
         max_model_len=job.get("max_model_len", 512),
         max_num_seqs=8,
@@ -66,6 +79,7 @@ def start(job: dict[str, Any]) -> LLM:
         block_size=job.get("block_size"),
         kv_cache_memory_bytes=1 << 28,
         speculative_config=speculative,
+        **job.get("more", {}),
         additional_config={"foredraft": job.get("settings", {})},
     )
 
@@ -101,7 +115,7 @@ def counts(llm: LLM) -> dict[str, float]:
 
 def one_by_one(llm: LLM, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Decode the prompts one after the other; end a process in the middle of one, if asked to."""
-    logprobs = None if "num_speculative_tokens" in job else 2
+    logprobs = None if job.get("dtype") or "num_speculative_tokens" in job else 2
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], logprobs=logprobs)
     for number, prompt in enumerate(job["prompts"]):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
@@ -135,12 +149,42 @@ def all_at_once(llm: LLM, job: dict[str, Any]) -> dict[str, Any]:
     return finished
 
 
+def carrying(llm: LLM, groups: list[list[dict[str, Any]]], max_tokens: int) -> list[Any]:
+    """Decode requests that carry fields, group by group; those of a group run at once.
+
+    Each is a prompt, its fields, and after how many steps of its group it comes.
+    """
+    engine, report = llm.llm_engine, []
+    for number, group in enumerate(groups):
+        waiting = {f"{number}-{at}": each for at, each in enumerate(group)}
+        seen: dict[str, dict[str, Any]] = {}
+        num_steps = 0
+        while waiting or engine.has_unfinished_requests():
+            for name in [
+                name for name, each in waiting.items() if each.get("after", 0) <= num_steps
+            ]:
+                each = waiting.pop(name)
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=max_tokens, extra_args=each.get("fields")
+                )
+                engine.add_request(name, {"prompt_token_ids": each["prompt"]}, sampling)
+            for output in engine.step():
+                so_far = seen.setdefault(output.request_id, {"num_steps": 0})
+                so_far["num_steps"] += 1
+                so_far |= outcome(output)
+            num_steps += 1
+        report.append([seen[f"{number}-{at}"] for at in range(len(group))])
+    return report
+
+
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job."""
     llm = start(job)
     watcher = watched(llm) if job.get("watch") else None
     alone = job["prompts"][: job.get("alone")]
     report: dict[str, Any] = {"alone": list(one_by_one(llm, job | {"prompts": alone}))}
+    if job.get("carrying"):
+        report["carrying"] = carrying(llm, job["carrying"], job["max_tokens"])
     if job.get("together"):
         report["together"] = all_at_once(llm, job)
     if watcher is not None:

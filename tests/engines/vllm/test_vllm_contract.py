@@ -12,9 +12,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from decoder.engines import engine_options as versions
-from decoder.engines import vllm as adapter
 from decoder.engines.engine_options import resolve_settings
-from decoder.engines.vllm import ForedraftProposer, is_read
+from decoder.engines.vllm import hook_contract
+from decoder.engines.vllm import proposer as adapter
+from decoder.engines.vllm.proposer import ForedraftProposer, is_read
+from decoder.errors import UncroppableCacheError
 from indexer.build import build_index
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import DraftRequest
@@ -28,14 +30,23 @@ VOCABULARY = 100
 
 
 def config(num_tokens: int = 4, rank: int = 0, **given: Any) -> Any:
-    """The part of vLLM's configuration that a proposer reads."""
+    """The part of vLLM's configuration that a proposer reads; all drafts are worth verifying."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=LENGTH, get_vocab_size=lambda: VOCABULARY),
+        model_config=SimpleNamespace(
+            max_model_len=LENGTH,
+            get_vocab_size=lambda: VOCABULARY,
+            is_hybrid=False,
+            has_inner_state=False,
+            is_attention_free=False,
+        ),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=2, world_size=4, rank=rank, distributed_executor_backend="mp"
         ),
-        additional_config={"foredraft": given},
+        additional_config={"foredraft": {"measure": False} | given},
     )
 
 
@@ -94,6 +105,7 @@ def test_nothing_is_raised(
         if fault == "no table":
             nothing: Any = None
             assert proposer.propose([[1], []], nothing, nothing) == [[], []]
+            assert proposer.propose([[1], []]) == [[], []]
         else:
             patched.setattr(EmbeddedDrafter, "draft", failing)
             assert propose(proposer, [REPEATED, REPEATED], [1, 0]) == [[], []]
@@ -121,7 +133,7 @@ def test_other_ranks_open_nothing() -> None:
 
 
 def test_more_tokens_than_vllm_verifies_are_not_proposed(caplog: pytest.LogCaptureFixture) -> None:
-    assert ForedraftProposer(config(num_tokens=500))._max_tokens == adapter.MAX_TOKENS
+    assert opened(num_tokens=500)._max_tokens == hook_contract.USUAL_MAX_TOKENS
     assert "at most 128 tokens" in caplog.text
 
 
@@ -217,3 +229,245 @@ def test_a_running_engine_logs_nothing(caplog: pytest.LogCaptureFixture) -> None
             propose(proposer, [[1] * length], [1])
         proposer.shut_down()
     assert not caplog.records
+
+
+class Runner:
+    """What of vLLM's runner is read: requests by name, and which row is whose."""
+
+    def __init__(self, **options: Any) -> None:
+        self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.drafter = ForedraftProposer(config(**options))
+        self.drafter.load_model(object())
+
+    def load_model(self) -> None:
+        self.drafter.load_model(object())
+
+    def show(
+        self, rows: dict[str, Sequence[int]], new: Sequence[int], **carried: Any
+    ) -> list[list[int]]:
+        """Run a step of some requests; those that are named in `carried` state fields."""
+        for name in rows:
+            fields = {f"foredraft_{key}": value for key, value in carried.get(name, {}).items()}
+            sampling = SimpleNamespace(extra_args=fields)
+            self.requests.setdefault(name, SimpleNamespace(sampling_params=sampling))
+        self.input_batch.req_ids = list(rows)
+        return propose(self.drafter, list(rows.values()), new)
+
+
+def runner(**options: Any) -> Runner:
+    found = Runner()
+    found.drafter = ForedraftProposer(config(**options))
+    found.load_model()
+    return found
+
+
+def test_the_runner_that_holds_a_proposer_is_found_and_no_other() -> None:
+    found = runner()
+    assert found.drafter._runner is not None
+    assert found.drafter._runner.running is found.requests
+    assert opened()._runner is None
+
+
+def test_outputs_are_drafted_from_as_soon_as_their_request_has_ended() -> None:
+    engine = runner()
+    story = [1, 2, *range(40, 60)]
+    for length in range(3, len(story) + 1):
+        engine.show({"one": story[:length]}, [1])
+    assert engine.show({"one": story, "two": [9, 42, 43]}, [0, 1])[1] == []
+    del engine.requests["one"]
+    assert engine.show({"two": [9, 42, 43, 44]}, [1]) == [[45, 46, 47, 48]]
+    assert engine.drafter.sessions is not None
+    assert len(engine.drafter.sessions) == 1
+
+
+def test_a_preempted_request_goes_on_however_long_it_waits() -> None:
+    engine = runner()
+    engine.show({"one": REPEATED}, [1])
+    for length in range(3, 33):
+        engine.show({"two": [20] * length}, [1])
+    assert engine.show({"one": [*REPEATED, 8]}, [1]) == [[9, 10, 11, 12]]
+    assert engine.drafter.sessions is not None
+    assert engine.drafter.sessions.counts.begun == 2
+    assert engine.drafter.sessions.counts.ended == 0
+
+
+def test_a_name_that_another_request_takes_is_another_sequence() -> None:
+    engine = runner(tenants=["a", "b"])
+    story = [1, 2, *range(40, 60)]
+    engine.show({"one": story}, [20], one={"tenant": "a"})
+    del engine.requests["one"]
+    longer = [*story, 60]
+    assert engine.show({"one": longer}, [1], one={"tenant": "b", "remember": False}) == [[]]
+    del engine.requests["one"]
+    assert engine.show({"x": [9, 42, 43, 44]}, [1], x={"tenant": "b"}) == [[]]
+    assert engine.show({"y": [9, 42, 43, 44]}, [1], y={"tenant": "a"}) == [[45, 46, 47, 48]]
+
+
+@pytest.mark.parametrize("reason", ["service", "no runner"])
+def test_nothing_is_drafted_where_tenants_could_not_be_told_apart(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if reason == "service":
+        proposer = runner(tenants=["a"], server=["127.0.0.1:1"]).drafter
+    else:
+        proposer = opened(tenants=["a"])
+    assert proposer.sessions is None
+    assert propose(proposer, [REPEATED], [1]) == [[]]
+    assert "vLLM runs without drafts: tenants:" in caplog.text
+
+
+class OtherHook:
+    """A runner of a version that passes the number of tokens first, as vLLM's n-grams get it."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        self.speculative_config = SimpleNamespace(method="custom_class")
+        self.drafter = ForedraftProposer(config())
+        self.input_batch = SimpleNamespace(
+            num_tokens_no_spec=np.array([len(REPEATED)], np.int32),
+            token_ids_cpu=np.array([REPEATED], np.int32),
+        )
+
+    def load_model(self) -> None:
+        self.drafter.load_model(object())
+
+    def propose_draft_token_ids(self, sampled_token_ids: list[list[int]]) -> list[list[int]]:
+        num_spec_tokens = 4
+        if self.speculative_config.method == "custom_class":
+            return self.drafter.propose(
+                num_spec_tokens,
+                sampled_token_ids,
+                self.input_batch.num_tokens_no_spec,
+                self.input_batch.token_ids_cpu,
+                slot_mappings=None,
+            )
+        return []
+
+
+def test_a_version_that_calls_the_hook_otherwise_is_refused_with_what_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = OtherHook()
+    engine.load_model()
+    assert engine.drafter.sessions is None
+    assert (
+        "it calls propose(num_spec_tokens, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, "
+        "slot_mappings=), and this adapter takes propose(sampled_token_ids, num_tokens_no_spec, "
+        "token_ids_cpu, ...)"
+    ) in caplog.text
+    assert engine.propose_draft_token_ids([[7]]) == [[]]
+
+
+def hybrid(kind: str = "GDN_ATTN", mode: str = "none", **given: Any) -> Any:
+    found = config(**given)
+    found.model_config.is_hybrid = found.model_config.has_inner_state = True
+    found.cache_config.mamba_cache_mode = mode
+    layer = SimpleNamespace(mamba_type=SimpleNamespace(name=kind))
+    found.compilation_config.static_forward_context = {"0": layer, "1": SimpleNamespace()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (hybrid(), "leave out speculative_config, or set always_propose"),
+        (hybrid("MAMBA2", always_propose=True), "layers of MAMBA2"),
+        (hybrid(mode="align", always_propose=True), "tested with mamba_cache_mode 'none' alone"),
+    ],
+)
+def test_a_model_with_a_recurrent_state_is_refused_at_the_start(model: Any, message: str) -> None:
+    with pytest.raises(UncroppableCacheError, match=message):
+        ForedraftProposer(model).load_model(object())
+
+
+def test_a_model_of_which_that_cannot_be_told_is_refused() -> None:
+    unknown = config()
+    del unknown.model_config.is_hybrid
+    with pytest.raises(UncroppableCacheError, match="it cannot be told"):
+        ForedraftProposer(unknown).load_model(object())
+
+
+def test_proposals_for_gated_delta_nets_all_have_one_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposer = ForedraftProposer(hybrid(always_propose=True))
+    proposer.load_model(object())
+    chains = propose(proposer, [REPEATED, [5, 6], [20, 21]], [1, 0, 1])
+    assert chains == [[8, 9, 10, 11], [], [0, 0, 0, 0]]
+    monkeypatch.setattr(EmbeddedDrafter, "draft", lambda *_: [])
+    assert propose(proposer, [REPEATED, [5, 6]], [1, 0]) == [[0, 0, 0, 0], []]
+    assert propose(proposer, [REPEATED], [1]) == [[0, 0, 0, 0]]
+    nothing: Any = None
+    assert proposer.propose([[1], []], nothing, nothing) == [[0, 0, 0, 0], []]
+
+
+class Clock:
+    """Passes of known cost: each call of the proposer comes when the pass before it is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+
+def written(kind: str, seed: int) -> list[int]:
+    """Return a text that repeats itself, one of which each third token is new, or noise."""
+    rng = np.random.default_rng(seed)
+    if kind == "noise":
+        return [11, *rng.integers(20, 24, 1023).tolist()]
+    text = [11, 12, 13, 14, 15, 16, 17, 18, 19] * 114
+    if kind == "turns":
+        text[2::3] = rng.integers(20, 90, len(text[2::3])).tolist()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("kind", "token_s", "times_plain", "most"),
+    [
+        ("copies", 0.0005, 2.0, 4.0),
+        ("copies", 0.008, 1.2, 4.0),
+        ("turns", 0.0005, 1.1, 4.0),
+        ("turns", 0.02, 0.97, 4.0),
+        ("noise", 0.02, 0.97, 0.1),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_as_much_is_proposed_as_pays_by_the_cost_of_the_passes_that_come(  # noqa: PLR0913, PLR0917
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    token_s: float,
+    times_plain: float,
+    most: float,
+    num_rows: int,
+) -> None:
+    clock = Clock(monkeypatch)
+    engine = runner(measure=True)
+    engine.drafter._max_model_len = 1 << 20
+    texts = [written(kind, seed) for seed in range(num_rows)]
+    lengths = np.full(num_rows, 20, np.int32)
+    table = np.array(texts, np.int32)
+    states = [SimpleNamespace(sampling_params=SimpleNamespace(extra_args=None)) for _ in texts]
+    engine.requests = {str(at): state for at, state in enumerate(states)}
+    engine.input_batch.req_ids = list(engine.requests)
+    new = [1] * num_rows
+    num_proposed, num_tokens, late_s = 0, 0, 0.0
+    for step in range(160):
+        sampled = [
+            text[length - num : length]
+            for text, length, num in zip(texts, lengths.tolist(), new, strict=True)
+        ]
+        chains = engine.drafter.propose(sampled, lengths, table)
+        pass_s = 0.02 + token_s * (num_rows + sum(map(len, chains)))
+        clock.now_s += pass_s
+        for slot, (text, chain) in enumerate(zip(texts, chains, strict=True)):
+            rest = text[lengths[slot] :]
+            right = [token == true for token, true in zip(chain, rest, strict=False)]
+            new[slot] = 1 + (right.index(False) if False in right else len(right))
+            lengths[slot] += new[slot]
+        if step >= 80:
+            num_proposed += sum(map(len, chains))
+            num_tokens += sum(new)
+            late_s += pass_s
+    plain_s = (0.02 + token_s * num_rows) / num_rows
+    assert num_tokens * plain_s / late_s >= times_plain
+    assert num_proposed / (80 * num_rows) <= most

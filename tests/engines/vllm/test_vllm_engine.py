@@ -58,7 +58,11 @@ def job(model: Path) -> dict[str, Any]:
 
 
 def run(folder: Path, job: dict[str, Any], **more: Any) -> Any:
-    """Do a job in a process of its own; in one that can be watched, if that is asked for."""
+    """Do a job in a process of its own; in one that can be watched, if that is asked for.
+
+    Everything is proposed, whatever passes cost on this machine, unless a job says otherwise.
+    """
+    more["settings"] = {"measure": False} | more.get("settings", {})
     report = folder / "report.json"
     inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not more.get("watch")))}
     done = subprocess.run(

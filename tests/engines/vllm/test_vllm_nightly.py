@@ -55,6 +55,10 @@ class Recipe:
         }
         options = f"--port {self.port} --dtype float32 --enforce-eager --max-model-len 512"
         options += f" --max-num-seqs 8 --kv-cache-memory-bytes {1 << 28}"
+        # Everything is proposed, whatever passes cost on this machine.
+        settings = {"server": [f"unix:{data}/draft.sock"], "measure": False}
+        ours = json.dumps({"foredraft": settings}, separators=(",", ":"))
+        options += f" --additional-config {ours}"
         self.log = data.with_suffix(".log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

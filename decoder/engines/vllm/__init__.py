@@ -1,0 +1,1 @@
+"""Drafts inside vLLM; see docs/how-to/engines.md."""
