@@ -152,7 +152,11 @@ class DrafterSessions:
 
     def follow(self, tokens: TokenIds, num_prompt: int) -> Follower:
         """Return a follower of a copy of int32[n], whose first `num_prompt` are the prompt."""
-        return self._followers.follow(TokenSequence(tokens, num_prompt))
+        return self.attend(TokenSequence(tokens, num_prompt))
+
+    def attend(self, sequence: TokenSequence) -> Follower:
+        """Return a follower of a sequence, with all that it states; its owner extends it."""
+        return self._followers.follow(sequence)
 
     def draft(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
         """Return a tree for each sequence, in order; empty where the drafter gives none.

@@ -11,6 +11,10 @@ from decoder.engines.engine_options import check_version
 ALGORITHM: Final = "FOREDRAFT"
 """The value of `--speculative-algorithm`."""
 
+OVER: Final = "FOREDRAFT_OVER_DRAFTER"
+"""The environment variable that puts retrieval on top of the trained drafter that SGLang is started
+with: 1 for that, 0 or nothing for SGLang as it is."""
+
 TESTED: Final = ">=0.5.23,<0.5.24"
 
 
