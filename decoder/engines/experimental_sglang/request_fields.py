@@ -1,4 +1,4 @@
-"""What a request states for its drafts: keys of the `custom_params` of SGLang's sampling parameters.
+"""What a request states for its drafts: keys of `custom_params` in SGLang's sampling parameters.
 
 SGLang carries scalars and lists of scalars there, so each field is a key of its own. A field that
 cannot be used is ignored with a warning, with one exception: a request whose tenant, or whether it
