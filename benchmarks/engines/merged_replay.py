@@ -188,7 +188,9 @@ class Replay:
         if self._way == "skipping":
             asks = self._merging.asks(retrieved)
         own_s = time.perf_counter() - start_s
-        trained = [lane.trained(self._head, self._shape, self._merging) if asks else None for lane in lanes]
+        trained = [
+            lane.trained(self._head, self._shape, self._merging) if asks else None for lane in lanes
+        ]
         start_s = time.perf_counter()
         trees = [
             self._verified(lane, tree, other, most, is_chain=is_chain)
@@ -249,13 +251,25 @@ def replayed(
 
 def main() -> None:
     """Parse arguments, replay, and write the report."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines.merged_replay", description=__doc__)
-    parser.add_argument("--trace", type=Path, action="append", required=True, help="recorded outputs")
-    parser.add_argument("--warm", type=Path, action="append", default=[], help="outputs that came before, for the trace at the same place")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engines.merged_replay", description=__doc__
+    )
+    parser.add_argument(
+        "--trace", type=Path, action="append", required=True, help="recorded outputs"
+    )
+    parser.add_argument(
+        "--warm",
+        type=Path,
+        action="append",
+        default=[],
+        help="outputs that came before, for the trace at the same place",
+    )
     parser.add_argument("--limit", type=int, default=40, help="recordings of each trace")
     parser.add_argument("--max-tokens", type=int, default=256, help="of each output")
     parser.add_argument("--top1", type=float, nargs="+", default=[0.5, 0.7, 0.9])
-    parser.add_argument("--nodes", type=int, nargs="+", default=sorted({each.nodes for each in SHAPES}))
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=sorted({each.nodes for each in SHAPES})
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="recordings at once")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
@@ -271,12 +285,28 @@ def main() -> None:
                 for is_overconfident in (False, True) if shape.width > 1 else (False,):
                     for batch in options.batch:
                         head = ScriptedHead(top1, is_overconfident)
-                        row = {"trace": path.name, **asdict(shape), "top1": top1, "overconfident": is_overconfident, "batch": batch}
+                        row = {
+                            "trace": path.name,
+                            **asdict(shape),
+                            "top1": top1,
+                            "overconfident": is_overconfident,
+                            "batch": batch,
+                        }
                         row["ways"] = replayed(traces, warm, head, shape, batch)
                         rows.append(row)
                         _say(row)
-                        report = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "target_s": TARGET_S, "head_s": HEAD_S, "limit": options.limit, "max_tokens": options.max_tokens, "rows": rows}
-                        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                        report = {
+                            "machine": platform.processor() or platform.machine(),
+                            "python": platform.python_version(),
+                            "target_s": TARGET_S,
+                            "head_s": HEAD_S,
+                            "limit": options.limit,
+                            "max_tokens": options.max_tokens,
+                            "rows": rows,
+                        }
+                        options.output.write_text(
+                            json.dumps(report, indent=1) + "\n", encoding="utf-8"
+                        )
 
 
 def _spread(path: Path, encoder: ChatEncoder, limit: int) -> list[Trace]:
@@ -291,9 +321,15 @@ def _cut(trace: Trace, max_tokens: int) -> Trace:
 
 def _say(row: dict[str, Any]) -> None:
     ways = row["ways"]
-    told = "  ".join(f"{way} {ways[way]['tokens_per_step']:.2f} ({ways[way]['modelled_ms_per_token']:.1f} ms)" for way in WAYS)
+    told = "  ".join(
+        f"{way} {ways[way]['tokens_per_step']:.2f} ({ways[way]['modelled_ms_per_token']:.1f} ms)"
+        for way in WAYS
+    )
     kind = "chain" if row["width"] == 1 else "tree"
-    print(f"{row['trace'][:16]} {kind} {row['nodes']} top1 {row['top1']} {'over' if row['overconfident'] else 'fair'} x{row['batch']}: {told}  skipped {ways['skipping']['skip_rate']:.0%}", flush=True)
+    print(
+        f"{row['trace'][:16]} {kind} {row['nodes']} top1 {row['top1']} {'over' if row['overconfident'] else 'fair'} x{row['batch']}: {told}  skipped {ways['skipping']['skip_rate']:.0%}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from decoder.budget.payoff import FadingLine, FadingRatio, RecentMedian
-from decoder.drafters.model_trees import StepCosts
 from retriever.tree import DraftTree
+
+if TYPE_CHECKING:
+    from decoder.drafters.model_trees import StepCosts  # loads models' libraries, for a name
 
 _DECAY: Final = 0.995
 """Gains are those of some two hundred steps: the tokens that a draft adds vary by three times their
@@ -154,7 +156,7 @@ class AskingRule:
             given as free, the reader is always asked and reads as far as it can.
     """
 
-    def __init__(self, pace: Pace, costs: StepCosts | None = None) -> None:
+    def __init__(self, pace: Pace, costs: "StepCosts | None" = None) -> None:
         self._pace = pace
         self._costs = costs
         self._gain = GainEstimate()

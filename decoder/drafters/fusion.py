@@ -14,7 +14,7 @@ reading counts, at every depth, as one more source.
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
@@ -50,6 +49,9 @@ from retriever.sequences import (
     checked_predictions,
 )
 from retriever.tree import ROOT, DraftTree, Source
+
+if TYPE_CHECKING:
+    from decoder.drafters.model_trees import StepCosts  # loads models' libraries, for a name
 
 RATE: Final = 0.2
 """Size of a step of learning, before it is divided by the root of the squared gradients."""
@@ -186,7 +188,7 @@ class FusedDrafter:
         *,
         readers: Sequence[TreeReader] = (),
         recycled: RecycledLogits | None = None,
-        costs: StepCosts | None = None,
+        costs: "StepCosts | None" = None,
     ) -> None:
         self._limits = limits
         self._followers = [Followers(drafter, limits) for drafter in drafters]

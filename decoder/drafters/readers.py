@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from logging import getLogger
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +23,13 @@ from decoder.drafters.kernels.readings import (
     enter_rows,
 )
 from decoder.drafters.kernels.recycled import rank_columns
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import SequenceReader, TreeReader
 from decoder.errors import OutOfMemoryError
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
+
+if TYPE_CHECKING:
+    from decoder.drafters.model_trees import StepCosts  # loads models' libraries, for a name
 
 _log = getLogger(__name__)
 _UNAVAILABLE: Final = (DrafterUnavailableError, OutOfMemoryError, torch.OutOfMemoryError)
@@ -55,7 +57,7 @@ class Readers:
     """
 
     def __init__(
-        self, readers: Sequence[TreeReader], costs: StepCosts | None, vocabulary: int | None
+        self, readers: Sequence[TreeReader], costs: "StepCosts | None", vocabulary: int | None
     ) -> None:
         for reader in readers:
             _check_columns(reader, vocabulary)

@@ -7,7 +7,8 @@ model.
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
@@ -132,26 +133,19 @@ def _missing_fields(read: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _other_methods() -> Iterator[str]:
-    """Say what the engine's corpus can do that ours cannot, or takes with other parameters."""
-    theirs = _found("cpp_ngram.ngram_corpus:NgramCorpus")
-    for name, method in _methods(theirs):
-        ours = getattr(DrafterCorpus, name, None)
+    """Say what the engine's worker calls that our corpus has not, or takes with other arguments."""
+    worker, corpus = _found("ngram_worker:NGRAMWorker"), _found("cpp_ngram.ngram_corpus:NgramCorpus")
+    if worker is None or corpus is None:
+        return
+    source = inspect.getsource(worker)
+    for name in sorted(set(re.findall(r"self\.ngram_corpus\.(\w+)", source))):
+        ours, theirs = getattr(DrafterCorpus, name, None), getattr(corpus, name, None)
         if ours is None:
-            yield f"NgramCorpus has a method {name} that is new"
-            continue
-        counts = [len(inspect.signature(each).parameters) for each in (ours, method)]
-        if counts[0] != counts[1]:
-            yield f"NgramCorpus.{name} takes {counts[1] - 1} arguments instead of {counts[0] - 1}"
-
-
-def _methods(cls: Any) -> Iterable[tuple[str, Any]]:
-    if cls is None:
-        return []
-    return [
-        (name, each)
-        for name, each in vars(cls).items()
-        if inspect.isfunction(each) and not name.startswith("_")
-    ]
+            yield f"NGRAMWorker calls {name} of its corpus, which is new"
+        elif callable(ours) and callable(theirs):
+            known, wanted = (len(inspect.signature(each).parameters) - 1 for each in (ours, theirs))
+            if known != wanted:
+                yield f"NgramCorpus.{name} takes {wanted} arguments instead of {known}"
 
 
 def _found(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 Its kernel takes, for each row, the numbers of the chosen nodes, and for each group of `topk`
 numbers that of the node above them: number n is in group n // topk, and group 0 is below the last
-committed token. So any tree of `width - 1` nodes has this form with a `topk` of `width - 1` and a depth of 2:
-group 0 for the root's children, group i + 1 for those of node i, and a list of `width` groups.
+committed token. So any tree of `width - 1` nodes has this form, with a `topk` of `width - 1` and a
+depth of 2: group 0 for the root's children, group i + 1 for those of node i, `width` groups in all.
 
 A row must be full, and each node below another: what a tree lacks is filled up with children of the
 root that have tokens of their own, or with a chain below the last token of a chain. They are bad
