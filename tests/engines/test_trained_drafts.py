@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.engines.merged_replay import Replay, Shape, Tally
-from benchmarks.engines.scripted_head import ScriptedHead
+from benchmarks.engines.merged_replay import Replay, Tally
+from benchmarks.engines.scripted_head import ScriptedHead, Shape
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
-from decoder.drafters.kernels.fused_growth import grow
-from decoder.engines import trained_drafts
 from decoder.engines.trained_drafts import PositionRates, TrainedDrafts, trained_tree
 from retriever.replay.traces import Trace
 from retriever.sequences import TokenSequence
@@ -46,7 +44,7 @@ def per_step(tally: Tally) -> float:
 @pytest.mark.parametrize("top1", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("copied", [0.0, 0.5, 1.0])
 def test_merged_drafts_bring_what_the_better_part_brings_and_more(
-    shape: Shape, is_overconfident: bool, top1: float, copied: float
+    shape: Shape, top1: float, copied: float, *, is_overconfident: bool
 ) -> None:
     head = ScriptedHead(top1, is_overconfident, num_tokens=4000)
     ways = {
@@ -140,5 +138,3 @@ def test_the_merge_is_that_of_our_own_decoder(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(merged.token_ids.tolist()) == [1, 2, 3]  # by longest prefix
     drafts.commit(followed, np.array([1, 3, 9], np.int32), 8)
     assert called == ["fuse", "take_in"]
-    assert grow.__name__ == "grow"
-    assert trained_drafts.FusedDrafter is FusedDrafter

@@ -134,7 +134,8 @@ def _missing_fields(read: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 def _other_methods() -> Iterator[str]:
     """Say what the engine's worker calls that our corpus has not, or takes with other arguments."""
-    worker, corpus = _found("ngram_worker:NGRAMWorker"), _found("cpp_ngram.ngram_corpus:NgramCorpus")
+    worker = _found("ngram_worker:NGRAMWorker")
+    corpus = _found("cpp_ngram.ngram_corpus:NgramCorpus")
     if worker is None or corpus is None:
         return
     source = inspect.getsource(worker)

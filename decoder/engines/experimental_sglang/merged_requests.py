@@ -80,7 +80,7 @@ class MergedRequests:
 
     Attributes:
         trained: merges and learns.
-        counts: what was accepted, for metrics.
+        counts: what was accepted since `counted` was called.
     """
 
     def __init__(
@@ -189,6 +189,11 @@ class MergedRequests:
                 chosen = Nodes.of(tree)
             rows.append(filled(chosen, num_nodes, is_chain=is_chain))
         return rows
+
+    def counted(self) -> AcceptanceCounts:
+        """Return what was counted since the last call."""
+        counts, self.counts = self.counts, AcceptanceCounts()
+        return counts
 
     def end(self, name: str) -> None:
         """End a request; its output is remembered if it may be."""

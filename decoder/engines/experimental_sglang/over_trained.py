@@ -32,6 +32,7 @@ from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
 from decoder.engines.experimental_sglang.corpus import Share, sharing
+from decoder.engines.experimental_sglang.drafting_metrics import DraftingMetrics
 from decoder.engines.experimental_sglang.merged_requests import MergedRequests
 from decoder.engines.experimental_sglang.topology import DEPTH, Nodes, nodes_of, topology_of
 from decoder.engines.experimental_sglang.worker import open_sessions
@@ -40,6 +41,9 @@ _log = getLogger(__name__)
 
 _OWN, _MERGED, _SKIPPED = range(3)
 """What a step is drafted by: the engine's drafter, both, or retrieval alone."""
+
+_STEPS_BETWEEN_COUNTS: Final = 40
+"""Steps whose counts are added to the metrics together."""
 
 _MOST_NOTES: Final = 64
 """Verifications whose outcome waits to be taken in: while an adaptive engine drafts nothing."""
@@ -191,13 +195,21 @@ class Merging:
         worker: of the engine, with its draft worker.
         requests: on the first rank; None on others, and where there is no drafter of ours.
         share: the first rank's arrays with all; None for a single rank.
+        metrics: what acceptance is counted in; None for nothing.
 
     Attributes:
         num_errors: steps with the engine's drafts alone because of an error of ours.
     """
 
-    def __init__(self, worker: Any, requests: MergedRequests | None, share: Share | None) -> None:
+    def __init__(
+        self,
+        worker: Any,
+        requests: MergedRequests | None,
+        share: Share | None,
+        metrics: DraftingMetrics | None = None,
+    ) -> None:
         self.num_errors = 0
+        self._metrics = metrics
         self.requests = requests
         self._worker = worker
         self._draft_worker = worker.draft_worker
@@ -254,11 +266,18 @@ class Merging:
             if self._began_s is not None and num_tokens:
                 requests.trained.note_step(time.perf_counter() - self._began_s, num_tokens)
             self._began_s = time.perf_counter()
+            self._count(requests)
             requests.begin(batch.reqs, self._new(requests, batch), num_nodes)
             return _MERGED if requests.asks() else _SKIPPED
         except Exception:  # noqa: BLE001  (as above)
             self._fail()
             return _OWN
+
+    def _count(self, requests: MergedRequests) -> None:
+        trained = requests.trained
+        num_steps = trained.num_asked + trained.num_skipped
+        if self._metrics is not None and num_steps % _STEPS_BETWEEN_COUNTS == 0:
+            self._metrics.add(requests.counted(), trained.num_asked, trained.num_skipped)
 
     def _commit(self, requests: MergedRequests) -> int:
         outcomes, self._outcomes = self._outcomes, []
@@ -416,6 +435,17 @@ def _max_rows() -> int:
     return max(captured or 0, get_schedule().max_running_requests or 0, 1)
 
 
+def _metrics(server_args: Any) -> DraftingMetrics | None:
+    """Return the metrics of an engine that is to have any."""
+    if not server_args.enable_metrics:
+        return None
+    try:
+        return DraftingMetrics()
+    except Exception as error:  # noqa: BLE001  (its server must start)
+        _log.warning("acceptance by position and source is not counted: %s", error)
+        return None
+
+
 def over(base: type) -> type:
     """Return SGLang's worker for a trained drafter with retrieval on top.
 
@@ -434,7 +464,8 @@ def over(base: type) -> type:
             if group.rank_in_group == 0:
                 opened = open_sessions(self.target_worker.tokenizer, vocabulary_size)
             requests = None if opened is None else MergedRequests(*opened, vocabulary_size)
-            self.merging = Merging(self, requests, sharing(group))
+            metrics = _metrics(self.server_args) if requests is not None else None
+            self.merging = Merging(self, requests, sharing(group), metrics)
 
         def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = super().verify(batch, *args, **kwargs)

@@ -28,7 +28,10 @@ def without_verify(patch: pytest.MonkeyPatch) -> None:
 def with_another_draft(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker  # noqa: PLC0415
 
-    patch.setattr(EagleDraftWorker, "draft", lambda self, batch, plan: None)
+    def draft(_self: Any, batch: Any, plan: Any) -> Any:
+        return batch, plan
+
+    patch.setattr(EagleDraftWorker, "draft", draft)
 
 
 def without_a_field(patch: pytest.MonkeyPatch) -> None:
@@ -42,13 +45,19 @@ def without_a_field(patch: pytest.MonkeyPatch) -> None:
 def with_other_scores(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative import eagle_worker_v2  # noqa: PLC0415
 
-    patch.setattr(eagle_worker_v2, "organize_draft_results", lambda scores, tokens: None)
+    def organize(scores: Any, tokens: Any) -> Any:
+        return scores, tokens
+
+    patch.setattr(eagle_worker_v2, "organize_draft_results", organize)
 
 
 def with_more_of_the_corpus(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus  # noqa: PLC0415
 
-    patch.setattr(NgramCorpus, "batch_put", lambda self, tokens, weights: None)
+    def batch_put(_self: Any, tokens: Any, weights: Any) -> Any:
+        return tokens, weights
+
+    patch.setattr(NgramCorpus, "batch_put", batch_put)
 
 
 @pytest.mark.parametrize(
@@ -70,5 +79,5 @@ def test_another_engine_is_refused_with_what_has_changed(
 ) -> None:
     change(monkeypatch)
     assert any(said in sentence for sentence in changes(drafts_with))
-    with pytest.raises(ValueError, match="SGLang 0.9 differs"):
+    with pytest.raises(ValueError, match=r"SGLang 0\.9 differs"):
         check_engine(drafts_with, "0.9", ">=0.5.23,<0.5.24")

@@ -15,7 +15,7 @@ from retriever.client.local import LocalDrafter
 from retriever.drafter import DraftRequest
 from retriever.tree import DraftTree, Source
 from tests.engines.sglang.conftest import Kernels
-from tests.engines.sglang.eagle_engine import EagleEngine, EagleRequest, masks, paths
+from tests.engines.sglang.over_drafter.eagle_engine import EagleEngine, EagleRequest, masks, paths
 from tests.engines.sglang.sglang_decoding import NUM_TOKENS, plain
 
 PROMPTS = [[seed, 1, 2, 5, 3, seed] for seed in range(3)]
@@ -79,7 +79,7 @@ def check_exact(outputs: Sequence[Sequence[int]]) -> None:
 @pytest.mark.parametrize("shape", [TREE, CHAIN])
 @pytest.mark.parametrize("lags", [True, False])
 def test_merged_drafts_take_fewer_steps_and_change_no_token(
-    make: Made, shape: tuple[int, int, int], lags: bool
+    make: Made, shape: tuple[int, int, int], *, lags: bool
 ) -> None:
     alone, alone_steps = decoded(*make(shape, drafter="none", lags=lags))
     merged, steps = decoded(*make(shape, lags=lags))
