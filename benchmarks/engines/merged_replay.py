@@ -18,15 +18,16 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, product, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.engines.scripted_head import ScriptedHead
+from benchmarks.engines.scripted_head import ScriptedHead, Shape
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
+from decoder.speculators.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
+from retriever.drafter import TokenIds
 from retriever.follower import Follower
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 from retriever.sequences import TokenSequence
@@ -40,23 +41,7 @@ HEAD_S: Final = 0.001
 WAYS: Final = ("drafter", "retrieval", "merged", "skipping")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How an engine's drafter is set up.
-
-    Attributes:
-        nodes: of a verified tree, the last committed token included.
-        steps: its depth.
-        width: nodes that it reads in each step; 1 for a chain, without stated probabilities.
-    """
-
-    nodes: int
-    steps: int
-    width: int
-
-
 SHAPES: Final = (
-    Shape(4, 3, 1),
     Shape(8, 7, 1),
     Shape(8, 4, 2),
     Shape(16, 5, 4),
@@ -111,7 +96,7 @@ class Lane:
         self, number: int, trace: Trace, sessions: DrafterSessions, merging: TrainedDrafts
     ) -> None:
         self.number = number
-        self.output = trace.output.tolist()
+        self.output: list[int] = trace.output.tolist()
         self.done = 1
         first = np.append(trace.prompt, trace.output[:1]).astype(np.int32)
         self.follower: Follower = sessions.follow(first, len(trace.prompt))
@@ -128,11 +113,7 @@ class Lane:
         came = self.came[: shape.steps]
         if shape.width == 1:
             return merging.chain(head.chain(self.number, self.done, came, shape.steps))
-        most = shape.nodes - 1
-        proposed = head.tree(
-            self.number, self.done, came, steps=shape.steps, width=shape.width, nodes=most
-        )
-        return trained_tree(*proposed)
+        return trained_tree(*head.tree(self.number, self.done, came, shape))
 
 
 class Replay:
@@ -147,7 +128,7 @@ class Replay:
     """
 
     def __init__(
-        self, way: str, head: ScriptedHead, shape: Shape, warm: Sequence[Any], batch: int
+        self, way: str, head: ScriptedHead, shape: Shape, warm: Sequence[TokenIds], batch: int
     ) -> None:
         self._way, self._head, self._shape, self._batch = way, head, shape, batch
         self._drafter = EmbeddedDrafter()
@@ -240,96 +221,99 @@ class Replay:
         self.tally.own_s += own_s
 
 
-def replayed(
-    traces: Sequence[Trace], warm: Sequence[Any], head: ScriptedHead, shape: Shape, batch: int
-) -> dict[str, Any]:
-    """Return the figures of each way."""
-    return {
-        way: Replay(way, head, shape, warm, batch).run(traces).report(shape, way) for way in WAYS
-    }
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """Outputs that are replayed.
+
+    Attributes:
+        name: of their file.
+        traces: what is replayed.
+        warm: outputs that came before.
+    """
+
+    name: str
+    traces: Sequence[Trace]
+    warm: Sequence[TokenIds]
+
+    def replayed(self, head: ScriptedHead, shape: Shape, batch: int) -> dict[str, Any]:
+        """Return the figures of each way."""
+        ways = {
+            way: Replay(way, head, shape, self.warm, batch).run(self.traces).report(shape, way)
+            for way in WAYS
+        }
+        heads = {"top1": head.top1, "overconfident": head.is_overconfident}
+        return {"trace": self.name, **asdict(shape), **heads, "batch": batch, "ways": ways}
 
 
 def main() -> None:
     """Parse arguments, replay, and write the report."""
+    options = _parser().parse_args()
+    rows: list[dict[str, Any]] = []
+    for recordings in _read(options):
+        for head, shape, batch in _setups(options):
+            rows.append(recordings.replayed(head, shape, batch))
+            _say(rows[-1])
+            _write(options, rows)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engines.merged_replay", description=__doc__
     )
+    parser.add_argument("--trace", type=Path, action="append", required=True, help="recordings")
     parser.add_argument(
-        "--trace", type=Path, action="append", required=True, help="recorded outputs"
-    )
-    parser.add_argument(
-        "--warm",
-        type=Path,
-        action="append",
-        default=[],
-        help="outputs that came before, for the trace at the same place",
+        "--warm", type=Path, action="append", default=[], help="outputs before the same trace"
     )
     parser.add_argument("--limit", type=int, default=40, help="recordings of each trace")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of each output")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of each recording")
     parser.add_argument("--top1", type=float, nargs="+", default=[0.5, 0.7, 0.9])
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", default=sorted({each.nodes for each in SHAPES})
-    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="recordings at once")
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+    return parser
+
+
+def _read(options: argparse.Namespace) -> Iterator[Recordings]:
     encoder = ChatEncoder(None)
-    rows: list[dict[str, Any]] = []
-    for at, path in enumerate(options.trace):
-        traces = [_cut(each, options.max_tokens) for each in _spread(path, encoder, options.limit)]
-        warm = list(read_outputs(options.warm[at], encoder)) if at < len(options.warm) else []
-        for shape in SHAPES:
-            if shape.nodes not in options.nodes:
-                continue
-            for top1 in options.top1:
-                for is_overconfident in (False, True) if shape.width > 1 else (False,):
-                    for batch in options.batch:
-                        head = ScriptedHead(top1, is_overconfident)
-                        row = {
-                            "trace": path.name,
-                            **asdict(shape),
-                            "top1": top1,
-                            "overconfident": is_overconfident,
-                            "batch": batch,
-                        }
-                        row["ways"] = replayed(traces, warm, head, shape, batch)
-                        rows.append(row)
-                        _say(row)
-                        report = {
-                            "machine": platform.processor() or platform.machine(),
-                            "python": platform.python_version(),
-                            "target_s": TARGET_S,
-                            "head_s": HEAD_S,
-                            "limit": options.limit,
-                            "max_tokens": options.max_tokens,
-                            "rows": rows,
-                        }
-                        options.output.write_text(
-                            json.dumps(report, indent=1) + "\n", encoding="utf-8"
-                        )
+    for path, warm in zip_longest(options.trace, options.warm):
+        traces = [each for each in read_traces(path, encoder) if len(each.output) > 1]
+        spread = traces[:: max(1, len(traces) // options.limit)][: options.limit]
+        cut = [Trace(each.prompt, each.output[: options.max_tokens]) for each in spread]
+        before = [] if warm is None else list(read_outputs(warm, encoder))
+        yield Recordings(path.name, cut, before)
 
 
-def _spread(path: Path, encoder: ChatEncoder, limit: int) -> list[Trace]:
-    """Return recordings from all over a file."""
-    traces = [each for each in read_traces(path, encoder) if len(each.output) > 1]
-    return traces[:: max(1, len(traces) // limit)][:limit]
+def _setups(options: argparse.Namespace) -> Iterator[tuple[ScriptedHead, Shape, int]]:
+    """Yield drafters; a chain's states no probability that could be too sure."""
+    shapes = [shape for shape in SHAPES if shape.nodes in options.nodes]
+    for shape, top1, batch in product(shapes, options.top1, options.batch):
+        yield ScriptedHead(top1), shape, batch
+        if shape.width > 1:
+            yield ScriptedHead(top1, is_overconfident=True), shape, batch
 
 
-def _cut(trace: Trace, max_tokens: int) -> Trace:
-    return Trace(trace.prompt, trace.output[:max_tokens])
+def _write(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    report = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "target_s": TARGET_S,
+        "head_s": HEAD_S,
+        "limit": options.limit,
+        "max_tokens": options.max_tokens,
+        "rows": rows,
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _say(row: dict[str, Any]) -> None:
-    ways = row["ways"]
-    told = "  ".join(
-        f"{way} {ways[way]['tokens_per_step']:.2f} ({ways[way]['modelled_ms_per_token']:.1f} ms)"
-        for way in WAYS
-    )
     kind = "chain" if row["width"] == 1 else "tree"
-    print(
-        f"{row['trace'][:16]} {kind} {row['nodes']} top1 {row['top1']} {'over' if row['overconfident'] else 'fair'} x{row['batch']}: {told}  skipped {ways['skipping']['skip_rate']:.0%}",
-        flush=True,
-    )
+    sure = "overconfident" if row["overconfident"] else "calibrated"
+    told = [f"{row['trace']}, {kind} of {row['nodes']}, {row['top1']} {sure}, {row['batch']}:"]
+    for way, figures in row["ways"].items():
+        tokens, cost = figures["tokens_per_step"], figures["modelled_ms_per_token"]
+        told.append(f"{way} {tokens:.2f} ({cost:.2f} ms)")
+    told.append(f"{row['ways']['skipping']['skip_rate']:.0%} skipped")
+    print("  ".join(told), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A trained drafter of known quality: it knows what comes, and is right as often as it is told to be.
+"""A trained drafter of known quality: it knows what comes, and is right as often as it is told.
 
 It answers as a head does: at each node it ranks tokens and states a probability for each. On the
 recorded path the first token is right with a mean probability that is given, each lower rank with
@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retriever.tree import ROOT
 
 _SPREAD: Final = 3.0
@@ -26,6 +23,22 @@ _SHARPER: Final = 2.0
 
 _Proposed = tuple[list[int], list[int], list[float]]
 """Tokens, their parents as earlier places or `ROOT`, and the probabilities of the paths to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an engine's drafter is set up.
+
+    Attributes:
+        nodes: of a verified tree, the last committed token included.
+        steps: its depth; in each step the best nodes of the last one are read.
+        width: nodes that are read in a step, and tokens that are taken behind each; 1 for a chain,
+            without stated probabilities.
+    """
+
+    nodes: int
+    steps: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +102,19 @@ class ScriptedHead:
             path += (self.ranked(number, place, path, came, 1)[0][0],)
         return list(path)
 
-    def tree(
-        self, number: int, place: int, came: Sequence[int], *, steps: int, width: int, nodes: int
-    ) -> _Proposed:
+    def tree(self, number: int, place: int, came: Sequence[int], shape: Shape) -> _Proposed:
         """Return its tree as EAGLE-2 grows it (arXiv:2406.16858).
 
         Args:
             number: of the sequence.
             place: of the last committed token in it.
             came: what the target goes on to write behind that.
-            steps: depth; in each step the best nodes of the last one are read.
-            width: nodes that are read in a step, and tokens that are taken behind each.
-            nodes: of the tree, the likeliest of all.
+            shape: of the tree: its nodes are the likeliest of all.
         """
+        width = shape.width
         all_nodes: list[tuple[float, int, tuple[int, ...]]] = []
         read: list[tuple[float, int, tuple[int, ...]]] = [(1.0, ROOT, ())]
-        for _ in range(steps):
+        for _ in range(shape.steps):
             new = []
             for above, parent, path in read:
                 tokens, stated = self.ranked(number, place, path, came, width)
@@ -114,7 +124,9 @@ class ScriptedHead:
             all_nodes += new
             best = sorted(range(len(new)), key=lambda each: -new[each][0])[:width]
             read = [(new[each][0], first + each, new[each][2]) for each in best]
-        kept = sorted(sorted(range(len(all_nodes)), key=lambda each: -all_nodes[each][0])[:nodes])
+        kept = sorted(
+            sorted(range(len(all_nodes)), key=lambda each: -all_nodes[each][0])[: shape.nodes - 1]
+        )
         places = {node: at for at, node in enumerate(kept)} | {ROOT: ROOT}
         chosen = [all_nodes[node] for node in kept]
         return (
@@ -122,16 +134,3 @@ class ScriptedHead:
             [places[parent] for _, parent, _ in chosen],
             [score for score, _, _ in chosen],
         )
-
-
-def accepted(tokens: NDArray[np.int32], parents: NDArray[np.int32], came: Sequence[int]) -> int:
-    """Return how many tokens a greedy verifier accepts of a tree, nodes in any order."""
-    children = {
-        (parent, token): node
-        for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True))
-    }
-    node, count = ROOT, 0
-    while count < len(came) and (node, came[count]) in children:
-        node = children[node, came[count]]
-        count += 1
-    return count

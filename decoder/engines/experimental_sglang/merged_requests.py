@@ -18,7 +18,7 @@ from decoder.engines.experimental_sglang.corpus import (
 )
 from decoder.engines.experimental_sglang.request_fields import FieldReader, RequestFields
 from decoder.engines.experimental_sglang.topology import Nodes, filled
-from decoder.engines.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
+from decoder.speculators.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
@@ -146,7 +146,13 @@ class MergedRequests:
             self._retrieved[row] = self._known(tree)
 
     def asks(self) -> bool:
-        """Return whether to run SGLang's drafter for the step that was begun."""
+        """Return whether to run SGLang's drafter for the step that was begun.
+
+        It is where a request has no drafter but that.
+        """
+        if None in self._rows:
+            self.trained.num_asked += 1
+            return True
         return self.trained.asks(self._retrieved)
 
     def check_last(self, last: Sequence[int]) -> None:

@@ -12,14 +12,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, Final
 
-from decoder.engines.engine_options import check_version
+from decoder.engines.engine_options import OVER_DRAFTER, check_version
 
 ALGORITHM: Final = "FOREDRAFT"
 """The value of `--speculative-algorithm`."""
-
-OVER: Final = "FOREDRAFT_OVER_DRAFTER"
-"""The environment variable that puts retrieval on top of the trained drafter that SGLang is started
-with: 1 for that, 0 or nothing for SGLang as it is."""
 
 TESTED: Final = ">=0.5.23,<0.5.24"
 
@@ -48,9 +44,9 @@ def is_over() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    stated = os.environ.get(OVER, "")
+    stated = os.environ.get(OVER_DRAFTER, "")
     if stated not in {"", "0", "1"}:
-        raise ValueError(f"{OVER} is 0 or 1, not {stated!r}")
+        raise ValueError(f"{OVER_DRAFTER} is 0 or 1, not {stated!r}")
     return stated == "1"
 
 
@@ -90,11 +86,11 @@ def over_class(base: type, server_args: Any) -> type:
     check_version(TESTED, "sglang")
     refused = [option for option, is_set in _not_with(server_args).items() if is_set]
     if refused:
-        raise ValueError(f"{OVER}=1 goes without {', '.join(refused)}")
+        raise ValueError(f"{OVER_DRAFTER}=1 goes without {', '.join(refused)}")
     if base.__name__ not in _OVER:
         raise ValueError(
-            f"{OVER}=1 takes --speculative-algorithm EAGLE, EAGLE3, NEXTN or STANDALONE of one "
-            f"layer, and not what SGLang drafts with here ({base.__name__})"
+            f"{OVER_DRAFTER}=1 takes --speculative-algorithm EAGLE, EAGLE3, NEXTN or STANDALONE of "
+            f"one layer, and not what SGLang drafts with here ({base.__name__})"
         )
     _check_engine("EAGLE")
     from decoder.engines.experimental_sglang.over_trained import over  # noqa: PLC0415  (as above)

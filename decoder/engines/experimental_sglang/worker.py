@@ -14,7 +14,6 @@ from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
 from decoder.engines.engine_options import resolve_settings
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.corpus import DrafterCorpus, sharing
-from decoder.engines.experimental_sglang.plugin import OVER
 from decoder.engines.experimental_sglang.request_fields import FieldReader, takes_tenants
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
@@ -68,8 +67,7 @@ def open_sessions(
     """
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     try:
-        environment = {name: value for name, value in os.environ.items() if name != OVER}
-        settings = resolve_settings({}, environment, "environment")
+        settings = resolve_settings({}, os.environ, "environment")
         drafter = open_drafter(settings, _vocabulary(tokenizer), encode)
     except Exception as error:  # noqa: BLE001  SGLang must start without us
         _log.error("SGLang runs without drafts: %s", error)

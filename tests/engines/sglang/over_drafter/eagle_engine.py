@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 
 from tests.engines.sglang.conftest import Kernels
 from tests.engines.sglang.sglang_decoding import NUM_TOKENS, chosen
@@ -124,6 +125,7 @@ class EagleEngine:
         from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode  # noqa: PLC0415
         from sglang.srt.speculative import eagle_utils, eagle_worker_v2  # noqa: PLC0415
 
+        patch.setattr(torch._dynamo.config, "disable", True)  # one of its functions is compiled
         spec = SimpleNamespace(
             speculative_use_rejection_sampling=False, speculative_eagle_topk=topk
         )
@@ -132,6 +134,7 @@ class EagleEngine:
         patch.setattr(eagle_utils, "build_tree_kernel_efficient_func", kernels.build_tree)
         patch.setattr(eagle_utils, "verify_tree_greedy_func", kernels.verify_paths)
         patch.setattr(eagle_worker_v2, "prepare_for_draft", self._prepared)
+        patch.setattr(eagle_worker_v2, "renorm_draft_probs", lambda each, *_: each.softmax(-1))
         patch.setattr(eagle_worker_v2, "forward_context", lambda *_, **__: nullcontext())
         self.lags = lags
         self.runner = ScriptedRunner(top1, topk)

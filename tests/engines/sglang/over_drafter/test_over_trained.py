@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decoder.engines.engine_options import OVER_DRAFTER
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.request_fields import FieldReader
 from retriever.client.local import LocalDrafter
@@ -264,7 +265,7 @@ def hooked(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: PLC0415
 
-    monkeypatch.setenv(plugin.OVER, "1")
+    monkeypatch.setenv(OVER_DRAFTER, "1")
     original = SpeculativeAlgorithm.create_worker
     monkeypatch.setattr(SpeculativeAlgorithm, "create_worker", original)
     assert plugin.is_over()
@@ -331,9 +332,9 @@ def test_what_is_not_supported_is_refused_at_start(
 
 def test_the_variable_is_zero_or_one(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, is_over in (("", False), ("0", False), ("1", True)):
-        monkeypatch.setenv(plugin.OVER, value)
+        monkeypatch.setenv(OVER_DRAFTER, value)
         assert plugin.is_over() == is_over
-    monkeypatch.setenv(plugin.OVER, "EAGLE3")
+    monkeypatch.setenv(OVER_DRAFTER, "EAGLE3")
     with pytest.raises(ValueError, match="0 or 1"):
         plugin.is_over()
-    assert plugin.OVER in os.environ
+    assert OVER_DRAFTER in os.environ

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.engines.merged_replay import Replay, Tally
 from benchmarks.engines.scripted_head import ScriptedHead, Shape
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
-from decoder.engines.trained_drafts import PositionRates, TrainedDrafts, trained_tree
+from decoder.speculators.trained_drafts import PositionRates, TrainedDrafts, trained_tree
 from retriever.replay.traces import Trace
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
