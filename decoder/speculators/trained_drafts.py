@@ -227,11 +227,11 @@ class TrainedDrafts:
         fused.take_trees([tree.prefix(MAX_NODES) for tree in trees])
         most = min(_CHAIN_NODES * max_nodes if is_chain else max_nodes, MAX_NODES)
         merged = self._fusion.fuse(fused, most, 0.0)
-        followed.retrieved = retrieved.best_chain(max_nodes) if is_chain else retrieved
+        followed.retrieved = _cut(retrieved, max_nodes, is_chain=is_chain)
         followed.trained = trained
-        followed.merged = followed.verified = merged.best_chain(max_nodes) if is_chain else merged
+        followed.merged = followed.verified = _cut(merged, max_nodes, is_chain=is_chain)
         if trained is not None and self._added.at(sureness_of(retrieved)) < 0:
-            followed.verified = trained.prefix(max_nodes)
+            followed.verified = _cut(trained, max_nodes, is_chain=is_chain)
         return followed.verified
 
     def commit(self, followed: MergedSequence, came: TokenIds, max_nodes: int) -> None:
@@ -265,9 +265,14 @@ class TrainedDrafts:
         """Learn what either has added to the other, from what is known to come."""
         sureness = sureness_of(followed.retrieved)
         right = len(trained.prefix(max_nodes).follow(came))
-        retrieved = len(followed.retrieved.prefix(max_nodes).follow(came))
+        retrieved = len(followed.retrieved.follow(came))
         merged = len(followed.merged.follow(came))
         self._gain.learn_gain(sureness, max(merged, right) - retrieved)
         self._rates.learn(right, min(int(trained.depths().max(initial=0)), len(came)))
         self._added.fade()
         self._added.add(sureness, merged - right)
+
+
+def _cut(tree: DraftTree, max_nodes: int, *, is_chain: bool) -> DraftTree:
+    """Return what an engine verifies of a tree."""
+    return tree.best_chain(max_nodes) if is_chain else tree.prefix(max_nodes)
