@@ -149,9 +149,6 @@ def test_two_tenants_never_draft_from_one_another(
     drafter = EmbeddedDrafter()
     corpus = corpus_of(drafter)
     written(corpus, "first", **ours)
-    assert (
-        drafted(corpus, request("same", [9, *SECRET[:4]], **ours)) == 0
-    )  # its output was one token
     other = request("other", [9, 8], **theirs)
     other.output_ids = array("q", SECRET[:4])
     assert drafted(corpus, other) == 0
