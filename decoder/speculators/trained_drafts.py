@@ -48,8 +48,8 @@ where it knows nothing, none."""
 _SKIP_SHARE: Final = 0.5
 """A drafter is not run where what it adds is worth less than half of its time. The gain of single
 steps says too little: where retrieval alone is wrong, the next steps are at hard places, too. In
-replays with eight outputs at once and a drafter that is right half of the time, 1 took up to 6%
-more modelled time than never skipping, 0.5 at most 2%."""
+replays of agents with a chain of a drafter that is right half of the time, 1 skipped 53 to 94% of
+the steps and 0.5 skips 20%, which brings 2.65 tokens per step instead of 2.05 to 2.42."""
 
 _NO_LOGITS: Final = torch.empty(0)
 
