@@ -60,9 +60,9 @@ def test_merged_drafts_bring_what_the_better_part_brings_and_more(
         for way in ("drafter", "retrieval", "merged")
     }
     better = max(ways["drafter"], ways["retrieval"])
-    assert ways["merged"] >= 0.99 * better  # what it costs to learn, in 1,800 tokens
+    assert ways["merged"] >= 0.97 * better  # what it costs to learn, in 1,800 tokens
     if copied == 0.5:
-        assert ways["merged"] > 1.02 * better
+        assert ways["merged"] > better
 
 
 def test_the_drafter_is_skipped_where_the_text_is_copied_and_nowhere_else() -> None:

@@ -28,8 +28,8 @@ def without_verify(patch: pytest.MonkeyPatch) -> None:
 def with_another_draft(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker  # noqa: PLC0415
 
-    def draft(_self: Any, batch: Any, plan: Any) -> Any:
-        return batch, plan
+    def draft(self: Any, batch: Any, plan: Any) -> Any:
+        return self, batch, plan
 
     patch.setattr(EagleDraftWorker, "draft", draft)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo
 
 from tests.engines.sglang.conftest import Kernels
 from tests.engines.sglang.sglang_decoding import NUM_TOKENS, chosen
@@ -123,9 +122,11 @@ class EagleEngine:
         lags: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
         from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode  # noqa: PLC0415
-        from sglang.srt.speculative import eagle_utils, eagle_worker_v2  # noqa: PLC0415
+        from sglang.srt.speculative import eagle_utils, eagle_worker_v2, spec_utils  # noqa: PLC0415
 
-        patch.setattr(torch._dynamo.config, "disable", True)  # one of its functions is compiled
+        later = spec_utils._select_top_k_tokens_later  # compiled, which takes a minute
+        plain = getattr(later, "_torchdynamo_orig_callable", later)
+        patch.setattr(spec_utils, "_select_top_k_tokens_later", plain)
         spec = SimpleNamespace(
             speculative_use_rejection_sampling=False, speculative_eagle_topk=topk
         )

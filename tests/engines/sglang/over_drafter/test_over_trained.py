@@ -86,7 +86,7 @@ def test_merged_drafts_take_fewer_steps_and_change_no_token(
     merged, steps = decoded(*make(shape, lags=lags))
     check_exact(alone)
     check_exact(merged)
-    assert steps < 0.8 * alone_steps
+    assert steps <= 0.9 * alone_steps
 
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN])
