@@ -163,7 +163,8 @@ def test_what_is_not_to_be_remembered_is_not(fields: dict[str, Any]) -> None:
     drafter = EmbeddedDrafter()
     corpus = corpus_of(drafter)
     written(corpus, "first", **fields)
-    for later in ({}, {"tenant": "a"}):
+    others: list[dict[str, Any]] = [{}, {"tenant": "a"}]
+    for later in others:
         asked = request("later", [9, 8], **later)
         asked.output_ids = array("q", SECRET[:4])
         assert drafted(corpus, asked) == 0

@@ -181,10 +181,11 @@ def test_a_tree_that_cannot_be_built_leaves_the_engines_own(
 ) -> None:
     from decoder.engines.experimental_sglang import over_trained  # noqa: PLC0415
 
-    build, failed = over_trained.build_eagle_verify_input, []
+    module: Any = over_trained
+    build, failed = module.build_eagle_verify_input, []
 
     def failing(*arguments: Any, **options: Any) -> Any:
-        if options["num_steps"] == over_trained.DEPTH:
+        if options["num_steps"] == module.DEPTH:
             failed.append(build(*arguments, **options))  # what it was built in is overwritten
             raise RuntimeError("planted")
         return build(*arguments, **options)
