@@ -175,11 +175,15 @@ def test_a_budget_bounds_the_drafts_of_its_request_alone() -> None:
     drafter = EmbeddedDrafter()
     corpus = corpus_of(drafter)
     prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 5, 6, 7]
+    stated_by: list[dict[str, Any]] = [
+        {},
+        {"budget": 2},
+        {"budget": 0},
+        {"budget": 900},
+        {"off": True},
+    ]
     counts = [
-        drafted(corpus, request(str(at), prompt, **fields))
-        for at, fields in enumerate(
-            [{}, {"budget": 2}, {"budget": 0}, {"budget": 900}, {"off": True}]
-        )
+        drafted(corpus, request(str(at), prompt, **fields)) for at, fields in enumerate(stated_by)
     ]
     drafter.shut_down()
     assert counts[0] == counts[3] > 2
