@@ -55,7 +55,7 @@ class Readers:
     """
 
     def __init__(
-        self, readers: Sequence[TreeReader], costs: StepCosts | None, vocabulary: int | None
+        self, readers: Sequence[TreeReader], costs: "StepCosts | None", vocabulary: int | None
     ) -> None:
         for reader in readers:
             _check_columns(reader, vocabulary)

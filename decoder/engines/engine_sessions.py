@@ -186,14 +186,19 @@ class DrafterSessions:
 
     def follow(self, tokens: TokenIds, num_prompt: int, fields: RequestFields = PLAIN) -> Follower:
         """Return a follower of a copy of int32[n], whose first `num_prompt` are the prompt."""
-        sequence = TokenSequence(
-            tokens,
-            num_prompt,
-            remember=fields.remember,
-            predictions=fields.predictions,
-            kin=fields.kin,
-            tenant=fields.tenant,
+        return self.attend(
+            TokenSequence(
+                tokens,
+                num_prompt,
+                remember=fields.remember,
+                predictions=fields.predictions,
+                kin=fields.kin,
+                tenant=fields.tenant,
+            )
         )
+
+    def attend(self, sequence: TokenSequence) -> Follower:
+        """Return a follower of a sequence, with all that it states; its owner extends it."""
         return self._followers.follow(sequence)
 
     def draft(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:

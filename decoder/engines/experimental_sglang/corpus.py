@@ -26,6 +26,11 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.experimental_sglang.request_fields import (
+    NO_FIELDS,
+    FieldReader,
+    RequestFields,
+)
 from retriever.drafter import TokenIds
 from retriever.follower import Follower
 from retriever.sequences import TokenSequence
@@ -101,25 +106,40 @@ class FollowedRequest:
         follower: keeps the drafter up to date with it.
         offset: first tokens of the request that were never shown.
         request: the engine's request, where it was shown.
+        fields: what it states for its drafts.
     """
 
     follower: Follower
     offset: int
     request: EngineRequest | None
+    fields: RequestFields = NO_FIELDS
 
     @classmethod
-    def of(cls, request: EngineRequest, sessions: DrafterSessions) -> "FollowedRequest":
+    def of(
+        cls, request: EngineRequest, sessions: DrafterSessions, fields: RequestFields = NO_FIELDS
+    ) -> "FollowedRequest":
         """Follow a request that is shown: its prompt, and its output so far."""
-        num_prompt = len(request.origin_input_ids_unpadded)
-        return cls(sessions.follow(_tokens_of(request), num_prompt), 0, request)
+        sequence = TokenSequence(
+            tokens_of(request),
+            len(request.origin_input_ids_unpadded),
+            remember=fields.remember,
+            predictions=fields.predictions,
+            kin=fields.kin,
+        )
+        return cls(sessions.attend(sequence), 0, request, fields)
 
     @classmethod
     def of_tail(
-        cls, tail: Sequence[int], length: int, sessions: DrafterSessions
+        cls,
+        tail: Sequence[int],
+        length: int,
+        sessions: DrafterSessions,
+        fields: RequestFields = NO_FIELDS,
     ) -> "FollowedRequest":
         """Follow a request of which only the last tokens and the length are known."""
         tokens = np.array(tail, np.int32)
-        return cls(sessions.follow(tokens, len(tokens)), length - len(tokens), None)
+        sequence = TokenSequence(tokens, remember=fields.remember, kin=fields.kin)
+        return cls(sessions.attend(sequence), length - len(tokens), None, fields)
 
     @property
     def sequence(self) -> TokenSequence:
@@ -141,10 +161,11 @@ class FollowedRequest:
     def take_rest(self) -> None:
         """Append the output since the last step."""
         if self.request is not None:
-            self.sequence.extend(_tokens_of(self.request)[len(self.sequence) :])
+            self.sequence.extend(tokens_of(self.request)[len(self.sequence) :])
 
 
-def _tokens_of(request: EngineRequest) -> TokenIds:
+def tokens_of(request: EngineRequest) -> TokenIds:
+    """Return int32[n], a request's prompt and its output so far."""
     prompt = np.asarray(request.origin_input_ids_unpadded, np.int32)
     return np.concatenate([prompt, np.asarray(request.output_ids, np.int32)])
 
@@ -177,6 +198,7 @@ class DrafterCorpus:
         vocabulary_size: a tree with a token beyond it would crash the model, and is dropped; None
             to check no tree.
         share: for several ranks, which must verify the same nodes.
+        reader: of what requests state for their drafts; without tenants if not given.
 
     Attributes:
         num_errors: steps without drafts because of an error of ours.
@@ -191,6 +213,7 @@ class DrafterCorpus:
         width: int,
         vocabulary_size: int | None = None,
         share: Share | None = None,
+        reader: FieldReader | None = None,
     ) -> None:
         self.num_errors = 0
         self.num_foreign = 0
@@ -198,6 +221,9 @@ class DrafterCorpus:
         self._width = width
         self._vocabulary_size = vocabulary_size
         self._share = share
+        self._reader = reader or FieldReader(vocabulary_size=vocabulary_size)
+        self._off: dict[str, EngineRequest] = {}
+        self._shows = False
         self._followed: dict[str, FollowedRequest] = {}
 
     def __len__(self) -> int:
@@ -211,12 +237,13 @@ class DrafterCorpus:
         """
         if self._sessions is None:
             return
+        self._shows = True
         with self._never_failing():
             for request in requests:
                 followed = self._followed.get(request.rid)
-                if followed is None or followed.request is not request:
-                    self._end(request.rid)
-                    self._followed[request.rid] = FollowedRequest.of(request, self._sessions)
+                shown = self._off.get(request.rid) if followed is None else followed.request
+                if shown is not request:
+                    self._begin(request, self._sessions)
 
     def batch_get(
         self,
@@ -259,7 +286,7 @@ class DrafterCorpus:
 
     def reset(self) -> None:
         """End all sessions. What the drafter has learned stays: it is not the engine's cache."""
-        self.erase_match_state(list(self._followed))
+        self.erase_match_state([*self._followed, *self._off])
 
     def list_external_corpora(self) -> dict[str, int]:
         """Return nothing: there are none of the engine's kind."""
@@ -294,28 +321,42 @@ class DrafterCorpus:
         tails: Sequence[Sequence[int]],
         lengths: Sequence[int],
     ) -> list[DraftTree]:
-        followers = [
-            self._follow(sessions, name, tail, length)
-            for name, tail, length in zip(names, tails, lengths, strict=True)
-        ]
-        budget_nodes = min(self._width - 1, _MAX_NODES, _MAX_STEP_NODES // max(len(names), 1))
-        trees = sessions.draft([(follower, budget_nodes) for follower in followers])
-        return [self._checked(tree) for tree in trees]
+        trees = [DraftTree.empty()] * len(names)
+        rows = [row for row, name in enumerate(names) if self._is_drafted_for(name)]
+        followed = [self._follow(sessions, names[row], tails[row], lengths[row]) for row in rows]
+        most = most_nodes(self._width, len(names))
+        asked = [(each.follower, each.fields.budget(most)) for each in followed]
+        for row, tree in zip(rows, sessions.draft(asked), strict=True):
+            trees[row] = self._checked(tree)
+        return trees
+
+    def _is_drafted_for(self, name: str) -> bool:
+        """Return whether a request is; what one that was not shown states is not known."""
+        return name not in self._off and (name in self._followed or not self._shows)
+
+    def _begin(self, request: EngineRequest, sessions: DrafterSessions) -> None:
+        self._end(request.rid)
+        fields = self._reader.of(request)
+        if fields.is_off:
+            self._off[request.rid] = request
+        else:
+            self._followed[request.rid] = FollowedRequest.of(request, sessions, fields)
 
     def _follow(
         self, sessions: DrafterSessions, name: str, tail: Sequence[int], length: int
-    ) -> Follower:
-        """Return a request's follower, up to date; a name that was reused gets a new one."""
+    ) -> FollowedRequest:
+        """Return a request, up to date; a name that was reused is followed from the start."""
         followed = self._followed.get(name)
         if followed is not None and followed.go_on(tail, length):
-            return followed.follower
+            return followed
         request = followed.request if followed is not None else None
+        fields = followed.fields if followed is not None else NO_FIELDS
         self._end(name)
-        followed = FollowedRequest.of(request, sessions) if request is not None else None
+        followed = FollowedRequest.of(request, sessions, fields) if request is not None else None
         if followed is None or not followed.go_on(tail, length):
-            followed = FollowedRequest.of_tail(tail, length, sessions)
+            followed = FollowedRequest.of_tail(tail, length, sessions, fields)
         self._followed[name] = followed
-        return followed.follower
+        return followed
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         size = self._vocabulary_size
@@ -332,6 +373,7 @@ class DrafterCorpus:
         return DraftTree.empty()
 
     def _end(self, name: str) -> None:
+        self._off.pop(name, None)
         followed = self._followed.pop(name, None)
         if followed is not None:
             followed.take_rest()
@@ -349,6 +391,11 @@ class DrafterCorpus:
             if self._sessions is not None:
                 self._sessions.abandon(each.follower for each in self._followed.values())
             self._followed.clear()
+
+
+def most_nodes(width: int, num_rows: int) -> int:
+    """Return how many nodes to ask for in each row of a step, of rows of `width` nodes."""
+    return min(width - 1, _MAX_NODES, _MAX_STEP_NODES // max(num_rows, 1))
 
 
 class RankGroup(Protocol):

@@ -11,12 +11,12 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
-from decoder.engines.engine_options import EngineSettings, resolve_settings
+from decoder.engines.engine_options import resolve_settings
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.corpus import DrafterCorpus, sharing
+from decoder.engines.experimental_sglang.request_fields import FieldReader, takes_tenants
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
-from retriever.drafter import Drafter
 
 _log = getLogger(__name__)
 
@@ -39,11 +39,16 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
         # The last tokens that are shown must include all that a step may have committed.
         self.max_trie_depth: int = max(self.max_trie_depth, self.draft_token_num)
         group = get_parallel().tp_group
+        vocabulary_size = int(self.model_runner.model_config.vocab_size)
+        opened = None
+        if group.rank_in_group == 0:
+            opened = open_sessions(target_worker.tokenizer, vocabulary_size)
         self.ngram_corpus = DrafterCorpus(
-            _sessions(target_worker.tokenizer) if group.rank_in_group == 0 else None,
+            None if opened is None else opened[0],
             self.draft_token_num,
-            int(self.model_runner.model_config.vocab_size),
+            vocabulary_size,
             sharing(group),
+            None if opened is None else opened[1],
         )
 
     def _prepare_draft_tokens(self, batch: Any) -> Any:
@@ -51,23 +56,26 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
         return super()._prepare_draft_tokens(batch)
 
 
-def _sessions(tokenizer: Any) -> DrafterSessions | None:
-    """Open the drafter that the environment describes; None where that fails."""
+def open_sessions(
+    tokenizer: Any, vocabulary_size: int
+) -> tuple[DrafterSessions, FieldReader] | None:
+    """Open the drafter that the environment describes; None where that fails.
+
+    Args:
+        tokenizer: the engine's, if it has one.
+        vocabulary_size: tokens that the model knows.
+    """
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     try:
         settings = resolve_settings({}, os.environ, "environment")
-        drafter = _drafter(settings, tokenizer)
+        drafter = open_drafter(settings, _vocabulary(tokenizer), encode)
     except Exception as error:  # noqa: BLE001  SGLang must start without us
         _log.error("SGLang runs without drafts: %s", error)
         return None
-    deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
-    return DrafterSessions(drafter, deadline_s, settings.min_probability)
-
-
-def _drafter(settings: EngineSettings, tokenizer: Any) -> Drafter:
-    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
-    drafter = open_drafter(settings, _vocabulary(tokenizer), encode)
     Finalize(None, partial(_shut_down, drafter), exitpriority=10)
-    return drafter
+    deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
+    reader = FieldReader(takes_tenants(drafter), encode, vocabulary_size)
+    return DrafterSessions(drafter, deadline_s, settings.min_probability), reader
 
 
 def _shut_down(drafter: Any) -> None:

@@ -1,0 +1,35 @@
+"""Acceptance by position and source, as it is exposed."""
+
+import pytest
+
+from decoder.engines.experimental_sglang.drafting_metrics import DraftingMetrics
+from decoder.engines.experimental_sglang.merged_requests import AcceptanceCounts
+from retriever.tree import ROOT, DraftTree, Source
+
+exposition = pytest.importorskip("prometheus_client.exposition")
+
+
+def test_counts_are_exposed_by_position_and_source() -> None:
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415  (an extra)
+
+    registry = CollectorRegistry()
+    metrics = DraftingMetrics(registry)
+    tree = DraftTree.checked(
+        [1, 2, 3], [ROOT, 0, 1], [0.9, 0.8, 0.7], [Source.MODEL, Source.CONTEXT, Source.CONTEXT]
+    )
+    for asked, skipped, path in ((1, 0, [0, 1]), (1, 1, [0]), (2, 1, [])):
+        counts = AcceptanceCounts()
+        counts.note(tree, path)
+        metrics.add(counts, asked, skipped)
+    text = exposition.generate_latest(registry).decode()
+    for line in (
+        "foredraft:spec_drafts_total 3.0",
+        'foredraft:spec_accepted_tokens_per_pos_total{position="0"} 2.0',
+        'foredraft:spec_accepted_tokens_per_pos_total{position="1"} 1.0',
+        'foredraft:spec_accepted_tokens_total{source="drafter"} 2.0',
+        'foredraft:spec_accepted_tokens_total{source="context"} 1.0',
+        'foredraft:spec_draft_tokens_total{source="context"} 6.0',
+        'foredraft:spec_steps_total{drafter="run"} 2.0',
+        'foredraft:spec_steps_total{drafter="skipped"} 1.0',
+    ):
+        assert line in text
