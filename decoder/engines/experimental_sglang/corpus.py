@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.experimental_sglang.request_fields import (
+from decoder.engines.experimental_sglang.custom_params import (
     NO_FIELDS,
     FieldReader,
     RequestFields,

@@ -16,7 +16,7 @@ from decoder.engines.experimental_sglang.corpus import (
     most_nodes,
     tokens_of,
 )
-from decoder.engines.experimental_sglang.request_fields import FieldReader, RequestFields
+from decoder.engines.experimental_sglang.custom_params import FieldReader, RequestFields
 from decoder.engines.experimental_sglang.topology import Nodes, filled
 from decoder.speculators.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
 from retriever.drafter import TokenIds

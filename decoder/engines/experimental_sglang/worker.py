@@ -14,7 +14,7 @@ from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
 from decoder.engines.engine_options import resolve_settings
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.corpus import DrafterCorpus, sharing
-from decoder.engines.experimental_sglang.request_fields import FieldReader, takes_tenants
+from decoder.engines.experimental_sglang.custom_params import FieldReader, takes_tenants
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from decoder.engines.engine_options import OVER_DRAFTER
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.experimental_sglang.request_fields import FieldReader
+from decoder.engines.experimental_sglang.custom_params import FieldReader
 from retriever.client.local import LocalDrafter
 from retriever.drafter import DraftRequest
 from retriever.tree import DraftTree, Source

@@ -11,7 +11,7 @@ import pytest
 
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.corpus import DrafterCorpus
-from decoder.engines.experimental_sglang.request_fields import (
+from decoder.engines.experimental_sglang.custom_params import (
     NO_FIELDS,
     OFF,
     FieldReader,
