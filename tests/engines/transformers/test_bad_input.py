@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.engines import engine_options as versions
+from decoder.engines import contract as versions
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from indexer.reader import Vocabulary
