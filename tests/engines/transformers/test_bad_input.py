@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.engines import contract as versions
+from decoder.engines import contract, engine_options
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from indexer.reader import Vocabulary
@@ -80,12 +80,12 @@ def test_a_drafter_that_comes_back_for_another_tokenizer_costs_drafts_alone(way:
 def test_another_version_is_told_of_once_and_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: "9.0")
+    monkeypatch.setattr(contract, "version", lambda _: "9.0")
     model, prompt = tiny_llama(), prompt_of(12)
     for way in WAYS.values():
         output = generated(model, prompt, **way(model, ScriptedDrafter(nothing)))
         assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
-    told = [each for each in caplog.records if each.name == versions.__name__]
+    told = [each for each in caplog.records if each.name == engine_options.__name__]
     assert len(told) == 1
     assert told[0].levelno == logging.WARNING
     assert "transformers >=5.23,<5.24, and this is 9.0" in told[0].message
