@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from decoder.engines import engine_options as versions
+from decoder.engines import contract as versions
 from decoder.engines.engine_options import resolve_settings
 from decoder.engines.vllm import hook_contract
 from decoder.engines.vllm import proposer as adapter
