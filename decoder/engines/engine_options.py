@@ -1,6 +1,6 @@
 """Shared by all adapters: tested versions, vocabularies, chains, and an engine's settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from logging import getLogger
 from typing import Annotated, Final
@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from decoder.engines.contract import installed
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import Drafter
+from retriever.drafter import Drafter, TenantDrafter
 from retriever.errors import RetrieverError, SettingsError, VocabularyMismatchError
 from retriever.operations.resolving import resolve, variable_of
 from retriever.operations.settings import ClientSettings, EmbeddedSettings, Settings
@@ -92,6 +92,23 @@ def checked_vocabulary_size(
             model_vocabulary,
         )
     return theirs.size
+
+
+def check_tenants(tenants: Sequence[str], drafter: Drafter) -> None:
+    """Refuse to draft where tenants are named and could not be kept apart.
+
+    Args:
+        tenants: of the settings.
+        drafter: that they describe.
+
+    Raises:
+        SettingsError: the drafter keeps none apart.
+    """
+    if tenants and not isinstance(drafter, TenantDrafter):
+        raise SettingsError(
+            "tenants: a service takes the tenant from the client's credentials: draft in this "
+            "process, or run an engine for each tenant"
+        )
 
 
 def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftTree:

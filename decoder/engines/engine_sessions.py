@@ -186,7 +186,7 @@ class DrafterSessions:
 
     def follow(self, tokens: TokenIds, num_prompt: int, fields: RequestFields = PLAIN) -> Follower:
         """Return a follower of a copy of int32[n], whose first `num_prompt` are the prompt."""
-        return self.attend(
+        return self._followers.follow(
             TokenSequence(
                 tokens,
                 num_prompt,
@@ -196,10 +196,6 @@ class DrafterSessions:
                 tenant=fields.tenant,
             )
         )
-
-    def attend(self, sequence: TokenSequence) -> Follower:
-        """Return a follower of a sequence, with all that it states; its owner extends it."""
-        return self._followers.follow(sequence)
 
     def draft(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
         """Return a tree for each sequence, in order; empty where the drafter gives none.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from logging import Logger
 from typing import Any, Final, cast
 
 import numpy as np
@@ -19,6 +20,9 @@ OpenAI-compatible servers carry no mappings."""
 
 ANY_TENANT: Final = "*"
 """Stands for every tenant in the settings."""
+
+_MOST_COMPLAINTS: Final = 20
+"""Requests whose wrong fields are logged: a client that is wrong is wrong with every request."""
 
 _MOST_CHARACTERS: Final = 1 << 20
 """Characters of a request's predictions: they are encoded while a step waits, some milliseconds for
@@ -167,6 +171,31 @@ class FieldReader:
             except ValueError as error:
                 raise InvalidRequestError(f"{PREFIX}_predictions: {error}") from error
         return tuple(each for each in found if len(each.tokens))
+
+
+class Complaints:
+    """Logs what is not followed of requests, of the first ones, where no error may reach a client.
+
+    Args:
+        log: of the adapter.
+    """
+
+    def __init__(self, log: Logger) -> None:
+        self._log = log
+        self._num = 0
+
+    def add(self, request: str, reason: str) -> None:
+        """Log what is not followed of a request.
+
+        Args:
+            request: its name.
+            reason: a sentence without a full stop.
+        """
+        self._num += 1
+        if self._num <= _MOST_COMPLAINTS:
+            self._log.warning("request %s: %s", request, reason)
+        if self._num == _MOST_COMPLAINTS:
+            self._log.warning("fields of further requests are not logged")
 
 
 class _LeftOutError(Exception):

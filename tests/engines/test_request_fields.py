@@ -1,10 +1,11 @@
 """What a request may carry, how it is read, and what is said of mistakes."""
 
+import logging
 from typing import Any
 
 import pytest
 
-from decoder.engines.request_fields import PLAIN, FieldReader
+from decoder.engines.request_fields import PLAIN, Complaints, FieldReader
 from indexer.reader import Vocabulary
 from retriever.drafter import Kin
 from retriever.errors import InvalidRequestError
@@ -113,3 +114,14 @@ def test_ids_of_the_engines_own_tokenizer_are_drafted_from() -> None:
     texts, said = FieldReader().read({"foredraft_predictions": "abc"})
     assert texts.predictions == ()
     assert "tokenizer is not known" in said
+
+
+def test_a_client_that_is_wrong_with_every_request_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    complaints = Complaints(logging.getLogger("an engine's"))
+    for number in range(50):
+        complaints.add(f"r{number}", "no such field")
+    told = [each.message for each in caplog.records]
+    assert told[:-1] == [f"request r{number}: no such field" for number in range(20)]
+    assert told[-1] == "fields of further requests are not logged"

@@ -1,65 +1,61 @@
-"""Whether the installed SGLang is made as these adapters expect, derived from its own classes.
+"""What these adapters need of SGLang, compared with what the installed version has.
 
-Each adapter stands on a few functions, classes and fields of the engine. They are looked up in the
-engine that is there, so that another version is refused with what has changed, before it loads a
-model.
+They stand on a few of its functions, classes and fields, which are looked up by name when it
+starts, before it loads a model.
 """
 
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
+from decoder.engines.contract import differences
 from decoder.engines.experimental_sglang.corpus import DrafterCorpus
 
 _SPECULATIVE: Final = "sglang.srt.speculative."
 
-CALLED: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
-    "NGRAM": {
-        "ngram_worker:NGRAMWorker.__init__": (
-            "server_args",
-            "gpu_id",
-            "nccl_port",
-            "target_worker",
-        ),
-        "ngram_worker:NGRAMWorker._prepare_draft_tokens": ("batch",),
-        "cpp_ngram.ngram_corpus:NgramCorpus.batch_get": ("req_ids", "batch_tokens", "total_lens"),
-    },
-    "EAGLE": {
-        "eagle_worker_v2:EAGLEWorkerV2.__init__": (
-            *("server_args", "gpu_id", "nccl_port", "target_worker"),
-        ),
-        "eagle_worker_v2:EAGLEWorkerV2.verify": ("batch",),
-        "eagle_worker_v2:EAGLEWorkerV2.draft_worker": (),
-        "eagle_worker_v2:EagleDraftWorker.draft": ("batch", "with_topology"),
-        "eagle_worker_v2:organize_draft_results": (
-            *("score_list", "token_list", "parents_list", "num_draft_token"),
-        ),
-        "eagle_worker_common:build_eagle_verify_input": (
-            *("batch", "draft_input", "parent_list", "top_scores_index", "draft_tokens"),
-            *("draft_probs", "target_worker", "topk", "num_steps", "num_draft_tokens"),
-            *("tree_mask_mode", "device"),
-        ),
-    },
-}
-"""By what SGLang drafts with: functions, and the parameters that they must take."""
+_WORKER: Final = "ngram_worker:NGRAMWorker"
+_CORPUS: Final = "cpp_ngram.ngram_corpus:NgramCorpus"
 
-READ: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
-    "NGRAM": {},
+_MADE_WITH: Final = {"named": ("server_args", "gpu_id", "nccl_port", "target_worker")}
+
+NEEDED: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
+    "NGRAM": {
+        f"{_WORKER}.__init__": _MADE_WITH,
+        f"{_WORKER}._prepare_draft_tokens": {"named": ("batch",)},
+        f"{_CORPUS}.batch_get": {"named": ("req_ids", "batch_tokens", "total_lens")},
+        _CORPUS: {"implemented_by": DrafterCorpus},
+    },
     "EAGLE": {
-        "eagle_info:EagleVerifyInput": (
-            *("draft_token", "spec_steps", "topk", "draft_token_num", "kv_loc_plan"),
-            "prepared_out_cache_loc",
-        ),
-        "eagle_info:EagleDraftInput": ("bonus_tokens",),
-        "sglang.srt.managers.utils:GenerationBatchResult": (
-            *("next_token_ids", "accept_lens", "speculative_num_draft_tokens"),
-        ),
+        "eagle_worker_v2:EAGLEWorkerV2": {"attributes": ("draft_worker",)},
+        "eagle_worker_v2:EAGLEWorkerV2.__init__": _MADE_WITH,
+        "eagle_worker_v2:EAGLEWorkerV2.verify": {"named": ("batch",)},
+        "eagle_worker_v2:EagleDraftWorker.draft": {"named": ("batch", "with_topology")},
+        "eagle_worker_v2:organize_draft_results": {
+            "named": ("score_list", "token_list", "parents_list", "num_draft_token"),
+        },
+        "eagle_worker_common:build_eagle_verify_input": {
+            "named": (
+                *("batch", "draft_input", "parent_list", "top_scores_index", "draft_tokens"),
+                *("draft_probs", "target_worker", "topk", "num_steps", "num_draft_tokens"),
+                *("tree_mask_mode", "device"),
+            ),
+        },
+        "eagle_info:EagleVerifyInput": {
+            "parameters": (
+                *("draft_token", "spec_steps", "topk", "draft_token_num", "kv_loc_plan"),
+                "prepared_out_cache_loc",
+            ),
+        },
+        "eagle_info:EagleDraftInput": {"parameters": ("bonus_tokens",)},
+        "sglang.srt.managers.utils:GenerationBatchResult": {
+            "parameters": ("next_token_ids", "accept_lens", "speculative_num_draft_tokens"),
+        },
     },
 }
-"""By what SGLang drafts with: dataclasses, and the fields that they must have."""
+"""By what SGLang drafts with: functions and classes, and what `differences` is asked about them;
+the parameters of a dataclass are its fields."""
 
 
 def changes(drafts_with: str) -> list[str]:
@@ -68,85 +64,24 @@ def changes(drafts_with: str) -> list[str]:
     Args:
         drafts_with: "NGRAM" for retrieval alone, "EAGLE" for retrieval on top of a drafter.
     """
-    found = [*_missing_parameters(CALLED[drafts_with]), *_missing_fields(READ[drafts_with])]
-    if drafts_with == "NGRAM":
-        found += _other_methods()
-    return found
-
-
-def check_engine(drafts_with: str, version: str, tested: str) -> None:
-    """Refuse an engine that is made in another way.
-
-    Args:
-        drafts_with: see `changes`.
-        version: of the engine.
-        tested: versions that the adapter was tested with.
-
-    Raises:
-        ValueError: with what has changed.
-    """
-    found = changes(drafts_with)
-    if found:
-        raise ValueError(
-            f"foredraft was made for SGLang {tested}, and SGLang {version} differs: "
-            f"{'; '.join(found)}. Start it without foredraft, or install a version of the two "
-            "that fit"
-        )
-
-
-def _missing_parameters(called: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for name, wanted in called.items():
-        found = _found(name)
-        if found is None:
-            yield f"there is no {_shown(name)}"
-        elif callable(found):
-            yield from _lacking(_shown(name), wanted, inspect.signature(found).parameters)
-
-
-def _lacking(
-    shown: str, wanted: Sequence[str], parameters: Mapping[str, inspect.Parameter]
-) -> Iterator[str]:
-    missing = [name for name in wanted if name not in parameters]
-    if missing:
-        yield f"{shown} takes no {', '.join(missing)}"
-    required = [
-        name
-        for name, each in parameters.items()
-        if each.default is each.empty
-        and each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
-        and name not in {*wanted, "self"}
+    found = [
+        sentence
+        for name, needed in NEEDED[drafts_with].items()
+        for sentence in differences(_found(name), called=_shown(name), **needed)
     ]
-    if required:
-        yield f"{shown} also needs {', '.join(required)}"
+    return found + _new_calls() if drafts_with == "NGRAM" else found
 
 
-def _missing_fields(read: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for name, wanted in read.items():
-        found = _found(name)
-        if found is None or not is_dataclass(found):
-            yield f"there is no {_shown(name)} with fields"
-            continue
-        known = {each.name for each in fields(found)}
-        missing = [each for each in wanted if each not in known]
-        if missing:
-            yield f"{_shown(name)} has no {', '.join(missing)}"
-
-
-def _other_methods() -> Iterator[str]:
-    """Say what the engine's worker calls that our corpus has not, or takes with other arguments."""
-    worker = _found("ngram_worker:NGRAMWorker")
-    corpus = _found("cpp_ngram.ngram_corpus:NgramCorpus")
-    if worker is None or corpus is None:
-        return
-    source = inspect.getsource(worker)
-    for name in sorted(set(re.findall(r"self\.ngram_corpus\.(\w+)", source))):
-        ours, theirs = getattr(DrafterCorpus, name, None), getattr(corpus, name, None)
-        if ours is None:
-            yield f"NGRAMWorker calls {name} of its corpus, which is new"
-        elif callable(ours) and callable(theirs):
-            known, wanted = (len(inspect.signature(each).parameters) - 1 for each in (ours, theirs))
-            if known != wanted:
-                yield f"NgramCorpus.{name} takes {wanted} arguments instead of {known}"
+def _new_calls() -> list[str]:
+    """Return what the engine's worker calls that our corpus has not."""
+    worker = _found(_WORKER)
+    source = "" if worker is None else inspect.getsource(worker)
+    called = sorted(set(re.findall(r"self\.ngram_corpus\.(\w+)", source)))
+    return [
+        f"NGRAMWorker calls `{name}` of its corpus, which is new"
+        for name in called
+        if not hasattr(DrafterCorpus, name)
+    ]
 
 
 def _found(name: str) -> Any:

@@ -26,11 +26,8 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.experimental_sglang.custom_params import (
-    NO_FIELDS,
-    FieldReader,
-    RequestFields,
-)
+from decoder.engines.experimental_sglang.custom_params import CustomParams
+from decoder.engines.request_fields import PLAIN, RequestFields
 from retriever.drafter import TokenIds
 from retriever.follower import Follower
 from retriever.sequences import TokenSequence
@@ -112,21 +109,15 @@ class FollowedRequest:
     follower: Follower
     offset: int
     request: EngineRequest | None
-    fields: RequestFields = NO_FIELDS
+    fields: RequestFields = PLAIN
 
     @classmethod
     def of(
-        cls, request: EngineRequest, sessions: DrafterSessions, fields: RequestFields = NO_FIELDS
+        cls, request: EngineRequest, sessions: DrafterSessions, fields: RequestFields = PLAIN
     ) -> "FollowedRequest":
         """Follow a request that is shown: its prompt, and its output so far."""
-        sequence = TokenSequence(
-            tokens_of(request),
-            len(request.origin_input_ids_unpadded),
-            remember=fields.remember,
-            predictions=fields.predictions,
-            kin=fields.kin,
-        )
-        return cls(sessions.attend(sequence), 0, request, fields)
+        num_prompt = len(request.origin_input_ids_unpadded)
+        return cls(sessions.follow(tokens_of(request), num_prompt, fields), 0, request, fields)
 
     @classmethod
     def of_tail(
@@ -134,17 +125,21 @@ class FollowedRequest:
         tail: Sequence[int],
         length: int,
         sessions: DrafterSessions,
-        fields: RequestFields = NO_FIELDS,
+        fields: RequestFields = PLAIN,
     ) -> "FollowedRequest":
         """Follow a request of which only the last tokens and the length are known."""
         tokens = np.array(tail, np.int32)
-        sequence = TokenSequence(tokens, remember=fields.remember, kin=fields.kin)
-        return cls(sessions.attend(sequence), length - len(tokens), None, fields)
+        follower = sessions.follow(tokens, len(tokens), fields)
+        return cls(follower, length - len(tokens), None, fields)
 
     @property
     def sequence(self) -> TokenSequence:
         """Its tokens."""
         return self.follower.sequence
+
+    def budget(self, most: int) -> int:
+        """Return the most nodes to draft, of those that the engine takes."""
+        return most if self.fields.budget is None else min(self.fields.budget, most)
 
     def go_on(self, tail: Sequence[int], length: int) -> bool:
         """Append the new tokens; return whether the sequence is still the same."""
@@ -213,7 +208,7 @@ class DrafterCorpus:
         width: int,
         vocabulary_size: int | None = None,
         share: Share | None = None,
-        reader: FieldReader | None = None,
+        reader: CustomParams | None = None,
     ) -> None:
         self.num_errors = 0
         self.num_foreign = 0
@@ -221,7 +216,7 @@ class DrafterCorpus:
         self._width = width
         self._vocabulary_size = vocabulary_size
         self._share = share
-        self._reader = reader or FieldReader(vocabulary_size=vocabulary_size)
+        self._reader = reader or CustomParams()
         self._off: dict[str, EngineRequest] = {}
         self._shows = False
         self._followed: dict[str, FollowedRequest] = {}
@@ -293,7 +288,7 @@ class DrafterCorpus:
         return {}
 
     def load_external_corpus_named(
-        self, corpus_id: str, _chunks: Iterable[Sequence[int]]
+        self, corpus_id: str, _chunks: Iterable[Sequence[int]], /
     ) -> NoReturn:
         """Refuse a corpus.
 
@@ -302,7 +297,7 @@ class DrafterCorpus:
         """
         raise ValueError(f"corpus {corpus_id!r} is not loaded: {_NO_CORPORA}")
 
-    def commit_external_corpus_load(self, corpus_id: str, _loaded_token_count: int) -> NoReturn:
+    def commit_external_corpus_load(self, corpus_id: str, _loaded_token_count: int, /) -> NoReturn:
         """Refuse a corpus; see `load_external_corpus_named`."""
         self.load_external_corpus_named(corpus_id, ())
 
@@ -325,7 +320,7 @@ class DrafterCorpus:
         rows = [row for row, name in enumerate(names) if self._is_drafted_for(name)]
         followed = [self._follow(sessions, names[row], tails[row], lengths[row]) for row in rows]
         most = most_nodes(self._width, len(names))
-        asked = [(each.follower, each.fields.budget(most)) for each in followed]
+        asked = [(each.follower, each.budget(most)) for each in followed]
         for row, tree in zip(rows, sessions.draft(asked), strict=True):
             trees[row] = self._checked(tree)
         return trees
@@ -337,10 +332,10 @@ class DrafterCorpus:
     def _begin(self, request: EngineRequest, sessions: DrafterSessions) -> None:
         self._end(request.rid)
         fields = self._reader.of(request)
-        if fields.is_off:
-            self._off[request.rid] = request
-        else:
+        if fields.drafts:
             self._followed[request.rid] = FollowedRequest.of(request, sessions, fields)
+        else:
+            self._off[request.rid] = request
 
     def _follow(
         self, sessions: DrafterSessions, name: str, tail: Sequence[int], length: int
@@ -350,7 +345,7 @@ class DrafterCorpus:
         if followed is not None and followed.go_on(tail, length):
             return followed
         request = followed.request if followed is not None else None
-        fields = followed.fields if followed is not None else NO_FIELDS
+        fields = followed.fields if followed is not None else PLAIN
         self._end(name)
         followed = FollowedRequest.of(request, sessions, fields) if request is not None else None
         if followed is None or not followed.go_on(tail, length):

@@ -16,7 +16,7 @@ from decoder.engines.experimental_sglang.corpus import (
     most_nodes,
     tokens_of,
 )
-from decoder.engines.experimental_sglang.custom_params import FieldReader, RequestFields
+from decoder.engines.experimental_sglang.custom_params import CustomParams
 from decoder.engines.experimental_sglang.topology import Nodes, filled
 from decoder.speculators.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
 from retriever.drafter import TokenIds
@@ -84,7 +84,7 @@ class MergedRequests:
     """
 
     def __init__(
-        self, sessions: DrafterSessions, reader: FieldReader, vocabulary_size: int
+        self, sessions: DrafterSessions, reader: CustomParams, vocabulary_size: int
     ) -> None:
         self.trained = TrainedDrafts()
         self.counts = AcceptanceCounts()
@@ -137,7 +137,7 @@ class MergedRequests:
         most = most_nodes(num_nodes + 1, len(requests))
         rows = [row for row, each in enumerate(self._rows) if each is not None]
         asked = [
-            (each.followed.follower, each.followed.fields.budget(most))
+            (each.followed.follower, each.followed.budget(most))
             for each in self._rows
             if each is not None
         ]
@@ -239,8 +239,8 @@ class MergedRequests:
     def _follow(self, request: EngineRequest, length: int, last: int) -> None:
         """Follow a request whose tokens are known; the last one may only be known to the engine."""
         self.end(request.rid)
-        fields: RequestFields = self._reader.of(request)
-        if fields.is_off:
+        fields = self._reader.of(request)
+        if not fields.drafts:
             self._off[request.rid] = request
             return
         num_known = len(tokens_of(request))

@@ -462,7 +462,7 @@ def over(base: type) -> type:
             model = self.target_worker.model_runner.model_config
             opened, vocabulary_size = None, int(model.vocab_size)
             if group.rank_in_group == 0:
-                opened = open_sessions(self.target_worker.tokenizer, vocabulary_size)
+                opened = open_sessions(self.target_worker.tokenizer)
             requests = None if opened is None else MergedRequests(*opened, vocabulary_size)
             metrics = _metrics(self.server_args) if requests is not None else None
             self.merging = Merging(self, requests, sharing(group), metrics)

@@ -9,9 +9,9 @@ EAGLE or EAGLE3, so the name stays, and SGLang's own hooks put our worker in pla
 
 import os
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, Final
 
+from decoder.engines.contract import check_contract
 from decoder.engines.engine_options import OVER_DRAFTER, check_version
 
 ALGORITHM: Final = "FOREDRAFT"
@@ -64,7 +64,7 @@ def worker_class(_server_args: Any) -> type:
     """Return the class of the worker that drafts.
 
     Raises:
-        ValueError: this SGLang is made in another way than expected; says how.
+        UnsupportedEngineError: this SGLang is made in another way than expected; says how.
     """
     check_version(TESTED, "sglang")
     _check_engine("NGRAM")
@@ -81,7 +81,8 @@ def over_class(base: type, server_args: Any) -> type:
         server_args: the engine's.
 
     Raises:
-        ValueError: the drafter, an argument or this SGLang is not supported; says which.
+        ValueError: the drafter or an argument is not supported; says which.
+        UnsupportedEngineError: this SGLang is made in another way than expected; says how.
     """
     check_version(TESTED, "sglang")
     refused = [option for option, is_set in _not_with(server_args).items() if is_set]
@@ -128,6 +129,6 @@ def _not_with(server_args: Any) -> dict[str, bool]:
 
 
 def _check_engine(drafts_with: str) -> None:
-    from decoder.engines.experimental_sglang.conformance import check_engine  # noqa: PLC0415  (as above)
+    from decoder.engines.experimental_sglang.conformance import changes  # noqa: PLC0415  (as above)
 
-    check_engine(drafts_with, version("sglang"), TESTED)
+    check_contract(("sglang",), TESTED, changes(drafts_with))

@@ -11,10 +11,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
-from decoder.engines.engine_options import resolve_settings
+from decoder.engines.engine_options import check_tenants, resolve_settings
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.corpus import DrafterCorpus, sharing
-from decoder.engines.experimental_sglang.custom_params import FieldReader, takes_tenants
+from decoder.engines.experimental_sglang.custom_params import CustomParams
+from decoder.engines.request_fields import FieldReader
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 
@@ -42,7 +43,7 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
         vocabulary_size = int(self.model_runner.model_config.vocab_size)
         opened = None
         if group.rank_in_group == 0:
-            opened = open_sessions(target_worker.tokenizer, vocabulary_size)
+            opened = open_sessions(target_worker.tokenizer)
         self.ngram_corpus = DrafterCorpus(
             None if opened is None else opened[0],
             self.draft_token_num,
@@ -56,25 +57,24 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
         return super()._prepare_draft_tokens(batch)
 
 
-def open_sessions(
-    tokenizer: Any, vocabulary_size: int
-) -> tuple[DrafterSessions, FieldReader] | None:
+def open_sessions(tokenizer: Any) -> tuple[DrafterSessions, CustomParams] | None:
     """Open the drafter that the environment describes; None where that fails.
 
     Args:
         tokenizer: the engine's, if it has one.
-        vocabulary_size: tokens that the model knows.
     """
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     try:
         settings = resolve_settings({}, os.environ, "environment")
-        drafter = open_drafter(settings, _vocabulary(tokenizer), encode)
+        vocabulary = _vocabulary(tokenizer)
+        drafter = open_drafter(settings, vocabulary, encode)
+        Finalize(None, partial(_shut_down, drafter), exitpriority=10)
+        check_tenants(settings.tenants, drafter)
     except Exception as error:  # noqa: BLE001  SGLang must start without us
         _log.error("SGLang runs without drafts: %s", error)
         return None
-    Finalize(None, partial(_shut_down, drafter), exitpriority=10)
     deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
-    reader = FieldReader(takes_tenants(drafter), encode, vocabulary_size)
+    reader = CustomParams(FieldReader(settings.tenants, None, encode, vocabulary))
     return DrafterSessions(drafter, deadline_s, settings.min_probability), reader
 
 

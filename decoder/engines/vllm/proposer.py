@@ -35,11 +35,12 @@ from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
 from decoder.engines.engine_options import (
     EngineSettings,
     chain_for,
+    check_tenants,
     check_version,
     resolve_settings,
 )
 from decoder.engines.engine_sessions import NamedRequest
-from decoder.engines.request_fields import NOT_DRAFTED, FieldReader
+from decoder.engines.request_fields import NOT_DRAFTED, Complaints, FieldReader
 from decoder.engines.vllm.hook_contract import (
     ContractError,
     RunnerView,
@@ -55,7 +56,7 @@ from decoder.engines.vllm.hook_contract import (
 from decoder.errors import UncroppableCacheError
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
-from retriever.drafter import Drafter, TenantDrafter
+from retriever.drafter import Drafter
 from retriever.errors import InvalidRequestError, SettingsError
 from retriever.predict.phrases import Encode
 from retriever.tree import DraftTree
@@ -74,9 +75,6 @@ _REST_S: Final = 1.0
 
 _FILLING: Final = 0
 """The token that fills proposals up where all must have one length; any that a model has."""
-
-_MOST_COMPLAINTS: Final = 20
-"""Requests whose wrong fields are logged: a client that is wrong is wrong with every request."""
 
 
 _log = getLogger(__name__)
@@ -122,7 +120,7 @@ class ForedraftProposer:
         self._returned_s = 0.0
         self._rest_until_s = float("-inf")
         self._is_known_to_fail = False
-        self._num_complaints = 0
+        self._complaints = Complaints(_log)
         self._refused_settings: SettingsError | None = None
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -243,14 +241,8 @@ class ForedraftProposer:
         Raises:
             SettingsError: they could not.
         """
-        if not self._settings.tenants:
-            return
-        if not isinstance(self._drafter, TenantDrafter):
-            raise SettingsError(
-                "tenants: a service takes the tenant from the client's credentials: draft in this "
-                "process, or run an engine for each tenant"
-            )
-        if self._runner is None:
+        check_tenants(self._settings.tenants, self._drafter)
+        if self._settings.tenants and self._runner is None:
             raise SettingsError("tenants: this vLLM does not show which request is whose")
 
     def _opened_budget(self) -> Budget:
@@ -307,15 +299,8 @@ class ForedraftProposer:
         except InvalidRequestError as error:
             fields, ignored = NOT_DRAFTED, f"{error}; it is not drafted for"
         if ignored:
-            self._complain(name, ignored)
+            self._complaints.add(name, ignored)
         return NamedRequest(name, state, fields)
-
-    def _complain(self, name: str, reason: str) -> None:
-        self._num_complaints += 1
-        if self._num_complaints <= _MOST_COMPLAINTS:
-            _log.warning("request %s: %s", name, reason)
-        if self._num_complaints == _MOST_COMPLAINTS:
-            _log.warning("fields of further requests are not logged")
 
     def _row(self, step: Step, slot: int, request: NamedRequest | None) -> Row:
         tokens = step.table[slot, : step.lengths[slot]]

@@ -1,11 +1,15 @@
 """The engine is checked at start for what the adapters stand on."""
 
+import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from decoder.engines.experimental_sglang.conformance import changes, check_engine
+from decoder.engines.experimental_sglang.conformance import changes
+from decoder.engines.experimental_sglang.plugin import over_class, worker_class
+from decoder.errors import UnsupportedEngineError
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +20,6 @@ def _engine(ngram_worker: Any) -> None:
 @pytest.mark.parametrize("drafts_with", ["NGRAM", "EAGLE"])
 def test_the_installed_engine_is_made_as_expected(drafts_with: str) -> None:
     assert changes(drafts_with) == []
-    check_engine(drafts_with, "0.5.23", ">=0.5.23,<0.5.24")
 
 
 def without_verify(patch: pytest.MonkeyPatch) -> None:
@@ -35,11 +38,12 @@ def with_another_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_a_field(patch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.speculative.eagle_info import EagleVerifyInput  # noqa: PLC0415
+    from sglang.srt.speculative import eagle_info  # noqa: PLC0415
 
-    known = dict(EagleVerifyInput.__dataclass_fields__)
-    del known["spec_steps"]
-    patch.setattr(EagleVerifyInput, "__dataclass_fields__", known)
+    known = dataclasses.fields(eagle_info.EagleVerifyInput)
+    kept = [(each.name, each.type, None) for each in known if each.name != "spec_steps"]
+    other = dataclasses.make_dataclass("EagleVerifyInput", kept)
+    patch.setattr(eagle_info, "EagleVerifyInput", other)
 
 
 def with_other_scores(patch: pytest.MonkeyPatch) -> None:
@@ -60,15 +64,31 @@ def with_more_of_the_corpus(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NgramCorpus, "batch_put", batch_put)
 
 
+def with_new_calls(patch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative import ngram_worker  # noqa: PLC0415
+
+    class NGRAMWorker:
+        def __init__(
+            self, server_args: Any, gpu_id: Any, nccl_port: Any, target_worker: Any
+        ) -> None:
+            self.ngram_corpus: Any = (server_args, gpu_id, nccl_port, target_worker)
+
+        def _prepare_draft_tokens(self, batch: Any) -> None:
+            self.ngram_corpus.forecast(batch)
+
+    patch.setattr(ngram_worker, "NGRAMWorker", NGRAMWorker)
+
+
 @pytest.mark.parametrize(
     ("drafts_with", "change", "said"),
     [
-        ("EAGLE", without_verify, "there is no EAGLEWorkerV2.verify"),
-        ("EAGLE", with_another_draft, "EagleDraftWorker.draft takes no with_topology"),
-        ("EAGLE", with_another_draft, "EagleDraftWorker.draft also needs plan"),
-        ("EAGLE", without_a_field, "EagleVerifyInput has no spec_steps"),
-        ("EAGLE", with_other_scores, "organize_draft_results takes no score_list"),
-        ("NGRAM", with_more_of_the_corpus, "NgramCorpus.batch_put takes 2 arguments instead of 1"),
+        ("EAGLE", without_verify, "EAGLEWorkerV2.verify is not there"),
+        ("EAGLE", with_another_draft, "EagleDraftWorker.draft takes no `with_topology`"),
+        ("EAGLE", with_another_draft, "EagleDraftWorker.draft needs `plan`"),
+        ("EAGLE", without_a_field, "EagleVerifyInput has no parameter `spec_steps`"),
+        ("EAGLE", with_other_scores, "organize_draft_results takes no `score_list`"),
+        ("NGRAM", with_more_of_the_corpus, "NgramCorpus.batch_put has a new parameter `weights`"),
+        ("NGRAM", with_new_calls, "NGRAMWorker calls `forecast` of its corpus, which is new"),
     ],
 )
 def test_another_engine_is_refused_with_what_has_changed(
@@ -79,5 +99,19 @@ def test_another_engine_is_refused_with_what_has_changed(
 ) -> None:
     change(monkeypatch)
     assert any(said in sentence for sentence in changes(drafts_with))
-    with pytest.raises(ValueError, match=r"SGLang 0\.9 differs"):
-        check_engine(drafts_with, "0.9", ">=0.5.23,<0.5.24")
+    with pytest.raises(UnsupportedEngineError, match="install sglang >=") as caught:
+        started(drafts_with)
+    assert said in str(caught.value)
+
+
+def started(drafts_with: str) -> type:
+    """What SGLang asks for before it loads a model."""
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2  # noqa: PLC0415
+
+    options = SimpleNamespace(
+        pp_size=1,
+        attn_dp_size=1,
+        enable_mixed_chunk=False,
+        speculative_use_rejection_sampling=False,
+    )
+    return worker_class(options) if drafts_with == "NGRAM" else over_class(EAGLEWorkerV2, options)

@@ -11,7 +11,7 @@ import pytest
 
 from decoder.engines.engine_options import OVER_DRAFTER
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.experimental_sglang.custom_params import FieldReader
+from decoder.engines.experimental_sglang.custom_params import CustomParams
 from retriever.client.local import LocalDrafter
 from retriever.drafter import DraftRequest
 from retriever.tree import DraftTree, Source
@@ -45,7 +45,7 @@ def make(ngram_worker: Any, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -
             verify=engine.verify,
         )
         if drafter != "none":
-            requests = MergedRequests(DrafterSessions(drafter), FieldReader(), NUM_TOKENS)
+            requests = MergedRequests(DrafterSessions(drafter), CustomParams(), NUM_TOKENS)
             merging = over_trained.Merging(worker, requests, None)
             worker.merging, verify = merging, engine.verify
 
@@ -200,7 +200,7 @@ def test_a_tree_that_cannot_be_built_leaves_the_engines_own(
 def test_requests_without_drafts_keep_the_engines_own(make: Made) -> None:
     alone, steps = decoded(*make(TREE, drafter="none"))
     engine, worker = make(TREE)
-    assert decoded(engine, worker, foredraft_off=True) == (alone, steps)
+    assert decoded(engine, worker, foredraft_drafts=False) == (alone, steps)
     assert len(worker.merging.requests) == 0
 
 
