@@ -22,6 +22,7 @@ from indexer.reader import Vocabulary
 from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.engines.scripted import ScriptedDrafter, chain_tree
+from tests.engines.stated_fields import check_drafts
 
 MODULE = "decoder.engines.llama_cpp"
 VOCABULARY = 64
@@ -399,22 +400,7 @@ def test_calls_are_drafted_for_as_they_state(
         assert request.statistics.num_accepted == count
         return count
 
-    cold = within(remember=False)
-    assert within(remember=False) == cold
-    assert within(remember=False, predictions=truth) > cold
-    assert within(tenant="a") == cold
-    warm = within(tenant="a")
-    assert warm > cold
-    assert within(tenant="b") == cold
-    assert within(tenant="a", drafts=False) == within(tenant="a", budget=0) == 0
-    assert 0 < within(tenant="a", budget=1) < warm
-    assert not caplog.messages
-    assert within(tenant="a", budget=100) >= warm
-    assert "beyond the engine's 16" in caplog.messages[-1]
-    assert within(remember=False, predictions=[3, VOCABULARY]) == cold
-    assert "they seem another tokenizer's" in caplog.messages[-1]
-    assert within(remember=False, predictions=[3], vocabulary="b" * 64) == cold
-    assert "is not the engine's" in caplog.messages[-1]
+    cold = check_drafts(within, truth, caplog, most_tokens=16, vocabulary_size=VOCABULARY)
     for stated in ({"tenant": "c"}, {"budget": -1}, {"budgets": 1}, {"predictions": 3}):
         with pytest.raises(InvalidRequestError, match="foredraft_"), ours.request(**stated):
             pass

@@ -18,6 +18,7 @@ from retriever.errors import InvalidRequestError  # noqa: E402
 from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.onnxruntime_genai import paged_model  # noqa: E402
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
+from tests.engines.stated_fields import check_drafts  # noqa: E402
 
 VOCABULARY = paged_model.VOCABULARY
 NUM_TOKENS = 48
@@ -219,22 +220,7 @@ def test_requests_are_drafted_for_as_they_state(
         assert output == truth
         return count
 
-    cold = accepted(remember=False)
-    assert accepted(remember=False) == cold
-    assert accepted(remember=False, predictions=truth) > cold
-    assert accepted(tenant="a") == cold
-    warm = accepted(tenant="a")
-    assert warm > cold
-    assert accepted(tenant="b") == cold
-    assert accepted(tenant="a", drafts=False) == accepted(tenant="a", budget=0) == 0
-    assert 0 < accepted(tenant="a", budget=1) < warm
-    assert not caplog.messages
-    assert accepted(tenant="a", budget=100) >= warm
-    assert "beyond the engine's 7" in caplog.messages[-1]
-    assert accepted(remember=False, predictions=[3, VOCABULARY]) == cold
-    assert "they seem another tokenizer's" in caplog.messages[-1]
-    assert accepted(remember=False, predictions=[3], vocabulary="b" * 64) == cold
-    assert "is not the engine's" in caplog.messages[-1]
+    check_drafts(accepted, truth, caplog, most_tokens=7, vocabulary_size=VOCABULARY)
     for drafting in ({"tenant": "c"}, {"budget": -1}, {"budgets": 1}, {"remember": "maybe"}):
         with pytest.raises(InvalidRequestError, match="foredraft_"):
             loop.begin(prompt, NUM_TOKENS, drafting=drafting)
