@@ -265,9 +265,11 @@ class _MappedFile(mmap.mmap):
     Attributes:
         tells_residence: whether the system tells this process which pages are in memory: of a file
             that it may not change it says that all are.
+        is_entered: whether its pages have been, by `enter_resident_pages`.
     """
 
     tells_residence = False
+    is_entered = False
 
 
 _POPULATE_READ: Final = 22
@@ -279,7 +281,8 @@ def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
 
     The first read of every few pages costs a microsecond or two otherwise: ten in each draft from a
     billion tokens that are in memory. What is not in memory stays on disk. Takes 0.1 s for a
-    gigabyte. Does nothing on other systems than Linux.
+    gigabyte, once: snapshots share the files that have not changed. Does nothing on other systems
+    than Linux.
 
     Args:
         arrays: as `Snapshot.mapped_arrays` yields them.
@@ -289,8 +292,9 @@ def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
         return
     for array in arrays:
         file = array.base.obj if isinstance(array.base, memoryview) else None
-        if not isinstance(file, _MappedFile) or not file.tells_residence:
+        if not isinstance(file, _MappedFile) or file.is_entered or not file.tells_residence:
             continue
+        file.is_entered = True
         resident = np.zeros(-(-array.nbytes // mmap.PAGESIZE), np.uint8)
         begin = ctypes.c_void_p(array.ctypes.data)
         if system.mincore(

@@ -7,7 +7,7 @@ is added here has names of our own, in the registry that SGLang exposes.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from decoder.engines.experimental_sglang.merged_requests import AcceptanceCounts
+from decoder.observation import Statistics
 from retriever.tree import Source
 
 _MOST_POSITIONS: Final = 64
@@ -44,7 +44,7 @@ class DraftingMetrics:
         )
         self._asked = self._skipped = 0
 
-    def add(self, counts: AcceptanceCounts, num_asked: int, num_skipped: int) -> None:
+    def add(self, counts: Statistics, num_asked: int, num_skipped: int) -> None:
         """Add what was counted since the last call.
 
         Args:
@@ -52,16 +52,16 @@ class DraftingMetrics:
             num_asked: steps in which SGLang's drafter was run, from the start.
             num_skipped: those in which it was not.
         """
-        self._drafts.inc(counts.drafts)
-        for position, count in enumerate(counts.accepted_at):
+        self._drafts.inc(counts.num_passes)
+        for position, count in enumerate(counts.accepted_per_position()):
             self._accepted_at.labels(str(min(position, _MOST_POSITIONS - 1))).inc(count)
-        _add(self._accepted_of, counts.accepted_of)
-        _add(self._drafted_of, counts.drafted_of)
+        _add(self._accepted_of, counts.accepted)
+        _add(self._drafted_of, counts.drafted)
         self._steps.labels("run").inc(num_asked - self._asked)
         self._steps.labels("skipped").inc(num_skipped - self._skipped)
         self._asked, self._skipped = num_asked, num_skipped
 
 
-def _add(counter: Any, counts: Mapping[int, int]) -> None:
+def _add(counter: Any, counts: Mapping[Source, int]) -> None:
     for source, count in counts.items():
-        counter.labels("drafter" if source == Source.MODEL else Source(source).label).inc(count)
+        counter.labels("drafter" if source == Source.MODEL else source.label).inc(count)

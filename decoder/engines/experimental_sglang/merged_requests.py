@@ -4,8 +4,8 @@ A step has three parts. `begin` takes in what the last one has committed, and as
 `asks` says whether SGLang's drafter is to run; `rows` gives the nodes that are to be verified.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from decoder.engines.experimental_sglang.corpus import (
 )
 from decoder.engines.experimental_sglang.custom_params import CustomParams
 from decoder.engines.experimental_sglang.topology import Nodes, filled
+from decoder.observation import Statistics
 from decoder.speculators.trained_drafts import MergedSequence, TrainedDrafts, trained_tree
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
@@ -34,37 +35,6 @@ class MergedRequest:
 
     followed: FollowedRequest
     merged: MergedSequence
-
-
-@dataclass(slots=True)
-class AcceptanceCounts:
-    """What was accepted in recent steps, by position and by whose node it was.
-
-    Attributes:
-        drafts: rows that were verified.
-        accepted_at: drafts of which the token at a position was accepted, from the first one on.
-        accepted_of: accepted tokens by the source of their node.
-        drafted_of: verified nodes by source.
-    """
-
-    drafts: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    accepted_of: dict[int, int] = field(default_factory=dict)
-    drafted_of: dict[int, int] = field(default_factory=dict)
-
-    def note(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Take in a verified tree, and the nodes of it that were accepted."""
-        self.drafts += 1
-        self.accepted_at += [0] * (len(path) - len(self.accepted_at))
-        for position in range(len(path)):
-            self.accepted_at[position] += 1
-        _count(self.accepted_of, tree.sources[list(path)].tolist())
-        _count(self.drafted_of, tree.sources.tolist())
-
-
-def _count(counts: dict[int, int], sources: Iterable[int]) -> None:
-    for source in sources:
-        counts[source] = counts.get(source, 0) + 1
 
 
 class MergedRequests:
@@ -87,7 +57,7 @@ class MergedRequests:
         self, sessions: DrafterSessions, reader: CustomParams, vocabulary_size: int
     ) -> None:
         self.trained = TrainedDrafts()
-        self.counts = AcceptanceCounts()
+        self.counts = Statistics()
         self._sessions = sessions
         self._reader = reader
         self._vocabulary_size = vocabulary_size
@@ -196,9 +166,9 @@ class MergedRequests:
             rows.append(filled(chosen, num_nodes, is_chain=is_chain))
         return rows
 
-    def counted(self) -> AcceptanceCounts:
+    def counted(self) -> Statistics:
         """Return what was counted since the last call."""
-        counts, self.counts = self.counts, AcceptanceCounts()
+        counts, self.counts = self.counts, Statistics()
         return counts
 
     def end(self, name: str) -> None:
@@ -262,7 +232,8 @@ class MergedRequests:
 
     def _learn(self, merged: MergedSequence, came: TokenIds, num_nodes: int) -> None:
         if merged.fused.has_drafted:
-            self.counts.note(merged.verified, merged.verified.follow(came[:-1]).tolist())
+            tree = merged.verified
+            self.counts.record(tree, tree.follow(came[:-1]), len(came))
         self.trained.commit(merged, came, num_nodes)
 
     def _known(self, tree: DraftTree) -> DraftTree:

@@ -1,9 +1,10 @@
 """Acceptance by position and source, as it is exposed."""
 
+import numpy as np
 import pytest
 
 from decoder.engines.experimental_sglang.drafting_metrics import DraftingMetrics
-from decoder.engines.experimental_sglang.merged_requests import AcceptanceCounts
+from decoder.observation import Statistics
 from retriever.tree import ROOT, DraftTree, Source
 
 exposition = pytest.importorskip("prometheus_client.exposition")
@@ -18,8 +19,8 @@ def test_counts_are_exposed_by_position_and_source() -> None:
         [1, 2, 3], [ROOT, 0, 1], [0.9, 0.8, 0.7], [Source.MODEL, Source.CONTEXT, Source.CONTEXT]
     )
     for asked, skipped, path in ((1, 0, [0, 1]), (1, 1, [0]), (2, 1, [])):
-        counts = AcceptanceCounts()
-        counts.note(tree, path)
+        counts = Statistics()
+        counts.record(tree, np.array(path, np.int64), len(path) + 1)
         metrics.add(counts, asked, skipped)
     text = exposition.generate_latest(registry).decode()
     for line in (

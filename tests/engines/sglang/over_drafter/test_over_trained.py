@@ -122,10 +122,11 @@ def test_both_parts_are_verified_and_accepted(make: Made) -> None:
     engine, worker = make(TREE)
     decoded(engine, worker)
     counts = worker.merging.requests.counts
-    assert counts.accepted_of[Source.MODEL] > 0
-    assert sum(counts.accepted_of.values()) == sum(counts.accepted_at)
-    assert len(counts.accepted_of) > 1
-    assert counts.accepted_at == sorted(counts.accepted_at, reverse=True)
+    assert counts.accepted[Source.MODEL] > 0
+    accepted_at = counts.accepted_per_position()
+    assert counts.num_accepted == sum(accepted_at)
+    assert len(counts.accepted) > 1
+    assert accepted_at == sorted(accepted_at, reverse=True)
 
 
 def test_the_drafter_is_not_run_where_retrieval_is_sure(make: Made) -> None:
