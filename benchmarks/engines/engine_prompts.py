@@ -4,8 +4,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Final
 
 from decoder.commands.prompts import Prompt, read_prompts
+from retriever.replay.traces import ChatEncoder, read_traces
+
+TURNS: Final = "agent turns"
+"""The category of prompts that are turns of agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,29 @@ def sample_prompts(path: Path, per_category: int, warm_per_category: int) -> Pro
         list(chain.from_iterable(each[per_category:end] for each in categories.values())),
         list(chain.from_iterable(each[:per_category] for each in categories.values())),
     )
+
+
+def sample_turns(
+    path: Path, encoder: ChatEncoder, number: int, max_tokens: int
+) -> list[tuple[Prompt, list[int]]]:
+    """Take turns of recorded conversations, spread evenly over a file, to be answered again.
+
+    Args:
+        path: recordings; those with a prompt shorter than half of `max_tokens` are passed over.
+        encoder: of the model that answers.
+        number: of turns.
+        max_tokens: of each prompt: its end, as a model with a short memory is given it.
+
+    Returns:
+        Pairs of what stands for the turn in a report, and its tokens.
+
+    Raises:
+        TraceError: the file cannot be read.
+    """
+    prompts = [trace.prompt for trace in read_traces(path, encoder)]
+    long = [(at, each) for at, each in enumerate(prompts) if 2 * len(each) >= max_tokens]
+    spread = [long[at * len(long) // number] for at in range(min(number, len(long)))]
+    return [(Prompt(TURNS, "", at), prompt[-max_tokens:].tolist()) for at, prompt in spread]
 
 
 def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:

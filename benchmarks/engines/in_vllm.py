@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import eq
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks.engines import vllm_replay as replay
-from benchmarks.engines.engine_prompts import PromptSample, sample_prompts
+from benchmarks.engines.engine_prompts import PromptSample, sample_prompts, sample_turns
 from benchmarks.engines.engine_report import (
     Run,
     Way,
@@ -33,7 +33,9 @@ from benchmarks.engines.engine_report import (
     report,
     write,
 )
+from decoder.commands.prompts import Prompt
 from indexer.tokenizer import encode_prompt, load_tokenizer
+from retriever.replay.traces import ChatEncoder
 
 _OURS: Final = "foredraft.vllm.ForedraftProposer"
 _ROOT: Final = Path(__file__).parents[2]
@@ -52,6 +54,7 @@ class Contender:
         speculative: vLLM's `speculative_config`.
         environment: variables of its process.
         options: more of vLLM's options.
+        serves: whether it is run with many requests at once, too.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Contender:
     speculative: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    serves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ def at_once(
     rows = []
     for number in numbers:
         reference = work.run(plain, number)
-        for way in (plain, in_turn, *ways):
+        for way in (plain, in_turn, *(way for way in ways if way.serves)):
             done = work.run(way, number)
             tokens = sum(map(len, done["answers"]))
             rows.append(
@@ -201,7 +205,7 @@ def _ours(
         "FOREDRAFT_INDEX": os.pathsep.join(str(path.resolve()) for path in indexes),
     }
     speculative = _speculative("custom_class", num_tokens, model=_OURS)
-    return Contender(name, Whose.OURS, speculative, environment)
+    return Contender(name, Whose.OURS, speculative, environment, serves=measure)
 
 
 def _speculative(method: str, num_tokens: int, **more: Any) -> dict[str, Any]:
@@ -225,6 +229,13 @@ def _encoded(model: Path, sample: PromptSample) -> tuple[list[list[int]], list[l
     return warm, measured
 
 
+def _turns(
+    path: Path | None, encoder: ChatEncoder, number: int, max_tokens: int
+) -> tuple[list[Prompt], list[list[int]]]:
+    pairs = sample_turns(path, encoder, number, max_tokens) if path else []
+    return [prompt for prompt, _ in pairs], [token_ids for _, token_ids in pairs]
+
+
 def main(  # noqa: PLR0913, PLR0917  as many as a command has
     model: Annotated[Path, typer.Option(help="The model, a folder.")],
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions, or a prompt a line.")],
@@ -236,6 +247,11 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     number: Annotated[
         list[int] | None, typer.Option("--at-once", help="Requests at once, too. Repeatable.")
     ] = None,
+    turns: Annotated[Path | None, typer.Option(help="Recorded turns to answer again.")] = None,
+    warm_turns: Annotated[Path | None, typer.Option(help="Others, answered before.")] = None,
+    num_turns: Annotated[int, typer.Option(help="Turns measured.")] = 60,
+    num_warm_turns: Annotated[int, typer.Option(help="Turns answered before.")] = 30,
+    turn_tokens: Annotated[int, typer.Option(help="Most tokens of a turn's prompt.")] = 1000,
     keep: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
 ) -> None:
     """Measure what drafts bring inside vLLM."""
@@ -248,26 +264,30 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     )
     sample = sample_prompts(prompts, per_category, warm_per_category)
     warm, measured = _encoded(model, sample)
+    encoder = ChatEncoder(str(model))
+    asked, turn_ids = _turns(turns, encoder, num_turns, turn_tokens)
+    _, warm_turn_ids = _turns(warm_turns, encoder, num_warm_turns, turn_tokens)
     with TemporaryDirectory() as temporary:
         kept = keep or Path(temporary)
         kept.mkdir(exist_ok=True)
-        work = Workload(model, warm, measured, max_new_tokens, kept)
+        requests = Workload(model, warm, measured, max_new_tokens, kept)
+        work = replace(requests, warm=warm + warm_turn_ids, measured=measured + turn_ids)
         plain = Contender("plain", Whose.PLAIN)
         alone = work.run(plain)
         outputs = [run["token_ids"] for run in alone["runs"]]
         texts = replay.Texts(
-            list(zip(warm, alone["answers"], strict=True)),
-            list(zip(measured, outputs, strict=True)),
+            list(zip(work.warm, alone["answers"], strict=True)),
+            list(zip(work.measured, outputs, strict=True)),
         )
         found = settings_of_all(texts, index or [])
         chosen = contenders(found, index or [])
         others = [(way, work.run(way)) for way in chosen]
-        together = at_once(work, chosen, number or [])
+        together = at_once(requests, chosen, number or [])
     ways = [_way(*each) for each in [(plain, alone), *others]]
     contents = {
         **stated,
-        "num_warm": len(warm),
-        **report(sample.measured, ways),
+        "num_warm": len(work.warm),
+        **report([*sample.measured, *asked], ways),
         "settings": {way.name: way.speculative for way, _ in others},
         "vllm_figures": {way.name: done["figures"] for way, done in others},
         "replayed_tokens_per_step": found,
