@@ -40,9 +40,6 @@ from retriever.replay.traces import ChatEncoder
 _OURS: Final = "foredraft.vllm.ForedraftProposer"
 _ROOT: Final = Path(__file__).parents[2]
 
-_PROBABLE: Final = 0.4
-"""What a token must be worth where a wide pass costs as much as on a CPU in float32."""
-
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -54,7 +51,8 @@ class Contender:
         speculative: vLLM's `speculative_config`.
         environment: variables of its process.
         options: more of vLLM's options.
-        serves: whether it is run with many requests at once, too.
+        serves: whether it is run with many requests at once, too: those that go by what pays, and
+            the engine's own method with most tokens per step.
     """
 
     name: str
@@ -134,14 +132,13 @@ def contenders(found: dict[str, dict[str, float]], indexes: Sequence[Path]) -> l
     num_tokens, shortest, longest = (int(value) for value in best["ngram"])
     ngram = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
     ways = [
-        Contender("ngram", Whose.ENGINE, _speculative("ngram", num_tokens, **ngram)),
+        Contender("ngram", Whose.ENGINE, _speculative("ngram", num_tokens, **ngram), serves=False),
         Contender("suffix", Whose.ENGINE, _suffix(*best["suffix"])),
         _ours("ours", best["ours"], []),
     ]
     if indexes:
         settings = best["ours with index"]
         ways.append(_ours("ours with index", settings, indexes))
-        ways.append(_ours("ours with index, probable tokens", settings, indexes, _PROBABLE))
         ways.append(_ours("ours with index, what pays", settings, indexes, measure=True))
     ways.append(_ours("ours, what pays", best["ours"], [], measure=True))
     return ways
@@ -193,7 +190,6 @@ def _ours(
     name: str,
     settings: Sequence[float],
     indexes: Sequence[Path],
-    min_probability: float = 0.0,
     *,
     measure: bool = False,
 ) -> Contender:
@@ -201,7 +197,6 @@ def _ours(
     environment = {
         "FOREDRAFT_MEASURE": str(measure).lower(),
         "FOREDRAFT_BUDGET_NODES": str(budget_nodes),
-        "FOREDRAFT_MIN_PROBABILITY": str(min_probability),
         "FOREDRAFT_INDEX": os.pathsep.join(str(path.resolve()) for path in indexes),
     }
     speculative = _speculative("custom_class", num_tokens, model=_OURS)
