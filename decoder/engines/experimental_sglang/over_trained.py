@@ -31,8 +31,8 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
+from decoder.engines.drafting_metrics import DraftingMetrics, process_metrics
 from decoder.engines.experimental_sglang.corpus import Share, sharing
-from decoder.engines.experimental_sglang.drafting_metrics import DraftingMetrics
 from decoder.engines.experimental_sglang.merged_requests import MergedRequests
 from decoder.engines.experimental_sglang.topology import DEPTH, Nodes, nodes_of, topology_of
 from decoder.engines.experimental_sglang.worker import open_sessions
@@ -277,7 +277,8 @@ class Merging:
         trained = requests.trained
         num_steps = trained.num_asked + trained.num_skipped
         if self._metrics is not None and num_steps % _STEPS_BETWEEN_COUNTS == 0:
-            self._metrics.add(requests.counted(), trained.num_asked, trained.num_skipped)
+            self._metrics.add(requests.counted())
+            self._metrics.count_steps(trained.num_asked, trained.num_skipped)
 
     def _commit(self, requests: MergedRequests) -> int:
         outcomes, self._outcomes = self._outcomes, []
@@ -435,17 +436,6 @@ def _max_rows() -> int:
     return max(captured or 0, get_schedule().max_running_requests or 0, 1)
 
 
-def _metrics(server_args: Any) -> DraftingMetrics | None:
-    """Return the metrics of an engine that is to have any."""
-    if not server_args.enable_metrics:
-        return None
-    try:
-        return DraftingMetrics()
-    except Exception as error:  # noqa: BLE001  (its server must start)
-        _log.warning("acceptance by position and source is not counted: %s", error)
-        return None
-
-
 def over(base: type) -> type:
     """Return SGLang's worker for a trained drafter with retrieval on top.
 
@@ -464,7 +454,8 @@ def over(base: type) -> type:
             if group.rank_in_group == 0:
                 opened = open_sessions(self.target_worker.tokenizer)
             requests = None if opened is None else MergedRequests(*opened, vocabulary_size)
-            metrics = _metrics(self.server_args) if requests is not None else None
+            is_exposed = requests is not None and self.server_args.enable_metrics
+            metrics = process_metrics() if is_exposed else None
             self.merging = Merging(self, requests, sharing(group), metrics)
 
         def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ import numpy as np
 from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.budget.costs import ObservedCosts
 from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
+from decoder.engines.drafting_metrics import DraftingMetrics, process_metrics
 from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
 from decoder.engines.engine_options import (
     EngineSettings,
@@ -54,6 +55,7 @@ from decoder.engines.vllm.hook_contract import (
     step_of,
 )
 from decoder.errors import UncroppableCacheError
+from decoder.observation import Statistics
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter
@@ -72,6 +74,9 @@ _MAX_STEP_NODES: Final = 1 << 16
 
 _REST_S: Final = 1.0
 """Pause after an unexpected error: the log and the engine are spared an error at every step."""
+
+_STEPS_BETWEEN_COUNTS: Final = 16
+"""Steps whose counts are added to the metrics together."""
 
 _FILLING: Final = 0
 """The token that fills proposals up where all must have one length; any that a model has."""
@@ -108,6 +113,9 @@ class ForedraftProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         self.sessions: ContentSessions | None = None
+        self._statistics, self._uncounted = Statistics(), Statistics()
+        self._num_counted = 0
+        self._metrics: DraftingMetrics | None = None
         self._config = vllm_config
         self._settings = EngineSettings()
         self._max_model_len = self._vocabulary_size = self._max_tokens = 0
@@ -122,6 +130,15 @@ class ForedraftProposer:
         self._is_known_to_fail = False
         self._complaints = Complaints(_log)
         self._refused_settings: SettingsError | None = None
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts of the steps whose outcome vLLM has shown.
+
+        The tokens of a request's last pass are not among them: it has ended then.
+        """
+        self._show_counts()
+        return self._statistics
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Open the drafter; vLLM calls this once its model is loaded.
@@ -166,6 +183,8 @@ class ForedraftProposer:
         sessions, self.sessions = self.sessions, None
         if sessions is not None:
             with suppress(Exception):
+                self._show_counts()
+            with suppress(Exception):
                 sessions.close()
             with suppress(Exception):
                 self._drafter.shut_down()  # type: ignore[attr-defined]  # all that we open have it
@@ -206,6 +225,7 @@ class ForedraftProposer:
         self._check_tenants()
         self._fields = FieldReader(self._settings.tenants, self._max_tokens, encode, vocabulary)
         self._budget = self._opened_budget()
+        self._metrics = process_metrics()
         deadline_s = self._settings.deadline_s or DEADLINE_S
         limits = SessionLimits(
             idle_s=self._settings.idle_session_s,
@@ -349,6 +369,22 @@ class ForedraftProposer:
         is_alone = num_passed == len(step.sampled)
         seconds = began_s - self._returned_s if is_alone else 0.0
         self._budget.learn(outcomes, Load((1,) * max(num_passed, 1)), seconds)
+        self._count(outcomes)
+
+    def _count(self, outcomes: Sequence[PassOutcome | None]) -> None:
+        """Count what became of proposals, by position and source."""
+        for each in outcomes:
+            if each is not None:
+                self._uncounted.record(each.tree, each.path, len(each.path) + 1)
+        self._num_counted += 1
+        if self._num_counted % _STEPS_BETWEEN_COUNTS == 0:
+            self._show_counts()
+
+    def _show_counts(self) -> None:
+        counted, self._uncounted = self._uncounted, Statistics()
+        self._statistics.add(counted)
+        if self._metrics is not None:
+            self._metrics.add(counted)
 
     def _key(self, slot: int) -> str | int:
         """Return what a row is known by from one step to the next."""

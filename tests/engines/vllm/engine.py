@@ -113,6 +113,18 @@ def counts(llm: LLM) -> dict[str, float]:
     }
 
 
+def exposed() -> dict[str, float]:
+    """Return our own series among those that this process exposes."""
+    from prometheus_client import REGISTRY  # noqa: PLC0415  (as vLLM imports it)
+
+    return {
+        sample.name + "".join(sample.labels.values()): sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("foredraft:") and sample.name.endswith("_total")
+    }
+
+
 def one_by_one(llm: LLM, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Decode the prompts one after the other; end a process in the middle of one, if asked to."""
     logprobs = None if job.get("dtype") or "num_speculative_tokens" in job else 2
@@ -204,6 +216,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         proposer = watcher.proposer
         report["sessions_of_drafter"] = getattr(proposer._drafter, "num_sessions", None)
         proposer.shut_down()
+        report["exposed"] = exposed()
     return report | {"counts": counts(llm)}
 
 

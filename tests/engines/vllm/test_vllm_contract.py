@@ -22,7 +22,7 @@ from indexer.tokenizer import vocabulary_of
 from retriever.drafter import DraftRequest
 from retriever.errors import SettingsError
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import DraftTree
+from retriever.tree import DraftTree, Source
 from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
 
 LENGTH = 48
@@ -82,6 +82,21 @@ def test_chains_go_on_and_are_clamped() -> None:
     assert len(long) == LENGTH - 3
     assert propose(proposer, [long], [1]) == [[33, 34]]
     assert propose(proposer, [[*long, 33, 34]], [2]) == [[]]
+
+
+def test_what_came_of_proposals_is_counted_by_source() -> None:
+    proposer = opened(num_tokens=2)
+    row = list(REPEATED)
+    assert propose(proposer, [row], [1]) == [[8, 9]]
+    row += [8, 9, 10]
+    assert propose(proposer, [row], [3]) == [[11, 12]]
+    row += [11, 20]
+    propose(proposer, [row], [2])
+    counted = proposer.statistics
+    assert (counted.num_drafts, counted.num_drafted) == (2, 4)
+    assert counted.accepted == {Source.CONTEXT: 3}
+    assert counted.accepted_per_position() == [2, 1]
+    assert proposer.statistics.num_drafts == 2  # nothing is counted twice
 
 
 def test_proposals_end_before_what_the_model_cannot_embed() -> None:

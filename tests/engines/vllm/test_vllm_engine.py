@@ -135,6 +135,12 @@ def test_sessions_are_not_mixed_up(job: dict[str, Any], plain: Any, tmp_path: Pa
     assert done["moved"] > 0
     assert done["counts"]["vllm:num_preemptions"] > 0
     assert done["failures"] == 0
+    of_sources = [
+        count
+        for series, count in done["exposed"].items()
+        if series.startswith("foredraft:spec_accepted_tokens_total")
+    ]
+    assert 0 < sum(of_sources) <= done["counts"]["vllm:spec_decode_num_accepted_tokens"]
     assert done["most_sessions"] <= 8 + 8 * 2  # what runs, and what ended in the last calls
     assert (done["sessions_left"], done["sessions_of_drafter"]) == (1, 1)
     assert done["tokens_left"] < 200

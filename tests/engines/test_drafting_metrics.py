@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decoder.engines.experimental_sglang.drafting_metrics import DraftingMetrics
+from decoder.engines.drafting_metrics import DraftingMetrics
 from decoder.observation import Statistics
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -21,7 +21,8 @@ def test_counts_are_exposed_by_position_and_source() -> None:
     for asked, skipped, path in ((1, 0, [0, 1]), (1, 1, [0]), (2, 1, [])):
         counts = Statistics()
         counts.record(tree, np.array(path, np.int64), len(path) + 1)
-        metrics.add(counts, asked, skipped)
+        metrics.add(counts)
+        metrics.count_steps(asked, skipped)
     text = exposition.generate_latest(registry).decode()
     for line in (
         "foredraft:spec_drafts_total 3.0",

@@ -1,0 +1,85 @@
+"""What engines' own metrics cannot tell: acceptance by position and by whose token it was.
+
+SGLang and vLLM count accepted drafts under their own names, ours among them. What is added here has
+names of our own, in the registry that the engine exposes.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from logging import getLogger
+from typing import Any, Final
+
+from decoder.observation import Statistics
+from retriever.tree import Source
+
+_MOST_POSITIONS: Final = 64
+"""Positions that are told apart; later ones count with the last."""
+
+_log = getLogger(__name__)
+
+
+class DraftingMetrics:
+    """Counters of drafts that an engine verified; to be made in the process that drafts.
+
+    Args:
+        registry: where they are registered; that of the process if not given.
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        from prometheus_client import REGISTRY  # noqa: PLC0415  (an engine sets its folder)
+
+        self._registry = registry or REGISTRY
+        self._drafts = self._counter("drafts", "Verified drafts, one for each request of a step.")
+        self._accepted_at = self._counter(
+            "accepted_tokens_per_pos", "Drafts whose token at a position came true.", "position"
+        )
+        self._accepted_of = self._counter(
+            "accepted_tokens", "Drafted tokens that came true, by who drafted them.", "source"
+        )
+        self._drafted_of = self._counter(
+            "draft_tokens", "Drafted tokens that were verified, by who drafted them.", "source"
+        )
+        self._steps: Any = None
+        self._asked = self._skipped = 0
+
+    def add(self, counts: Statistics) -> None:
+        """Add what was counted since the last call."""
+        self._drafts.inc(counts.num_drafts)
+        for position, count in enumerate(counts.accepted_per_position()):
+            self._accepted_at.labels(str(min(position, _MOST_POSITIONS - 1))).inc(count)
+        _add(self._accepted_of, counts.accepted)
+        _add(self._drafted_of, counts.drafted)
+
+    def count_steps(self, num_asked: int, num_skipped: int) -> None:
+        """Count steps of an engine whose own drafter is beside ours.
+
+        Args:
+            num_asked: steps in which the engine's drafter was run, from the start.
+            num_skipped: those in which it was not.
+        """
+        if self._steps is None:
+            told = "Steps, by whether the engine's own drafter was run or skipped."
+            self._steps = self._counter("steps", told, "drafter")
+        self._steps.labels("run").inc(num_asked - self._asked)
+        self._steps.labels("skipped").inc(num_skipped - self._skipped)
+        self._asked, self._skipped = num_asked, num_skipped
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Any:
+        from prometheus_client import Counter  # noqa: PLC0415  (as above)
+
+        return Counter(f"foredraft:spec_{name}", documentation, labels, registry=self._registry)
+
+
+@cache
+def process_metrics() -> DraftingMetrics | None:
+    """Return the metrics of this process, the same at each call; `None` where there can be none."""
+    try:
+        return DraftingMetrics()
+    except Exception as error:  # noqa: BLE001  (the engine must start)
+        _log.warning("acceptance by position and source is not exposed: %s", error)
+        return None
+
+
+def _add(counter: Any, counts: Mapping[Source, int]) -> None:
+    for source, count in counts.items():
+        counter.labels("drafter" if source == Source.MODEL else source.label).inc(count)
