@@ -136,7 +136,7 @@ class DraftRequest:
     @property
     def num_nodes(self) -> int:
         """Most nodes of all its trees together."""
-        return self.budget_nodes * max(1, len(self.outcomes))
+        return self.budget_nodes * (len(self.outcomes) or 1)
 
 
 def without_outcomes(requests: Sequence[DraftRequest]) -> list[DraftRequest]:

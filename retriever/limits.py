@@ -39,6 +39,7 @@ _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
 _SHOWN: Final = 64  # of a caller's name, in characters
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
 _FEW: Final = 64
+_TOKEN: Final = np.dtype(np.int32)
 _NO_INTEGERS: Final = np.empty(0, np.int32)
 
 
@@ -104,12 +105,13 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
         InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     array = _integers(tokens)
-    if array.size == 0:
+    size = array.size
+    if size == 0:
         return np.empty(0, np.int32)
-    # For the few tokens of a step, Python's min and max are faster than a call of numpy.
-    ids = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
+    # For the few tokens of a step, a loop in Python is faster than calls of numpy.
+    ids = array.tolist() if size <= _FEW else [int(array.min()), int(array.max())]
     _check_ids(ids, vocabulary_size)
-    return np.array(array, np.int32)  # a copy: the caller's array may change
+    return array.astype(_TOKEN)  # a copy: the caller's array may change
 
 
 def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
@@ -135,12 +137,13 @@ def _integers(tokens: ArrayLike) -> NDArray[Any]:
 
 def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
     highest = vocabulary_size if vocabulary_size is not None else _BEYOND
-    least, most = min(ids), max(ids)
-    if least < 0 or most >= highest:
-        raise InvalidRequestError(
-            f"token id {least if least < 0 else most} is outside the vocabulary of {highest}: "
-            "the tokenizer at hand is not the one that is drafted for"
-        )
+    for token in ids:
+        if not 0 <= token < highest:
+            least = min(ids)
+            raise InvalidRequestError(
+                f"token id {least if least < 0 else max(ids)} is outside the vocabulary of "
+                f"{highest}: the tokenizer at hand is not the one that is drafted for"
+            )
 
 
 def check_session_name(session: str) -> None:

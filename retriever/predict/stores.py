@@ -144,6 +144,7 @@ class ChainStore:
             `layout.STORE_LAYOUT`.
         address: of that.
         num_bytes: their memory, in bytes.
+        capacity: tokens that the ring holds.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class ChainStore:
         self.packed = pack(self.chains, self.orders, self.cursor)
         self.address: int = self.packed.ctypes.data
         self.num_bytes = sum(array.nbytes for array in self.chains)
+        self.capacity = size
         self._start = self._end = start
 
     def __len__(self) -> int:
@@ -185,10 +187,9 @@ class ChainStore:
         growing = (self.chains.tokens, self.chains.links)
         return self.num_bytes - sum(array.nbytes - _touched(array, used) for array in growing)
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that the ring holds."""
-        return len(self.chains.tokens)
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether so many more tokens can be appended without overwriting any."""
+        return self._end + num_tokens <= self.capacity
 
     @property
     def oldest(self) -> int:

@@ -110,9 +110,13 @@ class DraftCounts:
         """
         counted = (self.by_source, self._uncounted if by_index is None else by_index)
         depth = count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
+        self.came_true(depth, len(tokens))
+
+    def came_true(self, depth: int, num_tokens: int) -> None:
+        """Count a draft whose nodes are counted: it had `depth` of the tokens committed next."""
         self.by_accepted[min(depth, MAX_POSITIONS)] += 1
         self.num_outcomes += 1
-        self.num_committed += len(tokens)
+        self.num_committed += num_tokens
 
     def accepted_at(self) -> list[int]:
         """Return how many drafts had their token accepted at each position, the first one first."""

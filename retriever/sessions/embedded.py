@@ -105,6 +105,7 @@ _READING_BYTES: Final = 16
 
 _MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
 
+_NO_DRAFT: Final = DraftTree.empty()
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _DONE: Final = object()
 _Result = TypeVar("_Result")
@@ -408,7 +409,7 @@ class EmbeddedDrafter:
             for request in requests:
                 try:
                     step = self._checked(request, namespace)
-                    self._sessions.charge(step.session, len(step.new_tokens))
+                    step.session.databases.context.make_room(len(step.new_tokens))
                 except RetrieverError as error:
                     # Its frames hold this list, and so sessions that may have ended.
                     committed.append(error.with_traceback(None))
@@ -902,19 +903,37 @@ class EmbeddedDrafter:
     def _charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
         """Check a step as a whole, and take the memory for its tokens."""
         steps = [self._checked(request, "") for request in requests]
-        for step in steps:  # what is taken for a refused step is given back with its session
-            self._sessions.charge(step.session, len(step.new_tokens))
+        for session, tokens, _, _ in steps:
+            # What is taken for a refused step is given back with its session.
+            session.databases.context.make_room(len(tokens))
         return steps
 
     def _commit_and_draft(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
         """Commit the tokens of charged steps, count what they say of the last drafts, and draft."""
         if len(steps) == 1:  # without lists: they cost two microseconds
-            (step,) = steps
-            self._commit(step.session, step.new_tokens)
-            return [self._draft(step)]
+            return [self._step(steps[0])]
         for session, new_tokens, _, _ in steps:
             self._note_outcome(session, new_tokens)
         return self._draft_together(steps, [step.new_tokens for step in steps])
+
+    def _step(self, step: CheckedRequest) -> DraftTree:
+        """Do so for one sequence: mostly in one call of a kernel."""
+        session, tokens, request, _ = step
+        databases, drafted, counts = session.databases, session.drafted, self.draft_counts
+        has_tree = request.budget_nodes > 0 and request.length > 0
+        if not (has_tree and databases.can_append(len(tokens))):
+            self._commit(session, tokens)
+            return self._draft(step)
+        corpora = self._bindings.corpora(databases.pool.tenant)
+        databases.turn_to(corpora.current.corpus)
+        outcome = (_NO_DRAFT if drafted is None else drafted, counts.by_source, corpora.outcomes)
+        tree, depth = self._predictor.step(
+            databases, tokens, request.budget_nodes, request.min_probability, outcome
+        )
+        if drafted is not None:
+            counts.came_true(depth, len(tokens))
+        session.drafted = tree
+        return tree
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
         """Commit checked tokens, and count the outcome of the session's last draft."""
