@@ -105,11 +105,8 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
         InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     array = _integers(tokens)
-    size = array.size
-    if size == 0:
-        return np.empty(0, np.int32)
     # For the few tokens of a step, a loop in Python is faster than calls of numpy.
-    ids = array.tolist() if size <= _FEW else [int(array.min()), int(array.max())]
+    ids = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
     _check_ids(ids, vocabulary_size)
     return array.astype(_TOKEN)  # a copy: the caller's array may change
 
@@ -121,18 +118,17 @@ def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
         InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     ids: list[int] = _integers(tokens).tolist()
-    if ids:
-        _check_ids(ids, vocabulary_size)
+    _check_ids(ids, vocabulary_size)
     return ids
 
 
 def _integers(tokens: ArrayLike) -> NDArray[Any]:
     array = np.asarray(tokens)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return array
     if array.size == 0:
         return _NO_INTEGERS
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequestError("token ids must be integers in one dimension")
-    return array
+    raise InvalidRequestError("token ids must be integers in one dimension")
 
 
 def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:

@@ -328,8 +328,7 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
     num = len(requests)
     if num > limits.max_batch:
         raise LimitExceededError(
-            f"a step of {num} sequences is beyond the limit of {limits.max_batch} "
-            "(max_batch)",
+            f"a step of {num} sequences is beyond the limit of {limits.max_batch} (max_batch)",
             limit="max_batch",
         )
     if num == 1:  # mostly: a sum costs half a microsecond

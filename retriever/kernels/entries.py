@@ -455,8 +455,8 @@ def draft_sequences(
         if end > begin:
             _append(asked[index, 0], new_tokens[begin:end])
         size, rows, match = draft_tree(
-            shared, asked[index, 0], asked[index, 1], scratch,
-            _ALL, 0, min(MAX_MATCH, asked[index, 2] + end - begin), budget, min_probabilities[index],
+            shared, asked[index, 0], asked[index, 1], scratch, _ALL, 0,
+            min(MAX_MATCH, asked[index, 2] + end - begin), budget, min_probabilities[index],
             token_ids[index, :budget], parents[index, :budget], probabilities[index, :budget],
             sources[index, :budget],
         )  # fmt: skip

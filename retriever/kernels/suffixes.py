@@ -51,7 +51,7 @@ def collect_suffixes(
     if length <= shortest:
         return row, 0, shortest
     of_shortest = _find_end(tokens, suffixes, starts, query, shortest)
-    begin = end = np.int64(0)
+    begin, end = 0, 0
     separator = np.int64(np.iinfo(tokens.dtype).max)
     # An end that occurs no more often than a longer one occurs where that does, and adds no row.
     while of_shortest[1] - of_shortest[0] > end - begin:

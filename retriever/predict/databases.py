@@ -127,7 +127,7 @@ class Context:
         return context
 
     def __len__(self) -> int:
-        return len(self._store)
+        return self._store.end
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n], committed tokens."""
