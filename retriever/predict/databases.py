@@ -139,7 +139,7 @@ class Context:
 
     def advance(self, num_tokens: int) -> None:
         """Note that a kernel has appended tokens, for which there was room."""
-        self._store.advance(num_tokens)
+        self._store.end += num_tokens
 
     def committing(self, tokens: TokenIds, room_for: int = 0) -> Iterator[None]:
         """Append int32[n]; yield after each piece of work. Meanwhile nobody else may append.
@@ -383,14 +383,30 @@ class _Run(NamedTuple):
     then: Database | None
 
 
-def _first(
+_INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
+"""Made once: from `np.int32` it takes half as long again to make an array."""
+
+
+def _empty_nodes(
+    budget: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
+    """Return arrays of a tree, not set; one of two rows takes longer than two of one."""
+    return (
+        np.empty(budget, _INT32),
+        np.empty(budget, _INT32),
+        np.empty(budget, _FLOAT32),
+        np.empty(budget, _UINT8),
+    )
+
+
+def first_nodes(
     size: int,
     ids: NDArray[np.int32],
     parents: NDArray[np.int32],
     probabilities: NDArray[np.float32],
     sources: NDArray[np.uint8],
 ) -> DraftTree:
-    """Return the tree of the first nodes of arrays; mostly these are full: a view costs a copy."""
+    """Return the tree of the first nodes of arrays; mostly they are full, and need no views."""
     if size == len(ids):
         return DraftTree(ids, parents, probabilities, sources)
     return DraftTree(ids[:size], parents[:size], probabilities[:size], sources[:size])
@@ -580,8 +596,7 @@ class Databases:
         if self._oldest_version:
             shared = _without_dropped(shared, self.pool, self._oldest_version)
         address, longest = self.context.address, self.in_corpus.longest
-        ids, parents = np.empty((2, budget), np.int32)
-        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
+        ids, parents, probabilities, sources = _empty_nodes(budget)
         row = size = 0
         for stages, then in self._runs:
             size, row, found = draft_tree(
@@ -592,7 +607,7 @@ class Databases:
                 self.in_corpus.narrow(found)
             if then is not None:
                 row = then.collect(self._question(budget, scratch), row)
-        return _first(size, ids, parents, probabilities, sources), row
+        return first_nodes(size, ids, parents, probabilities, sources), row
 
     def step(  # noqa: PLR0913, PLR0917  (what a kernel takes)
         self,
@@ -618,8 +633,7 @@ class Databases:
         """
         context, (drafted, counts, by_index) = self.context, outcome
         shared = packed_for(self.pool, self.in_corpus.corpus)
-        ids, parents = np.empty((2, budget), np.int32)
-        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
+        ids, parents, probabilities, sources = _empty_nodes(budget)
         size, num_rows, match, depth, learned = step_sequence(
             shared, context.address, self._lane_address, scratch.address, tokens,
             self.in_corpus.longest, rate, drafted.token_ids, drafted.parents, drafted.sources,
@@ -627,7 +641,7 @@ class Databases:
         )  # fmt: skip
         self.pool.learned += learned
         self.committed(len(tokens), match)
-        return _first(size, ids, parents, probabilities, sources), num_rows, depth
+        return first_nodes(size, ids, parents, probabilities, sources), num_rows, depth
 
     def can_append(self, num_tokens: int) -> bool:
         """Return whether a kernel can append so many tokens before it asks all databases."""

@@ -145,7 +145,7 @@ class ChainStore:
         address: of that.
         num_bytes: their memory, in bytes.
         capacity: tokens that the ring holds.
-        end: position after the newest token.
+        end: position after the newest token; whoever has a kernel append others moves it.
     """
 
     def __init__(
@@ -206,10 +206,6 @@ class ChainStore:
         """Append int32[n] to a sequence, and move its cursor."""
         extend_sequence(self.packed, tokens)
         self.end += len(tokens)
-
-    def advance(self, num_tokens: int) -> None:
-        """Note that a kernel has appended tokens."""
-        self.end += num_tokens
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:

@@ -266,9 +266,11 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
-            steps = self._charged(requests)
-            trees = self._commit_and_draft(steps)
-            self.draft_counts.stepped(len(steps), perf_counter() - began)
+            if len(requests) == 1:  # without lists: they cost a microsecond
+                trees = [self._step(self._charged(requests[0]))]
+            else:
+                trees = self._commit_and_draft(self._all_charged(requests))
+            self.draft_counts.stepped(len(trees), perf_counter() - began)
         return trees
 
     def draft_ahead(
@@ -282,7 +284,7 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began, until_s = perf_counter(), time.monotonic() + timeout_s
         with self._lock:
-            steps = self._charged(requests)
+            steps = self._all_charged(requests)
             self._commit_and_draft(steps)
         trees = [list(self.drafting_ahead(step, until_s)) for step in steps]
         self.count_step(len(steps), perf_counter() - began)
@@ -408,8 +410,7 @@ class EmbeddedDrafter:
         with self._lock:
             for request in requests:
                 try:
-                    step = self._checked(request, namespace)
-                    step.session.databases.context.make_room(len(step.new_tokens))
+                    step = self._charged(request, namespace)
                 except RetrieverError as error:
                     # Its frames hold this list, and so sessions that may have ended.
                     committed.append(error.with_traceback(None))
@@ -900,7 +901,13 @@ class EmbeddedDrafter:
         check_step(request, num_known, len(tokens))
         return CheckedRequest(session, tokens, request, outcomes)
 
-    def _charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
+    def _charged(self, request: DraftRequest, namespace: str = "") -> CheckedRequest:
+        """Check a request, and take the memory for its tokens."""
+        step = self._checked(request, namespace)
+        step.session.databases.context.make_room(len(step.new_tokens))
+        return step
+
+    def _all_charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
         """Check a step as a whole, and take the memory for its tokens."""
         steps = [self._checked(request, "") for request in requests]
         for session, tokens, _, _ in steps:
@@ -910,14 +917,14 @@ class EmbeddedDrafter:
 
     def _commit_and_draft(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
         """Commit the tokens of charged steps, count what they say of the last drafts, and draft."""
-        if len(steps) == 1:  # without lists: they cost two microseconds
+        if len(steps) == 1:
             return [self._step(steps[0])]
         for session, new_tokens, _, _ in steps:
             self._note_outcome(session, new_tokens)
         return self._draft_together(steps, [step.new_tokens for step in steps])
 
     def _step(self, step: CheckedRequest) -> DraftTree:
-        """Do so for one sequence: mostly in one call of a kernel."""
+        """Do so for one step: mostly in one call of a kernel."""
         session, tokens, request, _ = step
         databases, drafted, counts = session.databases, session.drafted, self.draft_counts
         has_tree = request.budget_nodes > 0 and request.length > 0
