@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
 from logging import getLogger
@@ -295,7 +295,7 @@ class Follower:
         if name == request.session and self.num_sent == request.length - len(request.new_tokens):
             return request
         new_tokens = self.sequence.tokens[self.num_sent : request.length].copy()
-        return replace(request, session=name, new_tokens=new_tokens)
+        return request._replace(session=name, new_tokens=new_tokens)
 
     def told(self, length: int) -> None:
         """Note that the session has been told the sequence up to a length."""
@@ -434,7 +434,7 @@ class _AskedAhead:
 
     def _answered(self) -> list[_Answers]:
         requests = [
-            replace(request, outcomes=self._outcomes(follower, outcomes))
+            request._replace(outcomes=self._outcomes(follower, outcomes))
             for follower, request, outcomes in self._asked
         ]
         self.num_outcomes = max(len(request.outcomes) for request in requests)

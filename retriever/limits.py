@@ -39,6 +39,7 @@ _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
 _SHOWN: Final = 64  # of a caller's name, in characters
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
 _FEW: Final = 64
+_TOKEN: Final = np.dtype(np.int32)
 _NO_INTEGERS: Final = np.empty(0, np.int32)
 
 
@@ -104,12 +105,10 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
         InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     array = _integers(tokens)
-    if array.size == 0:
-        return np.empty(0, np.int32)
-    # For the few tokens of a step, Python's min and max are faster than a call of numpy.
+    # For the few tokens of a step, a loop in Python is faster than calls of numpy.
     ids = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
     _check_ids(ids, vocabulary_size)
-    return np.array(array, np.int32)  # a copy: the caller's array may change
+    return array.astype(_TOKEN)  # a copy: the caller's array may change
 
 
 def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
@@ -119,28 +118,28 @@ def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
         InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     ids: list[int] = _integers(tokens).tolist()
-    if ids:
-        _check_ids(ids, vocabulary_size)
+    _check_ids(ids, vocabulary_size)
     return ids
 
 
 def _integers(tokens: ArrayLike) -> NDArray[Any]:
     array = np.asarray(tokens)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return array
     if array.size == 0:
         return _NO_INTEGERS
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequestError("token ids must be integers in one dimension")
-    return array
+    raise InvalidRequestError("token ids must be integers in one dimension")
 
 
 def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
     highest = vocabulary_size if vocabulary_size is not None else _BEYOND
-    least, most = min(ids), max(ids)
-    if least < 0 or most >= highest:
-        raise InvalidRequestError(
-            f"token id {least if least < 0 else most} is outside the vocabulary of {highest}: "
-            "the tokenizer at hand is not the one that is drafted for"
-        )
+    for token in ids:
+        if not 0 <= token < highest:
+            least = min(ids)
+            raise InvalidRequestError(
+                f"token id {least if least < 0 else max(ids)} is outside the vocabulary of "
+                f"{highest}: the tokenizer at hand is not the one that is drafted for"
+            )
 
 
 def check_session_name(session: str) -> None:

@@ -325,13 +325,13 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
         LimitExceededError: more than `max_batch` or `max_step_nodes`.
         InvalidRequestError: two requests name one session.
     """
-    if len(requests) > limits.max_batch:
+    num = len(requests)
+    if num > limits.max_batch:
         raise LimitExceededError(
-            f"a step of {len(requests)} sequences is beyond the limit of {limits.max_batch} "
-            "(max_batch)",
+            f"a step of {num} sequences is beyond the limit of {limits.max_batch} (max_batch)",
             limit="max_batch",
         )
-    if len(requests) == 1:  # mostly: a sum costs half a microsecond
+    if num == 1:  # mostly: a sum costs half a microsecond
         num_nodes = requests[0].num_nodes
     else:
         num_nodes = sum(request.num_nodes for request in requests)
@@ -341,7 +341,8 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
             "(max_step_nodes)",
             limit="max_step_nodes",
         )
-    check_named_once(requests)
+    if num > 1:
+        check_named_once(requests)
 
 
 def check_named_once(requests: Sequence[DraftRequest]) -> None:

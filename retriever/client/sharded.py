@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from threading import Lock
@@ -436,7 +436,7 @@ class ShardedDrafter:
         sequence = self._sequences.get(request.session)
         tokens = checked_tokens(request.new_tokens, None)
         check_step(request, len(sequence), len(tokens))
-        return SequenceStep(replace(request, new_tokens=tokens), sequence)
+        return SequenceStep(request._replace(new_tokens=tokens), sequence)
 
     def _take_back(self, steps: list[SequenceStep], jobs: Sequence[_Job]) -> None:
         """Take back a faulty step, also from shards that accepted it."""

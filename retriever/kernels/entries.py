@@ -299,6 +299,8 @@ CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
 """Stages of a draft, to be added up: what each database finds, and the tree of all rows. That of
 generations asks the sequences that are running, too."""
 
+_ALL: Final = CONTEXT + GENERATIONS + CORPUS + TREE
+
 _GENERATIONS: Final = int(Source.GENERATIONS)
 _SIBLINGS: Final = int(Source.SIBLINGS)
 
@@ -453,8 +455,7 @@ def draft_sequences(
         if end > begin:
             _append(asked[index, 0], new_tokens[begin:end])
         size, rows, match = draft_tree(
-            shared, asked[index, 0], asked[index, 1], scratch,
-            CONTEXT + GENERATIONS + CORPUS + TREE, 0,
+            shared, asked[index, 0], asked[index, 1], scratch, _ALL, 0,
             min(MAX_MATCH, asked[index, 2] + end - begin), budget, min_probabilities[index],
             token_ids[index, :budget], parents[index, :budget], probabilities[index, :budget],
             sources[index, :budget],
@@ -488,6 +489,73 @@ def commit_tokens(
         learned = mixing.learn(weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate)
     _append(sequence, tokens)
     return learned
+
+
+@kernel()
+def step_sequence(
+    shared: NDArray[Any],
+    sequence: int,
+    lane: int,
+    scratch: int,
+    new_tokens: NDArray[np.int32],
+    longest: int,
+    rate: float,
+    drafted_ids: NDArray[np.int32],
+    drafted_parents: NDArray[np.int32],
+    drafted_sources: NDArray[np.uint8],
+    counts: NDArray[np.int64],
+    by_index: NDArray[np.int64],
+    budget: int,
+    min_probability: float,
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> tuple[int, int, int, int, int]:
+    """Do a whole step of one sequence: count, learn, append and draft.
+
+    As `count_outcome`, `commit_tokens` and `draft_tree` one after the other, in one call.
+
+    Args:
+        shared: `Shared`, packed; its weights are updated.
+        sequence: address of a packed store, with room for the new tokens.
+        lane: address of a packed lane.
+        scratch: address of a packed scratch memory.
+        new_tokens: int32[n], what followed the last draft.
+        longest: no match in the corpus was longer than this before them.
+        rate: size of a learning step; 0 to learn nothing: the last draft in this scratch memory was
+            of another sequence.
+        drafted_ids: int32[N], the last draft of the sequence; without nodes, nothing is counted.
+        drafted_parents: int32[N].
+        drafted_sources: uint8[N].
+        counts: as for `count_outcome`.
+        by_index: the same.
+        budget: as for `draft_tree`, with all that follow.
+        min_probability: the same.
+        token_ids: the same.
+        parents: the same.
+        probabilities: the same.
+        sources: the same.
+
+    Returns:
+        The number of nodes, of rows, the longest match in the corpus, how many tokens the last
+        draft contained, and the number of updated nodes.
+    """
+    depth = count_outcome(
+        drafted_ids, drafted_parents, drafted_sources, new_tokens, counts, by_index
+    )
+    learned = 0
+    if rate > 0:
+        weights = unpack(shared[0], Shared).weights
+        work = unpack_at(scratch, SCRATCH_LAYOUT, Work)
+        learned = mixing.learn(weights, work, new_tokens, rate)
+    if new_tokens.shape[0] > 0:
+        _append(sequence, new_tokens)
+    size, rows, match = draft_tree(
+        shared, sequence, lane, scratch, _ALL, 0, min(MAX_MATCH, longest + new_tokens.shape[0]),
+        budget, min_probability, token_ids, parents, probabilities, sources,
+    )  # fmt: skip
+    return size, rows, match, depth, learned
 
 
 @kernel()

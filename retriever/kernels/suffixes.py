@@ -47,15 +47,17 @@ def collect_suffixes(
     rows, continuations, recent = found.rows, found.continuations, found.recent
     limits = segment.limits[0]
     shortest, samples, enough = max(shortest, limits.shortest), limits.samples, limits.enough
-    longest_match = 0
-    if longest > shortest and not _occurs(tokens, suffixes, starts, query, shortest):
-        return row, 0, shortest  # nor does any longer end
+    length, longest_match = min(longest, query.shape[0]) + 1, 0
+    if length <= shortest:
+        return row, 0, shortest
+    of_shortest = _find_end(tokens, suffixes, starts, query, shortest)
+    begin, end = 0, 0
     separator = np.int64(np.iinfo(tokens.dtype).max)
-    for length in range(min(longest, query.shape[0]), shortest - 1, -1):
-        pattern = query[query.shape[0] - length :]
-        begin, end = find_interval(tokens, suffixes, starts, pattern)
-        if begin == end:
-            continue
+    # An end that occurs no more often than a longer one occurs where that does, and adds no row.
+    while of_shortest[1] - of_shortest[0] > end - begin:
+        length, begin, end = _next_end(
+            tokens, suffixes, starts, query, shortest, of_shortest, length, end - begin
+        )
         longest_match = max(longest_match, length)
         read = min(end - begin, samples)
         _prefetch_samples(tokens, suffixes, begin, end, read)
@@ -92,19 +94,45 @@ def _prefetch_samples(
         prefetch(tokens, position + WINDOW)
 
 
-@kernel()
-def _occurs(
+@kernel(inline="always")
+def _find_end(
     tokens: NDArray[Any],
     suffixes: NDArray[Any],
     starts: NDArray[Any],
     query: NDArray[np.int32],
     length: int,
-) -> bool:
-    """Return whether the last tokens of the query occur; fewer than `length` always do."""
-    if query.shape[0] < length:
-        return True
-    begin, end = find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
-    return begin < end
+) -> tuple[int, int]:
+    """Return the range of `suffixes` that start with the last tokens of the query."""
+    return find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
+
+
+@kernel()
+def _next_end(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    starts: NDArray[Any],
+    query: NDArray[np.int32],
+    shortest: int,
+    of_shortest: tuple[int, int],
+    above: int,
+    count: int,
+) -> tuple[int, int, int]:
+    """Return the longest end of the query that occurs more than `count` times, and its range.
+
+    Ends of `above` tokens and more do not, and that of `shortest` does, in its range. Mostly it is
+    the next one; where a long match occurs once, so do many of its ends, and steps grow.
+    """
+    length, begin, end = shortest, *of_shortest
+    step = 1
+    while above - length > 1:
+        probe = max(above - step, (above + length) >> 1)
+        first, last = _find_end(tokens, suffixes, starts, query, probe)
+        if last - first > count:
+            length, begin, end = probe, first, last
+        else:
+            above = probe
+            step *= 2
+    return length, begin, end
 
 
 @kernel()

@@ -24,12 +24,12 @@ from retriever.kernels.entries import (
     collect_segment,
     commit_tokens,
     draft_tree,
+    step_sequence,
 )
 from retriever.kernels.layout import (
     MAX_MATCH,
     SEGMENT_LIMITS,
     Chains,
-    Grown,
     Scratch,
     SegmentArrays,
     Shared,
@@ -127,11 +127,11 @@ class Context:
         return context
 
     def __len__(self) -> int:
-        return len(self._store)
+        return self._store.end
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n], committed tokens."""
-        if len(self._store) + len(tokens) <= self._store.capacity:
+        if self._store.has_room(len(tokens)):
             self._store.extend(tokens)
             return
         for _ in self.committing(tokens):
@@ -139,7 +139,7 @@ class Context:
 
     def advance(self, num_tokens: int) -> None:
         """Note that a kernel has appended tokens, for which there was room."""
-        self._store.advance(num_tokens)
+        self._store.end += num_tokens
 
     def committing(self, tokens: TokenIds, room_for: int = 0) -> Iterator[None]:
         """Append int32[n]; yield after each piece of work. Meanwhile nobody else may append.
@@ -173,8 +173,8 @@ class Context:
         Raises:
             LimitExceededError: there is no room for it.
         """
-        size = len(self) + num_tokens
-        if size > self._store.capacity and self._charge is not None:
+        if not self._store.has_room(num_tokens) and self._charge is not None:
+            size = len(self) + num_tokens
             needed = self._store.num_bytes + context_bytes(size)  # both while it is copied
             self._charge.add(max(0, needed - self._charge.num_bytes))
 
@@ -193,7 +193,7 @@ class Context:
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether so many more tokens can be supposed."""
-        return len(self._store) + num_tokens <= self._store.capacity
+        return self._store.has_room(num_tokens)
 
     def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
         """Have the sequence end with int32[n] during the block; there is room for them."""
@@ -291,43 +291,41 @@ class CorpusCursor:
 
     Args:
         corpus: shared with all other sequences.
+
+    Attributes:
+        corpus: the current one.
+        longest: upper bound of the match length.
     """
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
-        self._longest = MAX_MATCH  # no match is longer than this many tokens
+        self.longest = MAX_MATCH  # no match is longer than this many tokens
 
     def turn_to(self, corpus: Corpus) -> None:
         """Search this corpus from now on."""
-        if corpus is not self.corpus:
-            self.corpus, self._longest = corpus, MAX_MATCH
+        self.corpus, self.longest = corpus, MAX_MATCH
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n]: the match can grow by n."""
-        self._longest = min(MAX_MATCH, self._longest + len(tokens))
+        self.longest = min(MAX_MATCH, self.longest + len(tokens))
 
     @contextmanager
     def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
         """See `SupposingDatabase`: the match can grow by n, and its bound is put back."""
-        longest = self._longest
+        longest = self.longest
         self.commit(tokens)
         try:
             yield
         finally:
-            self._longest = longest
-
-    @property
-    def longest(self) -> int:
-        """Upper bound of the match length."""
-        return self._longest
+            self.longest = longest
 
     def narrow(self, found: int) -> None:
         """Note the length of the longest match, 0 if there was none."""
-        self._longest = max(found, self.corpus.shortest - 1)
+        self.longest = max(found, self.corpus.shortest - 1)
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence; see `Corpus.search`."""
-        row, self._longest = self.corpus.search(question, self._longest, row)
+        row, self.longest = self.corpus.search(question, self.longest, row)
         return row
 
 
@@ -372,11 +370,46 @@ def _without_dropped(shared: NDArray[Any], pool: Pool, oldest: int) -> NDArray[A
     return pack(pool.shared._replace(live=_NO_LIVE))
 
 
+Outcome = tuple[DraftTree, NDArray[np.int64], NDArray[np.int64]]
+"""A sequence's last draft, and where its nodes are counted: see `kernels.entries.count_outcome`.
+
+Without an earlier draft, it is one without nodes."""
+
+
 class _Run(NamedTuple):
     """Stages of a draft that one call of a kernel does, and the database that is asked then."""
 
     stages: int
     then: Database | None
+
+
+_INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
+"""Made once: from `np.int32` it takes half as long again to make an array."""
+
+
+def _empty_nodes(
+    budget: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
+    """Return arrays of a tree, not set; one of two rows takes longer than two of one."""
+    return (
+        np.empty(budget, _INT32),
+        np.empty(budget, _INT32),
+        np.empty(budget, _FLOAT32),
+        np.empty(budget, _UINT8),
+    )
+
+
+def first_nodes(
+    size: int,
+    ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> DraftTree:
+    """Return the tree of the first nodes of arrays; mostly they are full, and need no views."""
+    if size == len(ids):
+        return DraftTree(ids, parents, probabilities, sources)
+    return DraftTree(ids[:size], parents[:size], probabilities[:size], sources[:size])
 
 
 @cache
@@ -402,6 +435,8 @@ class Databases:
     Attributes:
         in_corpus: the sequence's cursor in the corpus.
         lane: the sequence among the tenant's running ones.
+        is_compiled: whether one call of a kernel asks all databases, in what the tenant's sequences
+            share.
     """
 
     def __init__(  # noqa: PLR0913  (the databases, by name)
@@ -430,6 +465,9 @@ class Databases:
         self._supposing = cast("list[SupposingDatabase]", supposing)
         self._others = [each for each in self._opened if each is not self.context]
         self._runs = self._planned()
+        self.is_compiled = len(self._runs) == 1 and not self._oldest_version
+        # What others read is told before any of them is asked: no kernel does it.
+        self._can_append = self.is_compiled and not self.lane.is_written
 
     def expect(self, predictions: Predictions) -> None:
         """Draft from these predictions from now on; they begin with those of before."""
@@ -454,6 +492,7 @@ class Databases:
             self._open_all()
         elif kin.policy_version is not None:
             self._take_lane(RunningOutput(None, lane_fields(kin)))
+            self._open_all()
 
     def _take_lane(self, lane: RunningOutput) -> None:
         self.lane = lane
@@ -489,7 +528,8 @@ class Databases:
 
     def turn_to(self, corpus: Corpus) -> None:
         """Draft from this corpus from now on."""
-        self.in_corpus.turn_to(corpus)
+        if corpus is not self.in_corpus.corpus:
+            self.in_corpus.turn_to(corpus)
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to the sequence."""
@@ -556,35 +596,56 @@ class Databases:
         if self._oldest_version:
             shared = _without_dropped(shared, self.pool, self._oldest_version)
         address, longest = self.context.address, self.in_corpus.longest
-        grown = Grown(
-            np.empty(budget, np.int32),
-            np.empty(budget, np.int32),
-            np.empty(budget, np.float32),
-            np.empty(budget, np.uint8),
-        )
+        ids, parents, probabilities, sources = _empty_nodes(budget)
         row = size = 0
         for stages, then in self._runs:
             size, row, found = draft_tree(
                 shared, address, self._lane_address, scratch.address, stages, row, longest, budget,
-                min_probability, *grown,
+                min_probability, ids, parents, probabilities, sources,
             )  # fmt: skip
             if stages & CORPUS:
                 self.in_corpus.narrow(found)
             if then is not None:
                 row = then.collect(self._question(budget, scratch), row)
-        ids, parents, probabilities, sources = grown
-        tree = DraftTree(ids[:size], parents[:size], probabilities[:size], sources[:size])
-        return tree, row
+        return first_nodes(size, ids, parents, probabilities, sources), row
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether one call of a kernel asks all databases, in what the tenant's sequences share."""
-        return len(self._runs) == 1 and not self._oldest_version
+    def step(  # noqa: PLR0913, PLR0917  (what a kernel takes)
+        self,
+        tokens: TokenIds,
+        budget: int,
+        min_probability: float,
+        outcome: Outcome,
+        scratch: Scratch,
+        rate: float,
+    ) -> tuple[DraftTree, int, int]:
+        """Count the last draft's outcome, learn, append and draft: one call of a kernel for all.
+
+        Args:
+            tokens: int32[n], to be appended: `can_append` says so. The sequence has one then.
+            budget: most nodes of the tree, at least one.
+            min_probability: less probable nodes are left out.
+            outcome: where to count what became of the last draft.
+            scratch: as the draft that is learned from left it; written.
+            rate: size of a learning step; 0 to learn nothing.
+
+        Returns:
+            The tree, the number of rows, and how many of the tokens the last draft contained.
+        """
+        context, (drafted, counts, by_index) = self.context, outcome
+        shared = packed_for(self.pool, self.in_corpus.corpus)
+        ids, parents, probabilities, sources = _empty_nodes(budget)
+        size, num_rows, match, depth, learned = step_sequence(
+            shared, context.address, self._lane_address, scratch.address, tokens,
+            self.in_corpus.longest, rate, drafted.token_ids, drafted.parents, drafted.sources,
+            counts, by_index, budget, min_probability, ids, parents, probabilities, sources,
+        )  # fmt: skip
+        self.pool.learned += learned
+        self.committed(len(tokens), match)
+        return first_nodes(size, ids, parents, probabilities, sources), num_rows, depth
 
     def can_append(self, num_tokens: int) -> bool:
         """Return whether a kernel can append so many tokens before it asks all databases."""
-        is_read = self.lane.is_written  # by others: it is told before any of them is asked
-        return self.is_compiled and not is_read and self.context.has_room(num_tokens)
+        return self._can_append and self.context.has_room(num_tokens)
 
     def committed(self, num_tokens: int, match: int) -> None:
         """Note that a kernel has appended tokens and asked all databases, which it can.

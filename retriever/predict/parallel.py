@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import draft_sequences
 from retriever.kernels.layout import Scratch
-from retriever.predict.databases import Databases, packed_for
+from retriever.predict.databases import Databases, first_nodes, packed_for
 from retriever.tree import DraftTree
 
 LEAST_SEQUENCES: Final = 4
@@ -112,7 +112,7 @@ class Threads:
         for each, match in zip(asked, matches, strict=True):
             each.databases.committed(len(each.tokens), match)
         trees = [
-            DraftTree(ids[:size], parents[:size], probabilities[:size], sources[:size])
+            first_nodes(size, ids, parents, probabilities, sources)
             for ids, parents, probabilities, sources, size in zip(*grown, sizes, strict=True)
         ]
         return Drafted(trees, rows[-1]), first

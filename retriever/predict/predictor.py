@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import learn
 from retriever.kernels.layout import PRIOR, Scratch
-from retriever.predict.databases import DATABASES, Databases
+from retriever.predict.databases import DATABASES, Databases, Outcome
 from retriever.predict.parallel import Asked, Threads
 from retriever.predict.pool import Pool
 from retriever.tree import DraftTree
@@ -81,6 +81,29 @@ class Predictor:
         tree, self.num_rows = databases.draft(self.scratch, budget, min_probability)
         self._last = ref(databases)
         return tree
+
+    def step(
+        self,
+        databases: Databases,
+        tokens: TokenIds,
+        budget: int,
+        min_probability: float,
+        outcome: Outcome,
+    ) -> tuple[DraftTree, int]:
+        """Do as `commit` and then `draft` do, in one call of a kernel; see `Databases.step`.
+
+        Returns:
+            The tree, and how many of the tokens the last draft of the sequence contained.
+        """
+        rate = 0.0
+        if self._last is None or self._last() is not databases:
+            self._last = ref(databases)
+        elif databases.learns:
+            rate = self._rate
+        tree, self.num_rows, depth = databases.step(
+            tokens, budget, min_probability, outcome, self.scratch, rate
+        )
+        return tree, depth
 
     def draft_each(self, asked: Sequence[Asked]) -> list[DraftTree]:
         """Commit the tokens of all sequences of a step, then draft: the tree of each, in order.

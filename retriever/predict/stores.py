@@ -144,6 +144,8 @@ class ChainStore:
             `layout.STORE_LAYOUT`.
         address: of that.
         num_bytes: their memory, in bytes.
+        capacity: tokens that the ring holds.
+        end: position after the newest token; whoever has a kernel append others moves it.
     """
 
     def __init__(
@@ -169,26 +171,26 @@ class ChainStore:
         self.packed = pack(self.chains, self.orders, self.cursor)
         self.address: int = self.packed.ctypes.data
         self.num_bytes = sum(array.nbytes for array in self.chains)
-        self._start = self._end = start
+        self.capacity = size
+        self._start = self.end = start
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
 
         Overwritten tokens and separators count.
         """
-        return self._end
+        return self.end
 
     @property
     def touched_bytes(self) -> int:
         """Memory of the store that takes pages, in bytes: not all of the room for later tokens."""
-        used = min(self.capacity, self._end - self._start)
+        used = min(self.capacity, self.end - self._start)
         growing = (self.chains.tokens, self.chains.links)
         return self.num_bytes - sum(array.nbytes - _touched(array, used) for array in growing)
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that the ring holds."""
-        return len(self.chains.tokens)
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether so many more tokens can be appended without overwriting any."""
+        return self.end + num_tokens <= self.capacity
 
     @property
     def oldest(self) -> int:
@@ -198,16 +200,12 @@ class ChainStore:
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
         append_tokens(self.packed, tokens)
-        self._end += len(tokens)
+        self.end += len(tokens)
 
     def extend(self, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and move its cursor."""
         extend_sequence(self.packed, tokens)
-        self._end += len(tokens)
-
-    def advance(self, num_tokens: int) -> None:
-        """Note that a kernel has appended tokens."""
-        self._end += num_tokens
+        self.end += len(tokens)
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
@@ -215,14 +213,14 @@ class ChainStore:
         before = np.empty(len(tokens), np.int64)
         cursor = [array.copy() for array in self.cursor]
         suppose_tokens(self.packed, tokens, before)
-        self._end += len(tokens)
+        self.end += len(tokens)
         try:
             yield
         finally:
             withdraw_tokens(self.packed, tokens, before)
             for array, kept in zip(self.cursor, cursor, strict=True):
                 array[:] = kept
-            self._end -= len(tokens)
+            self.end -= len(tokens)
 
     def forget_before(self, position: int) -> None:
         """Make tokens before `position` unreadable."""

@@ -51,7 +51,11 @@ class Latencies:
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a latency, `times` times."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += times
+        self.add_to(bisect_left(BOUNDS_S, seconds), seconds, times)
+
+    def add_to(self, bucket: int, seconds: float, times: int = 1) -> None:
+        """Count a latency whose bucket is known."""
+        self.counts[bucket] += times
         self.total_s += seconds * times
 
 
@@ -89,6 +93,11 @@ class DraftCounts:
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of `num_drafts` sequences."""
+        if num_drafts == 1:  # mostly: the bucket is the same
+            bucket = bisect_left(BOUNDS_S, seconds)
+            self.steps.add_to(bucket, seconds)
+            self.drafts.add_to(bucket, seconds)
+            return
         self.steps.add(seconds)
         if num_drafts:
             self.drafts.add(seconds / num_drafts, num_drafts)
@@ -110,9 +119,13 @@ class DraftCounts:
         """
         counted = (self.by_source, self._uncounted if by_index is None else by_index)
         depth = count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
+        self.came_true(depth, len(tokens))
+
+    def came_true(self, depth: int, num_tokens: int) -> None:
+        """Count a draft whose nodes are counted: it had `depth` of the tokens committed next."""
         self.by_accepted[min(depth, MAX_POSITIONS)] += 1
         self.num_outcomes += 1
-        self.num_committed += len(tokens)
+        self.num_committed += num_tokens
 
     def accepted_at(self) -> list[int]:
         """Return how many drafts had their token accepted at each position, the first one first."""

@@ -105,6 +105,7 @@ _READING_BYTES: Final = 16
 
 _MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
 
+_NO_DRAFT: Final = DraftTree.empty()
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _DONE: Final = object()
 _Result = TypeVar("_Result")
@@ -265,9 +266,11 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
-            steps = self._charged(requests)
-            trees = self._commit_and_draft(steps)
-            self.draft_counts.stepped(len(steps), perf_counter() - began)
+            if len(requests) == 1:  # without lists: they cost a microsecond
+                trees = [self._step(self._charged(requests[0]))]
+            else:
+                trees = self._commit_and_draft(self._all_charged(requests))
+            self.draft_counts.stepped(len(trees), perf_counter() - began)
         return trees
 
     def draft_ahead(
@@ -281,7 +284,7 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began, until_s = perf_counter(), time.monotonic() + timeout_s
         with self._lock:
-            steps = self._charged(requests)
+            steps = self._all_charged(requests)
             self._commit_and_draft(steps)
         trees = [list(self.drafting_ahead(step, until_s)) for step in steps]
         self.count_step(len(steps), perf_counter() - began)
@@ -407,8 +410,7 @@ class EmbeddedDrafter:
         with self._lock:
             for request in requests:
                 try:
-                    step = self._checked(request, namespace)
-                    self._sessions.charge(step.session, len(step.new_tokens))
+                    step = self._charged(request, namespace)
                 except RetrieverError as error:
                     # Its frames hold this list, and so sessions that may have ended.
                     committed.append(error.with_traceback(None))
@@ -899,22 +901,46 @@ class EmbeddedDrafter:
         check_step(request, num_known, len(tokens))
         return CheckedRequest(session, tokens, request, outcomes)
 
-    def _charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
+    def _charged(self, request: DraftRequest, namespace: str = "") -> CheckedRequest:
+        """Check a request, and take the memory for its tokens."""
+        step = self._checked(request, namespace)
+        step.session.databases.context.make_room(len(step.new_tokens))
+        return step
+
+    def _all_charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
         """Check a step as a whole, and take the memory for its tokens."""
         steps = [self._checked(request, "") for request in requests]
-        for step in steps:  # what is taken for a refused step is given back with its session
-            self._sessions.charge(step.session, len(step.new_tokens))
+        for session, tokens, _, _ in steps:
+            # What is taken for a refused step is given back with its session.
+            session.databases.context.make_room(len(tokens))
         return steps
 
     def _commit_and_draft(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
         """Commit the tokens of charged steps, count what they say of the last drafts, and draft."""
-        if len(steps) == 1:  # without lists: they cost two microseconds
-            (step,) = steps
-            self._commit(step.session, step.new_tokens)
-            return [self._draft(step)]
+        if len(steps) == 1:
+            return [self._step(steps[0])]
         for session, new_tokens, _, _ in steps:
             self._note_outcome(session, new_tokens)
         return self._draft_together(steps, [step.new_tokens for step in steps])
+
+    def _step(self, step: CheckedRequest) -> DraftTree:
+        """Do so for one step: mostly in one call of a kernel."""
+        session, tokens, request, _ = step
+        databases, drafted, counts = session.databases, session.drafted, self.draft_counts
+        has_tree = request.budget_nodes > 0 and request.length > 0
+        if not (has_tree and databases.can_append(len(tokens))):
+            self._commit(session, tokens)
+            return self._draft(step)
+        corpora = self._bindings.corpora(databases.pool.tenant)
+        databases.turn_to(corpora.current.corpus)
+        outcome = (_NO_DRAFT if drafted is None else drafted, counts.by_source, corpora.outcomes)
+        tree, depth = self._predictor.step(
+            databases, tokens, request.budget_nodes, request.min_probability, outcome
+        )
+        if drafted is not None:
+            counts.came_true(depth, len(tokens))
+        session.drafted = tree
+        return tree
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
         """Commit checked tokens, and count the outcome of the session's last draft."""

@@ -32,7 +32,7 @@ from retriever.predict.predictor import Predictor
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
-from retriever.tree import MAX_SOURCES, Source
+from retriever.tree import MAX_SOURCES, DraftTree, Source
 
 _logger = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     with lock:
         predictor.draft_each([Asked(unused, context[:0], 1, 0.0)] * 2)
         predictor.commit(unused, context[:1])
+        counts = np.zeros((2, MAX_SOURCES), np.int64)
+        predictor.step(unused, context[:1], 1, 0.0, (DraftTree.empty(), counts, counts))
         unused.expect(Predictions([Prediction(context)]))
         predictor.draft(unused, 1, 0.0)
         predictor.note(unused, context[:1])

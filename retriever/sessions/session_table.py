@@ -128,14 +128,6 @@ class Sessions:
         """Return the time since a session's last request, in seconds."""
         return self._clock() - session.last_used_s
 
-    def charge(self, session: Session, num_tokens: int) -> None:
-        """Take the memory for tokens before they are added to a sequence.
-
-        Raises:
-            LimitExceededError: there is no room for it.
-        """
-        session.databases.context.make_room(num_tokens)
-
     def withdraw(self, session: Session) -> None:
         """Give back the memory of tokens that are not added after all."""
         session.databases.context.settle()

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -65,7 +64,7 @@ class AheadDrafter(ScriptedDrafter):
         self.num_ahead += 1
         answers = []
         for request in requests:
-            self._answer(replace(request, budget_nodes=0))
+            self._answer(request._replace(budget_nodes=0))
             self.num_outcomes += len(request.outcomes)
             self.outcomes = request.outcomes
             tokens = self.open_sessions[request.session]

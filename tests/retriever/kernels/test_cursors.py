@@ -13,7 +13,7 @@ from retriever.kernels.cursors import (
     set_trail,
 )
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
-from retriever.predict.databases import Context, Databases
+from retriever.predict.databases import Context
 from retriever.predict.question import Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -25,7 +25,7 @@ from tests.retriever.kernels.twins.cursor_twin import (
     CursorTwin,
     Edit,
     TrailTwin,
-    draft_without_cursor,
+    without_cursor,
 )
 from tests.retriever.kernels.twins.row_twins import Row
 from tests.suite_parts import cases
@@ -211,7 +211,7 @@ def test_copying_goes_on_after_an_edit(edit: str, monkeypatch: pytest.MonkeyPatc
     After three tokens it mostly does without cursors as well.
     """
     right = num_right(edit)
-    monkeypatch.setattr(Databases, "draft", draft_without_cursor)
+    without_cursor(monkeypatch)
     right_without = num_right(edit)
     whole, whole_without = (right == AHEAD).sum(axis=0), (right_without == AHEAD).sum(axis=0)
     assert whole[2] >= 0.7 * NUM_FILES
@@ -235,7 +235,7 @@ def test_copying_is_offered_before_any_token_agrees(
         wanted = np.array(after[:AHEAD], np.int32)
         with monkeypatch.context() as patch:
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == AHEAD
-            patch.setattr(Databases, "draft", draft_without_cursor)
+            without_cursor(patch)
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == 0
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from retriever import DraftRequest, DraftTree, Prediction, TokenIds
 from retriever.kernels.compiling import kernel, take_number
+from retriever.kernels.entries import step_sequence
 from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.predict import databases
 from retriever.predict.parallel import LEAST_SEQUENCES
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.predictor import DEFAULT_PRIOR
@@ -100,6 +102,57 @@ def test_trees_and_weights_are_those_of_one_draft_after_the_other(
             assert other.weights.tobytes() == pool.weights.tobytes()
 
 
+def test_a_step_of_one_sequence_is_its_commit_and_its_draft(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees, weights and counts are the same, in one call of a kernel and in several."""
+    calls: list[int] = []
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(1)
+        return step_sequence(*arguments)
+
+    monkeypatch.setattr(databases, "step_sequence", counting)
+    whole, parts = (drafter_of(index, 1, with_predictions=False) for _ in range(2))
+    num_steps = 0
+    for asked in steps():
+        for each in asked:
+            request = DraftRequest(*each)
+            committed: Any = parts.commit_each([request], "")
+            (expected,), (tree,) = parts.draft_each(committed), whole.draft([request])
+            assert as_lists(tree) == as_lists(expected)
+            num_steps += request.budget_nodes > 0 and request.length > 0
+    assert len(calls) == num_steps > 400
+    for session in range(SESSIONS):  # more tokens than there is room for, and then again a few
+        for new in (text(session, 1000), [1, 2]):
+            done = len(whole._sessions.get(SessionKey("", str(session))).databases.context)
+            request = DraftRequest(str(session), np.array(new, np.int32), done + len(new), 8)
+            committed = parts.commit_each([request], "")
+            (expected,), (tree,) = parts.draft_each(committed), whole.draft([request])
+            assert as_lists(tree) == as_lists(expected)
+    assert len(calls) == num_steps + SESSIONS
+    assert counted(whole) == counted(parts)
+
+
+def counted(drafter: EmbeddedDrafter) -> list[Any]:
+    """Return all that steps leave behind."""
+    counts = drafter.draft_counts
+    pools = [drafter._pools.get(tenant) for tenant in ("a", "b")]
+    sequences = [each.databases for each in drafter._sessions.all()]
+    return [
+        counts.by_source.tolist(),
+        counts.by_accepted,
+        counts.num_outcomes,
+        counts.num_committed,
+        [each.num_accepted for each in drafter.index_outcomes],
+        [each.num_drafted for each in drafter.index_outcomes],
+        [(pool.learned > 0, pool.learned, pool.weights.tobytes()) for pool in pools],
+        [each.context.last(2000).tolist() for each in sequences],
+        [each.in_corpus.longest for each in sequences],
+        drafter._predictor.num_rows,
+    ]
+
+
 def test_rows_of_the_kernel_are_those_that_databases_collect(index: Path) -> None:
     drafter = drafter_of(index, 1, with_phrases=True)
     drafter.remember(text(4, 300), tenant="a")
@@ -107,13 +160,13 @@ def test_rows_of_the_kernel_are_those_that_databases_collect(index: Path) -> Non
     for asked in steps():
         for name, new, length, budget, _ in asked:
             drafter.draft([DraftRequest(name, new, length, 1)])
-            databases = drafter._sessions.get(SessionKey("", name)).databases
+            opened = drafter._sessions.get(SessionKey("", name)).databases
             if budget == 0 or length == 0:
                 continue
-            _, num_rows = databases.draft(ours, budget, 0.0)
-            query, rarity = databases.context.last(MAX_MATCH), databases.corpus.tables.rarity
+            _, num_rows = opened.draft(ours, budget, 0.0)
+            query, rarity = opened.context.last(MAX_MATCH), opened.corpus.tables.rarity
             row = 0
-            for database in databases._opened:
+            for database in opened._opened:
                 row = database.collect(Question(query, rarity, budget, theirs), row)
             assert row == num_rows
             for field in ("length", "match", "source", "count", "similarity"):

@@ -58,7 +58,7 @@ def arrays(drafter: EmbeddedDrafter, session: str) -> Iterator[tuple[str, Any]]:
     yield "state", store.chains.state.tolist()
     yield "last", store.chains.last.tolist()
     yield from ((name, array.tolist()) for name, array in store.cursor._asdict().items())
-    yield "longest", databases.in_corpus._longest
+    yield "longest", databases.in_corpus.longest
     yield "weights", databases.pool.weights.tobytes()
     yield "generations", databases.pool.generations.num_tokens
     if databases.phrases is not None:

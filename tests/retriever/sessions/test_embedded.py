@@ -21,10 +21,9 @@ from retriever import (
     VocabularyMismatchError,
 )
 from retriever.limits import Limits
-from retriever.predict.databases import Databases
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.kernels.twins.cursor_twin import draft_without_cursor
+from tests.retriever.kernels.twins.cursor_twin import without_cursor
 
 
 def ids(*tokens: int) -> TokenIds:
@@ -117,7 +116,7 @@ def test_drafting_in_steps_equals_drafting_from_the_whole(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what is kept between steps, only weights and cursors change what is drafted."""
-    monkeypatch.setattr(Databases, "draft", draft_without_cursor)
+    without_cursor(monkeypatch)
     rng = np.random.default_rng(11)
     stepped = EmbeddedDrafter.open_indexes([index])
     tokens = stepped.indexes[0].segments[0].tokens

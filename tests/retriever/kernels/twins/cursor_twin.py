@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from retriever.kernels.cursors import new_cursor
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Databases
@@ -71,13 +73,19 @@ class CursorTwin:
 _DRAFT = Databases.draft
 
 
-def draft_without_cursor(databases: Databases, *args: Any) -> tuple[DraftTree, int]:
+def _draft_without_cursor(databases: Databases, *args: Any) -> tuple[DraftTree, int]:
     """In place of `Databases.draft`: forgets where the cursor stood, so that it has no effect."""
     for array, start in zip(
         databases.context._store.cursor, new_cursor(is_sequence=True), strict=True
     ):
         array[:] = start
     return _DRAFT(databases, *args)
+
+
+def without_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all drafts be those of sequences without a cursor, each in calls of its own."""
+    monkeypatch.setattr(Databases, "draft", _draft_without_cursor)
+    monkeypatch.setattr(Databases, "can_append", lambda *_: False)
 
 
 @dataclass(frozen=True)
