@@ -159,6 +159,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
 MAX_MATCH: Final = 32
 """Match lengths are counted up to this many tokens."""
 
+FEW: Final = 128
+"""Most occurrences in a segment that are all read; see `kernels.suffixes`."""
+
 RECENT_SIZE: Final = 1 << 16
 """Entries in the table of recent tokens, by token id modulo the size."""
 
@@ -486,6 +489,7 @@ class Found(NamedTuple):
     recent: NDArray[np.float32]  # float32[RECENT_SIZE], rarity of the last tokens, 0 for others
     marked: NDArray[np.int32]  # int32[MAX_MATCH], the tokens that are marked there
     counts: NDArray[np.float64]  # float64[MAX_MATCH + 1], evidence by match length
+    matches: NDArray[np.int32]  # int32[FEW], lengths of matches in a segment
 
 
 class Grown(NamedTuple):
@@ -543,6 +547,7 @@ class Scratch:
             aligned_zeros((RECENT_SIZE,), np.float32),
             np.zeros(MAX_MATCH, np.int32),
             np.zeros(MAX_MATCH + 1),
+            np.zeros(FEW, np.int32),
         )
         self.work = Work(
             aligned_zeros((max_nodes,), NODE),

@@ -5,14 +5,28 @@ each document, `suffixes` unsigned[m] positions in the order of what stands ther
 unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel, prefetch
-from retriever.kernels.layout import Found, SegmentArrays
+from retriever.kernels.layout import FEW, Found, SegmentArrays
 from retriever.kernels.similarity import WINDOW, similarity_of
+
+
+class Interval(NamedTuple):
+    """The occurrences of an end of the query.
+
+    Attributes:
+        length: of the end, in tokens.
+        begin: the first one's place in `suffixes`.
+        end: the place after the last one.
+    """
+
+    length: int
+    begin: int
+    end: int
 
 
 @kernel()
@@ -28,6 +42,7 @@ def collect_suffixes(
     """Write continuations of the longest ends of the query, sampled evenly over occurrences.
 
     Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
+    What occurs often is bisected; longer ends occur where it does, and there in the same order.
 
     Args:
         segment: what to search, and how.
@@ -43,68 +58,149 @@ def collect_suffixes(
         The first free row afterwards, the length of the longest match, and what is `shortest` for
         the next segment.
     """
-    tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
-    rows, continuations, recent = found.rows, found.continuations, found.recent
-    limits = segment.limits[0]
-    shortest, samples, enough = max(shortest, limits.shortest), limits.samples, limits.enough
-    longest_match = 0
-    if longest > shortest and not _occurs(tokens, suffixes, starts, query, shortest):
-        return row, 0, shortest  # nor does any longer end
-    separator = np.int64(np.iinfo(tokens.dtype).max)
-    for length in range(min(longest, query.shape[0]), shortest - 1, -1):
-        pattern = query[query.shape[0] - length :]
-        begin, end = find_interval(tokens, suffixes, starts, pattern)
-        if begin == end:
-            continue
-        longest_match = max(longest_match, length)
-        read = min(end - begin, samples)
-        _prefetch_samples(tokens, suffixes, begin, end, read)
-        for sample in range(read):
-            if row == rows.shape[0]:
-                return row, longest_match, shortest
-            position = np.int64(suffixes[begin + (end - begin) * sample // read])
-            if _goes_on(tokens, position, query, length):
-                continue  # it is among the occurrences of the longer end
-            copied = _copy(
-                tokens, position + length, starts.shape[0] - 1, depth, continuations[row]
-            )
-            if copied > 0:
-                _write(rows[row], copied, length, limits.source, (end - begin) / read)
-                rows[row].similarity = similarity_of(tokens, -1, position, 0, separator, recent)
-                row += 1
-        if end - begin >= enough:
-            return row, longest_match, length
-    return row, longest_match, shortest
-
-
-@kernel(inline="always")
-def _prefetch_samples(
-    tokens: NDArray[Any], suffixes: NDArray[Any], begin: int, end: int, read: int
-) -> None:
-    """Prefetch what is read of evenly sampled occurrences, and what stands around them."""
-    if read == 1:
-        return
-    for sample in range(read):
-        prefetch(suffixes, begin + (end - begin) * sample // read)
-    for sample in range(read):
-        position = np.int64(suffixes[begin + (end - begin) * sample // read])
-        prefetch(tokens, position - WINDOW)
-        prefetch(tokens, position + WINDOW)
+    shortest, longest = max(shortest, segment.limits[0].shortest), min(longest, query.shape[0])
+    if longest < shortest:
+        return row, 0, shortest
+    often, seldom = _find_ends(segment, query, shortest, longest)
+    if often.begin == often.end:
+        return row, 0, shortest  # nor does any longer end occur
+    if often.end - often.begin <= FEW:
+        return _collect_few(segment, query, often, longest, depth, found, row)
+    longest_match = often.length
+    if seldom.begin < seldom.end:
+        row, longest_match, _ = _collect_few(segment, query, seldom, longest, depth, found, row)
+    row = _collect_many(segment, query, often, depth, found, row)
+    return row, longest_match, often.length
 
 
 @kernel()
-def _occurs(
+def _find_ends(
+    segment: SegmentArrays, query: NDArray[np.int32], shortest: int, longest: int
+) -> tuple[Interval, Interval]:
+    """Find an end of the query that says where all longer ones occur that are looked for.
+
+    Returns:
+        The shortest end, or a longer one that has enough occurrences; and the end that has one
+        token more and not enough occurrences, empty where the first has few or is the longest.
+    """
+    tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
+    enough, last = segment.limits[0].enough, query.shape[0]
+    begin, end = find_interval(tokens, suffixes, starts, query[last - shortest :])
+    often, seldom = Interval(shortest, begin, end), Interval(longest + 1, 0, 0)
+    step = 1
+    while often.end - often.begin > FEW and often.length + 1 < seldom.length:
+        length = min(often.length + step, (often.length + seldom.length) >> 1)
+        begin, end = find_interval(tokens, suffixes, starts, query[last - length :])
+        if end - begin >= enough:
+            often = Interval(length, begin, end)
+        else:
+            seldom = Interval(length, begin, end)
+        step *= 2
+    return often, seldom
+
+
+@kernel()
+def _collect_few(
+    segment: SegmentArrays,
+    query: NDArray[np.int32],
+    of: Interval,
+    longest: int,
+    depth: int,
+    found: Found,
+    row: int,
+) -> tuple[int, int, int]:
+    """Write continuations of an end of at most FEW occurrences, and of longer ones.
+
+    Returns:
+        The first free row, the length of the longest match, and that of the last end that was
+        looked for.
+    """
+    tokens, suffixes, matches = segment.tokens, segment.suffixes, found.matches
+    limits = segment.limits[0]
+    longest_match = _match_occurrences(tokens, suffixes, query, of, matches)
+    longest_match = length = min(longest, longest_match)
+    while True:
+        count, shorter = _count_matches(matches, of, length)
+        read = min(count, limits.samples)
+        number = sample = 0
+        for index in range(of.end - of.begin):
+            if matches[index] < length:
+                continue
+            number += 1
+            if number <= count * sample // read:
+                continue
+            sample += 1
+            if matches[index] == length:  # or it is among the occurrences of the longer end
+                position = np.int64(suffixes[of.begin + index]) - (length - of.length)
+                row = _write(segment, position, length, count / read, depth, found, row)
+        if count >= limits.enough or length == of.length:
+            return row, longest_match, length
+        length = shorter
+
+
+@kernel()
+def _match_occurrences(
     tokens: NDArray[Any],
     suffixes: NDArray[Any],
-    starts: NDArray[Any],
     query: NDArray[np.int32],
-    length: int,
-) -> bool:
-    """Return whether the last tokens of the query occur; fewer than `length` always do."""
-    if query.shape[0] < length:
-        return True
-    begin, end = find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
-    return begin < end
+    of: Interval,
+    matches: NDArray[np.int32],
+) -> int:
+    """Write how long a match each occurrence is the end of; return the longest."""
+    for place in range(of.begin, of.end):
+        _prefetch_around(tokens, np.int64(suffixes[place]))
+    longest_match = 0
+    for place in range(of.begin, of.end):
+        position, length = np.int64(suffixes[place]), of.length
+        while _goes_on(tokens, position, query, length):
+            position -= 1
+            length += 1
+        matches[place - of.begin] = length
+        longest_match = max(longest_match, length)
+    return longest_match
+
+
+@kernel(inline="always")
+def _count_matches(matches: NDArray[np.int32], of: Interval, length: int) -> tuple[int, int]:
+    """Return how many matches are so long, and the length of the longest that is shorter."""
+    count, shorter = 0, of.length
+    for index in range(of.end - of.begin):
+        if matches[index] >= length:
+            count += 1
+        else:
+            shorter = max(shorter, matches[index])
+    return count, shorter
+
+
+@kernel()
+def _collect_many(
+    segment: SegmentArrays,
+    query: NDArray[np.int32],
+    of: Interval,
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write continuations of an end of the query, without those of longer ones."""
+    tokens, suffixes = segment.tokens, segment.suffixes
+    count = of.end - of.begin
+    read = min(count, segment.limits[0].samples)
+    for sample in range(read):
+        prefetch(suffixes, of.begin + count * sample // read)
+    for sample in range(read):
+        _prefetch_around(tokens, np.int64(suffixes[of.begin + count * sample // read]))
+    for sample in range(read):
+        position = np.int64(suffixes[of.begin + count * sample // read])
+        if not _goes_on(tokens, position, query, of.length):
+            row = _write(segment, position, of.length, count / read, depth, found, row)
+    return row
+
+
+@kernel(inline="always")
+def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
+    """Prefetch what is read of an occurrence, and what stands around it."""
+    prefetch(tokens, position - WINDOW)
+    prefetch(tokens, position + WINDOW)
 
 
 @kernel()
@@ -180,8 +276,27 @@ def _copy(
 
 
 @kernel(inline="always")
-def _write(row: Any, length: int, match: int, source: int, count: float) -> None:
-    row.length = length
-    row.match = match
-    row.source = source
-    row.count = count
+def _write(
+    segment: SegmentArrays,
+    position: int,
+    length: int,
+    count: float,
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write what follows a match at a position, if there is room; return the first free row."""
+    if row == found.rows.shape[0]:
+        return row
+    tokens, vocabulary_size = segment.tokens, segment.starts.shape[0] - 1
+    copied = _copy(tokens, position + length, vocabulary_size, depth, found.continuations[row])
+    if copied == 0:
+        return row
+    separator = np.int64(np.iinfo(tokens.dtype).max)
+    to = found.rows[row]
+    to.length = copied
+    to.match = length
+    to.source = segment.limits[0].source
+    to.count = count
+    to.similarity = similarity_of(tokens, -1, position, 0, separator, found.recent)
+    return row + 1
