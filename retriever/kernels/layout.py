@@ -289,6 +289,8 @@ SEGMENT_LIMITS: Final = np.dtype(
         ("shortest", np.int64),  # matches shorter than this are not looked for; 1 or more
         ("samples", np.int64),  # most occurrences to read for each match length
         ("enough", np.int64),  # shorter matches are not looked for once a length occurs this often
+        ("key_stride", np.int64),  # suffixes from one that has a key to the next
+        ("key_bits", np.int64),  # of each token in a key
     ]
 )
 """How a segment of the corpus is searched."""
@@ -458,6 +460,7 @@ class SegmentArrays(NamedTuple):
     tokens: NDArray[Any]
     suffixes: NDArray[Any]
     starts: NDArray[Any]
+    keys: NDArray[np.uint64]  # uint64[0] where the segment has none
     limits: NDArray[Any]  # SEGMENT_LIMITS[1]
 
 

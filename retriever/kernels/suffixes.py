@@ -2,17 +2,30 @@
 
 Arrays of a segment, as the indexer writes them: `tokens` unsigned[n] with the dtype's maximum after
 each document, `suffixes` unsigned[m] positions in the order of what stands there, and `starts`
-unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin.
+unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin. `keys`
+uint64[m / stride, rounded up], of every so many suffixes the tokens behind the first, or none.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel, prefetch
-from retriever.kernels.layout import FEW, Found, SegmentArrays
+from retriever.kernels.layout import Found, SegmentArrays
 from retriever.kernels.similarity import WINDOW, similarity_of
+
+
+KEY_SIZE: Final = 64
+"""Bits of a key."""
+
+PROBES: Final = 8
+"""A bisection waits for one probe after the other, each of a microsecond in a segment of gigabytes
+(page tables included); what is prefetched side by side takes hardly longer than one. Eight are
+as fast as four and six, and faster than 16."""
+
+AT_ONCE: Final = 32
+"""Suffixes whose tokens are all prefetched before they are bisected: as many as share a key."""
 
 
 class Interval(NamedTuple):
@@ -61,42 +74,52 @@ def collect_suffixes(
     shortest, longest = max(shortest, segment.limits[0].shortest), min(longest, query.shape[0])
     if longest < shortest:
         return row, 0, shortest
-    often, seldom = _find_ends(segment, query, shortest, longest)
+    few = found.matches.shape[0]
+    often, seldom = _find_ends(segment, query, shortest, longest, few)
     if often.begin == often.end:
         return row, 0, shortest  # nor does any longer end occur
-    if often.end - often.begin <= FEW:
+    if often.end - often.begin <= few:
         return _collect_few(segment, query, often, longest, depth, found, row)
     longest_match = often.length
     if seldom.begin < seldom.end:
         row, longest_match, _ = _collect_few(segment, query, seldom, longest, depth, found, row)
-    row = _collect_many(segment, query, often, depth, found, row)
+    row = _collect_many(segment, query, _whole(segment, query, often), depth, found, row)
     return row, longest_match, often.length
 
 
 @kernel()
 def _find_ends(
-    segment: SegmentArrays, query: NDArray[np.int32], shortest: int, longest: int
+    segment: SegmentArrays, query: NDArray[np.int32], shortest: int, longest: int, few: int
 ) -> tuple[Interval, Interval]:
     """Find an end of the query that says where all longer ones occur that are looked for.
 
     Returns:
-        The shortest end, or a longer one that has enough occurrences; and the end that has one
-        token more and not enough occurrences, empty where the first has few or is the longest.
+        The shortest end, or a longer one that has enough occurrences; of more than `few`, the first
+        ones. And the end that has one token more and not enough occurrences, empty where the first
+        end has few or is the longest.
     """
-    tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
     enough, last = segment.limits[0].enough, query.shape[0]
-    begin, end = find_interval(tokens, suffixes, starts, query[last - shortest :])
+    begin, end = find_interval(segment, query[last - shortest :], few + 1)
     often, seldom = Interval(shortest, begin, end), Interval(longest + 1, 0, 0)
     step = 1
-    while often.end - often.begin > FEW and often.length + 1 < seldom.length:
+    while often.end - often.begin > few and often.length + 1 < seldom.length:
         length = min(often.length + step, (often.length + seldom.length) >> 1)
-        begin, end = find_interval(tokens, suffixes, starts, query[last - length :])
+        begin, end = find_interval(segment, query[last - length :], few + 1)
         if end - begin >= enough:
             often = Interval(length, begin, end)
         else:
             seldom = Interval(length, begin, end)
         step *= 2
     return often, seldom
+
+
+@kernel()
+def _whole(segment: SegmentArrays, query: NDArray[np.int32], of: Interval) -> Interval:
+    """Return an interval of which the first occurrences are known with all of them."""
+    pattern = query[query.shape[0] - of.length :]
+    low, high = _narrow(segment, pattern, 1)
+    last = max(of.end, low) - 1
+    return Interval(of.length, of.begin, _find_end(segment, pattern, last, high))
 
 
 @kernel()
@@ -205,39 +228,145 @@ def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
 
 @kernel()
 def find_interval(
-    tokens: NDArray[Any], suffixes: NDArray[Any], starts: NDArray[Any], pattern: NDArray[np.int32]
+    segment: SegmentArrays, pattern: NDArray[np.int32], most: int
 ) -> tuple[int, int]:
-    """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1)."""
-    low, end = np.int64(starts[pattern[0]]), np.int64(starts[pattern[0] + 1])
-    end = min(end, suffixes.shape[0])
-    begin = _bisect(tokens, suffixes, pattern, low, end, 0)
-    if begin >= end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
+    """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1).
+
+    Of more than `most` occurrences, the first ones.
+    """
+    low, high = _narrow(segment, pattern, 0)
+    begin, end = _bisect(segment, pattern, low, high, 0), _bucket(segment, pattern)[1]
+    if begin >= end or _compare(segment.tokens, np.int64(segment.suffixes[begin]), pattern) != 0:
         return begin, begin
-    width = 1  # few occurrences in a large bucket: gallop from the first one
-    while begin + width < end:
-        if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
-            break
-        width *= 2
-    return begin, _bisect(tokens, suffixes, pattern, begin, min(begin + width, end), 1)
+    return begin, _find_end(segment, pattern, begin, min(end, begin + most))
 
 
 @kernel(inline="always")
+def _bucket(segment: SegmentArrays, pattern: NDArray[np.int32]) -> tuple[int, int]:
+    """Return the range of suffixes that begin with the pattern's first token."""
+    begin, end = segment.starts[pattern[0]], segment.starts[pattern[0] + 1]
+    return np.int64(begin), min(np.int64(end), segment.suffixes.shape[0])
+
+
+@kernel()
+def _narrow(
+    segment: SegmentArrays, pattern: NDArray[np.int32], bound: int
+) -> tuple[int, int]:
+    """Return a range that contains what `_bisect` finds in the bucket, or is followed by it.
+
+    With keys it is a stride long, unless the pattern has more tokens than a key tells.
+    """
+    keys, stride = segment.keys, segment.limits[0].key_stride
+    bits = segment.limits[0].key_bits
+    low, high = _bucket(segment, pattern)
+    if keys.shape[0] == 0 or pattern.shape[0] == 1:
+        return low, high
+    first = (low + stride - 1) // stride
+    behind = min((high + stride - 1) // stride, keys.shape[0])
+    is_told = pattern.shape[0] - 1 <= KEY_SIZE // bits
+    least, greatest = _keys_of(pattern, bits)
+    below = above = first
+    if bound == 0 or not is_told:
+        below = above = _bisect_keys(keys, least, first, behind)
+    if bound == 1 or not is_told:
+        above = _bisect_keys(keys, greatest + np.uint64(1), below, behind)
+    if bound == 1 and is_told:
+        below = above
+    if above < behind:
+        high = above * stride
+    if below > first:
+        low = (below - 1) * stride + 1
+    return low, high
+
+
+@kernel(inline="always")
+def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
+    """Return the least and the greatest key of suffixes that start with the pattern."""
+    least = greatest = np.uint64(0)
+    width = np.uint64(bits)
+    for offset in range(1, KEY_SIZE // bits + 1):
+        least, greatest = least << width, greatest << width
+        if offset < pattern.shape[0]:
+            least |= np.uint64(pattern[offset])
+            greatest |= np.uint64(pattern[offset])
+        else:
+            greatest |= (np.uint64(1) << width) - np.uint64(1)
+    return least, greatest
+
+
+@kernel()
+def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int:
+    """Return the first index of a key that is not less, reading some keys side by side."""
+    while high - low >= PROBES:
+        width = (high - low) // PROBES
+        for probe in range(1, PROBES):
+            prefetch(keys, low + probe * width)
+        first, behind = 1, PROBES
+        while first < behind:
+            probe = (first + behind) >> 1
+            if keys[low + probe * width] < key:
+                first = probe + 1
+            else:
+                behind = probe
+        if first < PROBES:
+            high = low + first * width
+        if first > 1:
+            low += (first - 1) * width + 1
+    while low < high and keys[low] < key:
+        low += 1
+    return low
+
+
+@kernel()
+def _find_end(
+    segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, end: int
+) -> int:
+    """Return the first place behind `begin` whose suffix does not start with the pattern, or `end`.
+
+    Most patterns have few occurrences in a large bucket: it gallops, reading some side by side.
+    """
+    tokens, suffixes = segment.tokens, segment.suffixes
+    width = 1
+    while begin + width < end:
+        ahead = width
+        for _ in range(PROBES):
+            prefetch(tokens, np.int64(suffixes[min(begin + ahead, end - 1)]) + 1)
+            ahead *= 2
+        while width < ahead and begin + width < end:
+            if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
+                return _bisect(segment, pattern, begin + (width >> 1) + 1, begin + width, 1)
+            width *= 2
+    return _bisect(segment, pattern, begin + (width >> 1) + 1, end, 1)
+
+
+@kernel()
 def _bisect(
+    segment: SegmentArrays, pattern: NDArray[np.int32], low: int, high: int, bound: int
+) -> int:
+    """Return the first index whose suffix compares to the pattern as `bound` or greater."""
+    tokens, suffixes = segment.tokens, segment.suffixes
+    while high - low > AT_ONCE:
+        low, high = _halve(tokens, suffixes, pattern, low, high, bound)
+    for place in range(low, high):
+        prefetch(tokens, np.int64(suffixes[place]) + 1)
+    while low < high:
+        low, high = _halve(tokens, suffixes, pattern, low, high, bound)
+    return low
+
+
+@kernel(inline="always")
+def _halve(
     tokens: NDArray[Any],
     suffixes: NDArray[Any],
     pattern: NDArray[np.int32],
     low: int,
     high: int,
     bound: int,
-) -> int:
-    """Return the first index whose suffix compares to the pattern as `bound` or greater."""
-    while low < high:
-        middle = (low + high) >> 1
-        if _compare(tokens, np.int64(suffixes[middle]), pattern) < bound:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+) -> tuple[int, int]:
+    middle = (low + high) >> 1
+    if _compare(tokens, np.int64(suffixes[middle]), pattern) < bound:
+        return middle + 1, high
+    return low, middle
 
 
 @kernel(inline="always")

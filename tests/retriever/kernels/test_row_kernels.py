@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from indexer.format.names import KEY_STRIDE, key_bits
+from indexer.stages.segments import suffix_keys
 from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
 from retriever.kernels.layout import (
@@ -61,11 +63,14 @@ def segment_of(
     shortest: int = 1,
     samples: int = 8,
     enough: int = 4,
+    keyed: bool = False,
     **_: int,
 ) -> SegmentArrays:
     """Arrays of a segment whose rows are marked with 4."""
-    limits = np.array([(4, shortest, samples, enough)], SEGMENT_LIMITS)
-    return SegmentArrays(tokens, suffixes, starts, limits)
+    size = len(starts) - 1
+    keys = suffix_keys(tokens, suffixes, size) if keyed else np.zeros(0, np.uint64)
+    kind = (4, shortest, samples, enough, KEY_STRIDE, key_bits(size))
+    return SegmentArrays(tokens, suffixes, starts, keys, np.array([kind], SEGMENT_LIMITS))
 
 
 def mark(rng: np.random.Generator, scratch: Scratch, query: TokenIds) -> dict[int, float]:
@@ -169,7 +174,7 @@ def test_interval_holds_every_occurrence_and_nothing_else() -> None:
     starts = np.searchsorted(tokens[suffixes], np.arange(4)).astype(np.uint32)
     for _ in range(NUM_SEEDS):
         pattern = rng.integers(0, 3, int(rng.integers(1, 9))).astype(np.int32)
-        begin, end = find_interval(tokens, suffixes, starts, pattern)
+        begin, end = find_interval(segment_of(tokens, suffixes, starts), pattern, 1 << 32)
         inside = {int(position) for position in suffixes[begin:end]}
         wanted = pattern.tolist()
         assert inside == {p for p in range(500) if tokens[p : p + len(wanted)].tolist() == wanted}
