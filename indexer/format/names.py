@@ -82,7 +82,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
 
 
 def key_bits(vocabulary_size: int) -> int:
-    """Return the bits of each token in a key: token ids fit, and the size itself for a separator."""
+    """Return the bits of each token in a key: ids fit, and the size itself for a separator."""
     return vocabulary_size.bit_length()
 
 

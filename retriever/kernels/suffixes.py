@@ -15,17 +15,15 @@ from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Found, SegmentArrays
 from retriever.kernels.similarity import WINDOW, similarity_of
 
-
 KEY_SIZE: Final = 64
 """Bits of a key."""
 
 PROBES: Final = 8
-"""A bisection waits for one probe after the other, each of a microsecond in a segment of gigabytes
-(page tables included); what is prefetched side by side takes hardly longer than one. Eight are
-as fast as four and six, and faster than 16."""
+"""What a search prefetches side by side. One random read of a segment of gigabytes takes up to a
+microsecond, page tables included, eight take hardly longer, and 16 twice as long."""
 
 AT_ONCE: Final = 32
-"""Suffixes whose tokens are all prefetched before they are bisected: as many as share a key."""
+"""Suffixes that are prefetched together before they are bisected: as many as have one key."""
 
 
 class Interval(NamedTuple):
@@ -227,9 +225,7 @@ def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
 
 
 @kernel()
-def find_interval(
-    segment: SegmentArrays, pattern: NDArray[np.int32], most: int
-) -> tuple[int, int]:
+def find_interval(segment: SegmentArrays, pattern: NDArray[np.int32], most: int) -> tuple[int, int]:
     """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1).
 
     Of more than `most` occurrences, the first ones.
@@ -249,23 +245,21 @@ def _bucket(segment: SegmentArrays, pattern: NDArray[np.int32]) -> tuple[int, in
 
 
 @kernel()
-def _narrow(
-    segment: SegmentArrays, pattern: NDArray[np.int32], bound: int
-) -> tuple[int, int]:
-    """Return a range that contains what `_bisect` finds in the bucket, or is followed by it.
+def _narrow(segment: SegmentArrays, pattern: NDArray[np.int32], bound: int) -> tuple[int, int]:
+    """Return the part of the pattern's bucket that is left to `_bisect`: it finds the same there.
 
-    With keys it is a stride long, unless the pattern has more tokens than a key tells.
+    With keys that is less than a stride, unless the pattern has more tokens than a key tells.
     """
     keys, stride = segment.keys, segment.limits[0].key_stride
     bits = segment.limits[0].key_bits
     low, high = _bucket(segment, pattern)
     if keys.shape[0] == 0 or pattern.shape[0] == 1:
         return low, high
-    first = (low + stride - 1) // stride
+    first = (low + stride - 1) // stride  # keys of the bucket: from here to `behind`
     behind = min((high + stride - 1) // stride, keys.shape[0])
     is_told = pattern.shape[0] - 1 <= KEY_SIZE // bits
     least, greatest = _keys_of(pattern, bits)
-    below = above = first
+    below = above = first  # suffixes with keys before `below` are too small, from `above` on not
     if bound == 0 or not is_told:
         below = above = _bisect_keys(keys, least, first, behind)
     if bound == 1 or not is_told:
@@ -318,9 +312,7 @@ def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int
 
 
 @kernel()
-def _find_end(
-    segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, end: int
-) -> int:
+def _find_end(segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, end: int) -> int:
     """Return the first place behind `begin` whose suffix does not start with the pattern, or `end`.
 
     Most patterns have few occurrences in a large bucket: it gallops, reading some side by side.
