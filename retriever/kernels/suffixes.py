@@ -22,9 +22,6 @@ PROBES: Final = 8
 """What a search prefetches side by side. One random read of a segment of gigabytes takes up to a
 microsecond, page tables included, eight take hardly longer, and 16 twice as long."""
 
-AT_ONCE: Final = 32
-"""Suffixes that are prefetched together before they are bisected: as many as have one key."""
-
 
 class Interval(NamedTuple):
     """The occurrences of an end of the query.
@@ -291,23 +288,12 @@ def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
 @kernel()
 def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int:
     """Return the first index of a key that is not less, reading some keys side by side."""
-    while high - low >= PROBES:
-        width = (high - low) // PROBES
-        for probe in range(1, PROBES):
-            prefetch(keys, low + probe * width)
-        first, behind = 1, PROBES
-        while first < behind:
-            probe = (first + behind) >> 1
-            if keys[low + probe * width] < key:
-                first = probe + 1
-            else:
-                behind = probe
-        if first < PROBES:
-            high = low + first * width
-        if first > 1:
-            low += (first - 1) * width + 1
-    while low < high and keys[low] < key:
-        low += 1
+    while low < high:
+        width = (high - low + PROBES - 1) // PROBES
+        less = 0
+        for probe in range(1, PROBES + 1):
+            less += keys[min(low + probe * width, high) - 1] < key
+        low, high = min(low + less * width, high), min(low + (less + 1) * width - 1, high)
     return low
 
 
@@ -337,28 +323,19 @@ def _bisect(
 ) -> int:
     """Return the first index whose suffix compares to the pattern as `bound` or greater."""
     tokens, suffixes = segment.tokens, segment.suffixes
-    while high - low > AT_ONCE:
-        low, high = _halve(tokens, suffixes, pattern, low, high, bound)
-    for place in range(low, high):
-        prefetch(tokens, np.int64(suffixes[place]) + 1)
     while low < high:
-        low, high = _halve(tokens, suffixes, pattern, low, high, bound)
+        width = (high - low + PROBES - 1) // PROBES
+        for probe in range(1, PROBES + 1):
+            place = min(low + probe * width, high) - 1
+            prefetch(tokens, np.int64(suffixes[place]) + 1)
+        less = 0
+        while less < PROBES:
+            place = min(low + (less + 1) * width, high) - 1
+            if _compare(tokens, np.int64(suffixes[place]), pattern) >= bound:
+                break
+            less += 1
+        low, high = min(low + less * width, high), min(low + (less + 1) * width - 1, high)
     return low
-
-
-@kernel(inline="always")
-def _halve(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    pattern: NDArray[np.int32],
-    low: int,
-    high: int,
-    bound: int,
-) -> tuple[int, int]:
-    middle = (low + high) >> 1
-    if _compare(tokens, np.int64(suffixes[middle]), pattern) < bound:
-        return middle + 1, high
-    return low, middle
 
 
 @kernel(inline="always")
