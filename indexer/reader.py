@@ -11,7 +11,7 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
-from indexer.format.names import token_dtype
+from indexer.format.names import KEY_STRIDE, key_bits, token_dtype
 from indexer.format.opening import (
     Before,
     Segment,
@@ -28,11 +28,13 @@ from indexer.tokenizer import Vocabulary
 
 __all__ = [
     "COUNT_VALUES",
+    "KEY_STRIDE",
     "Document",
     "Index",
     "PhraseTables",
     "Segment",
     "Vocabulary",
+    "key_bits",
     "sum_tables",
     "token_dtype",
 ]

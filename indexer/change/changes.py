@@ -12,7 +12,13 @@ from indexer.change.choosing import Choice
 from indexer.change.writer import IndexWriter, writing
 from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError, TokenizerError
-from indexer.format.names import SEGMENTS_FOLDER, STARTS_FILE, SUFFIXES_FILE, TOKENIZER_FILE
+from indexer.format.names import (
+    KEYS_FILE,
+    SEGMENTS_FOLDER,
+    STARTS_FILE,
+    SUFFIXES_FILE,
+    TOKENIZER_FILE,
+)
 from indexer.format.opening import check_file
 from indexer.format.records import Contents, SegmentRecord
 from indexer.stages.build_options import DEFAULTS, BuildOptions
@@ -35,7 +41,7 @@ from indexer.tokenizer import load_core
 
 _log = getLogger(__name__)
 
-_NOT_COPIED: Final = frozenset({SUFFIXES_FILE, STARTS_FILE})
+_NOT_COPIED: Final = frozenset({SUFFIXES_FILE, STARTS_FILE, KEYS_FILE})
 
 
 def add_documents(

@@ -25,7 +25,7 @@ from indexer.format.same_folder import from_same_folder
 from indexer.format.snapshots import hold_latest
 from indexer.reader import Segment
 from indexer.stages.phrase_writer import write_phrases
-from indexer.stages.segments import first_token_starts
+from indexer.stages.segments import first_token_starts, suffix_keys
 
 _STRIDE: Final = 1 << 22
 """Elements that are checked together: temporary arrays stay at some tens of MB."""
@@ -61,6 +61,10 @@ def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: in
         yield "the suffixes are not in the order of their first tokens"
     elif not _neighbours_rise(tokens, suffixes, num_samples):
         yield "the suffixes are not in the order of their tokens"
+    elif len(segment.keys) and not np.array_equal(
+        segment.keys, suffix_keys(tokens, suffixes, vocabulary_size)
+    ):
+        yield "the suffix keys are not those of the suffixes"
 
 
 def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:

@@ -20,6 +20,7 @@ PHRASES_FOLDER: Final = "phrases"
 TOKENS_FILE: Final = "tokens"
 SUFFIXES_FILE: Final = "suffixes"
 STARTS_FILE: Final = "starts"
+KEYS_FILE: Final = "suffix_keys"
 DOCUMENT_STARTS_FILE: Final = "document_starts"
 NAMES_FILE: Final = "document_names"
 NAME_ENDS_FILE: Final = "document_name_ends"
@@ -34,7 +35,7 @@ DOCUMENT_FILES: Final = (
     DIGESTS_FILE,
 )
 SEGMENT_FILES: Final = (TOKENS_FILE, SUFFIXES_FILE, STARTS_FILE, *DOCUMENT_FILES)
-OPTIONAL_SEGMENT_FILES: Final = (TEXTS_FILE,)
+OPTIONAL_SEGMENT_FILES: Final = (KEYS_FILE, TEXTS_FILE)
 PHRASE_FILES: Final = (
     *("counts1", "starts1"),
     *("tokens2", "counts2", "starts2"),
@@ -44,6 +45,15 @@ PHRASE_FILES: Final = (
 
 POSITION_DTYPE: Final = np.dtype("<u4")
 """Of suffixes and starts: a segment has fewer than 2**32 tokens."""
+
+KEY_DTYPE: Final = np.dtype("<u8")
+"""Of keys of suffixes: the tokens behind the first one of each, packed."""
+
+KEY_STRIDE: Final = 32
+"""Suffixes from one that has a key to the next: a quarter of a byte for each token."""
+
+MIN_KEYED_SUFFIXES: Final = 1 << 20
+"""Of a segment with keys: in smaller ones a search has few steps, and their memory is cached."""
 
 OFFSET_DTYPE: Final = np.dtype("<u8")
 """Of offsets into the names of documents."""
@@ -69,6 +79,11 @@ Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
     """Return the dtype of tokens: two bytes where ids and the separator fit, else four."""
     return np.dtype("<u2") if vocabulary_size <= np.iinfo(np.uint16).max else np.dtype("<u4")
+
+
+def key_bits(vocabulary_size: int) -> int:
+    """Return the bits of each token in a key: ids fit, and the size itself for a separator."""
+    return vocabulary_size.bit_length()
 
 
 def separator_of(dtype: np.dtype[Any]) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -22,6 +22,9 @@ from indexer.format.names import (
     DIGEST_BYTES,
     DIGESTS_FILE,
     DOCUMENT_STARTS_FILE,
+    KEY_DTYPE,
+    KEY_STRIDE,
+    KEYS_FILE,
     LICENCE_DTYPE,
     LICENCES_FILE,
     NAME_ENDS_FILE,
@@ -70,6 +73,8 @@ class Segment:
             `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk it may hold anything but for its
             ends: code that slices by it must clamp.
         documents: which documents the tokens are of.
+        keys: uint64[m / `KEY_STRIDE`, rounded up], see `indexer.stages.segments.suffix_keys`;
+            uint64[0] where the segment has none.
     """
 
     name: str
@@ -77,10 +82,11 @@ class Segment:
     suffixes: NDArray[np.uint32]
     starts: NDArray[np.uint32]
     documents: DocumentTable
+    keys: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, KEY_DTYPE))
 
     def arrays(self) -> Iterator[NDArray[Any]]:
         """Yield the array of each file."""
-        yield from (self.tokens, self.suffixes, self.starts)
+        yield from (self.tokens, self.suffixes, self.starts, self.keys)
         yield from self.documents.files().values()
 
 
@@ -202,7 +208,12 @@ def open_segment(
             "copy or build the index again"
         )
     documents = open_documents(folder, record.num_documents, record.licences, hold=hold)
-    return Segment(record.name, tokens, suffixes, starts, documents)
+    if KEYS_FILE not in record.files:
+        return Segment(record.name, tokens, suffixes, starts, documents)
+    keys = map_array(folder / KEYS_FILE, KEY_DTYPE, hold=hold)
+    if len(keys) != -(-len(suffixes) // KEY_STRIDE):
+        raise DamagedIndexError(f"the files of {folder} contradict the counts in the catalog")
+    return Segment(record.name, tokens, suffixes, starts, documents, keys)
 
 
 def open_documents(

@@ -78,7 +78,8 @@ class SegmentRecord:
         num_documents: documents in it.
         num_tokens: tokens in it, separators not counted.
         licences: what the numbers in the documents' licences stand for.
-        files: size and checksum of each of `SEGMENT_FILES`, and of `TEXTS_FILE` if texts are kept.
+        files: size and checksum of each of `SEGMENT_FILES`, and of those of
+            `OPTIONAL_SEGMENT_FILES` that it has.
     """
 
     name: str

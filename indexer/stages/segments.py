@@ -11,13 +11,18 @@ from numpy.typing import NDArray
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.format.documents import DocumentTable, join_tables
 from indexer.format.names import (
+    KEY_DTYPE,
+    KEY_STRIDE,
+    KEYS_FILE,
     MAX_POSITIONS,
+    MIN_KEYED_SUFFIXES,
     POSITION_DTYPE,
     STARTS_FILE,
     SUFFIXES_FILE,
     TEXTS_FILE,
     TOKENS_FILE,
     Tokens,
+    key_bits,
     separator_of,
     token_dtype,
 )
@@ -88,6 +93,36 @@ def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint3
         piece = tokens[begin : begin + _STRIDE]
         counts[1:] += np.bincount(piece[piece != separator], minlength=vocabulary_size)
     return np.cumsum(counts).astype(POSITION_DTYPE)
+
+
+def suffix_keys(
+    tokens: Tokens, suffixes: NDArray[np.uint32], vocabulary_size: int
+) -> NDArray[np.uint64]:
+    """Return the tokens that follow the first one of every `KEY_STRIDE`-th suffix, packed.
+
+    A bisection of these keys reads memory that lies together, and leaves few suffixes to compare.
+
+    Args:
+        tokens: uint16[n] or uint32[n], as `sort_suffixes` takes it.
+        suffixes: uint32[m], as it returns them.
+        vocabulary_size: largest token id plus one.
+
+    Returns:
+        uint64[m / KEY_STRIDE, rounded up]: from the highest used bits down, as many tokens as fit;
+        `vocabulary_size` stands for a separator and for what lies beyond the end.
+    """
+    bits = np.uint64(key_bits(vocabulary_size))
+    sampled = suffixes[::KEY_STRIDE]
+    keys = np.zeros(len(sampled), KEY_DTYPE)
+    for begin in range(0, len(keys), _STRIDE):
+        piece = keys[begin : begin + _STRIDE]
+        positions = sampled[begin : begin + _STRIDE].astype(np.int64)
+        for _ in range(KEY_DTYPE.itemsize * 8 // int(bits)):
+            positions += 1
+            read = tokens[np.minimum(positions, len(tokens) - 1)]
+            piece <<= bits
+            piece |= np.minimum(read, vocabulary_size).astype(KEY_DTYPE)
+    return keys
 
 
 def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
@@ -182,7 +217,12 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
     files[STARTS_FILE] = write_array(folder / STARTS_FILE, starts)
     if all(piece.part.keeps_texts for piece in task.pieces):
         files[TEXTS_FILE] = _write_texts(folder / TEXTS_FILE, task.pieces)
-    files[SUFFIXES_FILE] = write_array(folder / SUFFIXES_FILE, sort_suffixes(tokens))
+    suffixes = sort_suffixes(tokens)
+    files[SUFFIXES_FILE] = write_array(folder / SUFFIXES_FILE, suffixes)
+    if len(suffixes) >= MIN_KEYED_SUFFIXES:
+        keys = suffix_keys(tokens, suffixes, task.vocabulary_size)
+        files[KEYS_FILE] = write_array(folder / KEYS_FILE, keys)
+    del suffixes  # gigabytes
     sync_folder(folder)
     num_documents = len(documents)
     num_tokens = len(tokens) - num_documents

@@ -34,7 +34,7 @@ from retriever.kernels.layout import (
     unpack,
     unpack_at,
 )
-from retriever.kernels.succession import call_root, call_root_successors
+from retriever.kernels.succession import call_root, call_root_entries, call_root_successors
 from retriever.tree import Source
 
 
@@ -383,6 +383,11 @@ def draft_tree(
         if fields[chains_.VERSION] >= 0:
             row = chains_.fade_rows(found, first, row, of.versions, fields)
         row = _collect_running(of.running, fields, query, budget, found, row)
+    if stages & TREE:
+        call_root_entries(
+            tables.starts1, tables.starts2, tables.starts3, tables.tokens2, tables.tokens3,
+            tables.counts3, query,
+        )  # fmt: skip
     if stages & CORPUS:
         bound, longest, shortest = longest, 0, 0
         for index in range(of.segments.shape[0]):

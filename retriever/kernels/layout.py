@@ -159,6 +159,10 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
 MAX_MATCH: Final = 32
 """Match lengths are counted up to this many tokens."""
 
+FEW: Final = 128
+"""Most occurrences in a segment that are all read, to tell those of longer matches. Their reads
+overlap, while a search waits for one after the other: 32 and 64 are slower, 256 is no faster."""
+
 RECENT_SIZE: Final = 1 << 16
 """Entries in the table of recent tokens, by token id modulo the size."""
 
@@ -286,6 +290,8 @@ SEGMENT_LIMITS: Final = np.dtype(
         ("shortest", np.int64),  # matches shorter than this are not looked for; 1 or more
         ("samples", np.int64),  # most occurrences to read for each match length
         ("enough", np.int64),  # shorter matches are not looked for once a length occurs this often
+        ("key_stride", np.int64),  # suffixes from one that has a key to the next
+        ("key_bits", np.int64),  # of each token in a key
     ]
 )
 """How a segment of the corpus is searched."""
@@ -455,6 +461,7 @@ class SegmentArrays(NamedTuple):
     tokens: NDArray[Any]
     suffixes: NDArray[Any]
     starts: NDArray[Any]
+    keys: NDArray[np.uint64]  # uint64[0] where the segment has none
     limits: NDArray[Any]  # SEGMENT_LIMITS[1]
 
 
@@ -486,6 +493,7 @@ class Found(NamedTuple):
     recent: NDArray[np.float32]  # float32[RECENT_SIZE], rarity of the last tokens, 0 for others
     marked: NDArray[np.int32]  # int32[MAX_MATCH], the tokens that are marked there
     counts: NDArray[np.float64]  # float64[MAX_MATCH + 1], evidence by match length
+    matches: NDArray[np.int32]  # int32[FEW], lengths of matches in a segment
 
 
 class Grown(NamedTuple):
@@ -543,6 +551,7 @@ class Scratch:
             aligned_zeros((RECENT_SIZE,), np.float32),
             np.zeros(MAX_MATCH, np.int32),
             np.zeros(MAX_MATCH + 1),
+            np.zeros(FEW, np.int32),
         )
         self.work = Work(
             aligned_zeros((max_nodes,), NODE),

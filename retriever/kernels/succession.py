@@ -128,6 +128,31 @@ def call_root_successors(
 
 
 @kernel()
+def call_root_entries(
+    starts1: NDArray[np.uint32],
+    starts2: NDArray[np.uint32],
+    starts3: NDArray[np.uint32],
+    tokens2: NDArray[Any],
+    tokens3: NDArray[Any],
+    counts3: NDArray[np.uint8],
+    query: NDArray[np.int32],
+) -> None:
+    """Prefetch what follows the pairs in the last three tokens, which were called before.
+
+    In tables of gigabytes each look-up waits for memory: these arrive while the corpus is searched.
+    """
+    last = query.shape[0] - 1
+    for back in range(min(2, last)):
+        entry = find_successor(starts1, tokens2, query[last - back - 1], query[last - back])
+        if entry >= 0:
+            begin = np.int64(starts2[entry])
+            prefetch(tokens3, begin)
+            if back == 0:
+                prefetch(counts3, begin)
+                prefetch(starts3, begin)
+
+
+@kernel()
 def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
     """Return the entry of a token among an entry's successors, one level further, or -1.
 

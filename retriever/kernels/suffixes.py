@@ -2,10 +2,11 @@
 
 Arrays of a segment, as the indexer writes them: `tokens` unsigned[n] with the dtype's maximum after
 each document, `suffixes` unsigned[m] positions in the order of what stands there, and `starts`
-unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin.
+unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin. `keys`
+uint64[m / stride, rounded up], of every so many suffixes the tokens behind the first, or none.
 """
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,27 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Found, SegmentArrays
 from retriever.kernels.similarity import WINDOW, similarity_of
+
+KEY_SIZE: Final = 64
+"""Bits of a key."""
+
+PROBES: Final = 8
+"""What a search prefetches side by side. One random read of a segment of gigabytes takes up to a
+microsecond, page tables included, eight take hardly longer, and 16 twice as long."""
+
+
+class Interval(NamedTuple):
+    """The occurrences of an end of the query.
+
+    Attributes:
+        length: of the end, in tokens.
+        begin: the first one's place in `suffixes`.
+        end: the place after the last one.
+    """
+
+    length: int
+    begin: int
+    end: int
 
 
 @kernel()
@@ -28,6 +50,7 @@ def collect_suffixes(
     """Write continuations of the longest ends of the query, sampled evenly over occurrences.
 
     Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
+    What occurs often is bisected; longer ends occur where it does, and there in the same order.
 
     Args:
         segment: what to search, and how.
@@ -43,132 +66,275 @@ def collect_suffixes(
         The first free row afterwards, the length of the longest match, and what is `shortest` for
         the next segment.
     """
-    tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
-    rows, continuations, recent = found.rows, found.continuations, found.recent
-    limits = segment.limits[0]
-    shortest, samples, enough = max(shortest, limits.shortest), limits.samples, limits.enough
-    length, longest_match = min(longest, query.shape[0]) + 1, 0
-    if length <= shortest:
+    shortest, longest = max(shortest, segment.limits[0].shortest), min(longest, query.shape[0])
+    if longest < shortest:
         return row, 0, shortest
-    of_shortest = _find_end(tokens, suffixes, starts, query, shortest)
-    begin, end = 0, 0
-    separator = np.int64(np.iinfo(tokens.dtype).max)
-    # An end that occurs no more often than a longer one occurs where that does, and adds no row.
-    while of_shortest[1] - of_shortest[0] > end - begin:
-        length, begin, end = _next_end(
-            tokens, suffixes, starts, query, shortest, of_shortest, length, end - begin
-        )
-        longest_match = max(longest_match, length)
-        read = min(end - begin, samples)
-        _prefetch_samples(tokens, suffixes, begin, end, read)
-        for sample in range(read):
-            if row == rows.shape[0]:
-                return row, longest_match, shortest
-            position = np.int64(suffixes[begin + (end - begin) * sample // read])
-            if _goes_on(tokens, position, query, length):
-                continue  # it is among the occurrences of the longer end
-            copied = _copy(
-                tokens, position + length, starts.shape[0] - 1, depth, continuations[row]
-            )
-            if copied > 0:
-                _write(rows[row], copied, length, limits.source, (end - begin) / read)
-                rows[row].similarity = similarity_of(tokens, -1, position, 0, separator, recent)
-                row += 1
-        if end - begin >= enough:
-            return row, longest_match, length
-    return row, longest_match, shortest
-
-
-@kernel(inline="always")
-def _prefetch_samples(
-    tokens: NDArray[Any], suffixes: NDArray[Any], begin: int, end: int, read: int
-) -> None:
-    """Prefetch what is read of evenly sampled occurrences, and what stands around them."""
-    if read == 1:
-        return
-    for sample in range(read):
-        prefetch(suffixes, begin + (end - begin) * sample // read)
-    for sample in range(read):
-        position = np.int64(suffixes[begin + (end - begin) * sample // read])
-        prefetch(tokens, position - WINDOW)
-        prefetch(tokens, position + WINDOW)
-
-
-@kernel(inline="always")
-def _find_end(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    starts: NDArray[Any],
-    query: NDArray[np.int32],
-    length: int,
-) -> tuple[int, int]:
-    """Return the range of `suffixes` that start with the last tokens of the query."""
-    return find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
+    few = found.matches.shape[0]
+    often, seldom = _find_ends(segment, query, shortest, longest, few)
+    if often.begin == often.end:
+        return row, 0, shortest  # nor does any longer end occur
+    if often.end - often.begin <= few:
+        return _collect_few(segment, query, often, longest, depth, found, row)
+    longest_match = often.length
+    if seldom.begin < seldom.end:
+        row, longest_match, _ = _collect_few(segment, query, seldom, longest, depth, found, row)
+    row = _collect_many(segment, query, _whole(segment, query, often), depth, found, row)
+    return row, longest_match, often.length
 
 
 @kernel()
-def _next_end(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    starts: NDArray[Any],
-    query: NDArray[np.int32],
-    shortest: int,
-    of_shortest: tuple[int, int],
-    above: int,
-    count: int,
-) -> tuple[int, int, int]:
-    """Return the longest end of the query that occurs more than `count` times, and its range.
+def _find_ends(
+    segment: SegmentArrays, query: NDArray[np.int32], shortest: int, longest: int, few: int
+) -> tuple[Interval, Interval]:
+    """Find an end of the query that says where all longer ones occur that are looked for.
 
-    Ends of `above` tokens and more do not, and that of `shortest` does, in its range. Mostly it is
-    the next one; where a long match occurs once, so do many of its ends, and steps grow.
+    Returns:
+        The shortest end, or a longer one that has enough occurrences; of more than `few`, the first
+        ones. And the end that has one token more and not enough occurrences, empty where the first
+        end has few or is the longest.
     """
-    length, begin, end = shortest, *of_shortest
+    enough, last = segment.limits[0].enough, query.shape[0]
+    begin, end = find_interval(segment, query[last - shortest :], few + 1)
+    often, seldom = Interval(shortest, begin, end), Interval(longest + 1, 0, 0)
     step = 1
-    while above - length > 1:
-        probe = max(above - step, (above + length) >> 1)
-        first, last = _find_end(tokens, suffixes, starts, query, probe)
-        if last - first > count:
-            length, begin, end = probe, first, last
+    while often.end - often.begin > few and often.length + 1 < seldom.length:
+        length = min(often.length + step, (often.length + seldom.length) >> 1)
+        begin, end = find_interval(segment, query[last - length :], few + 1)
+        if end - begin >= enough:
+            often = Interval(length, begin, end)
         else:
-            above = probe
-            step *= 2
-    return length, begin, end
+            seldom = Interval(length, begin, end)
+        step *= 2
+    return often, seldom
 
 
 @kernel()
-def find_interval(
-    tokens: NDArray[Any], suffixes: NDArray[Any], starts: NDArray[Any], pattern: NDArray[np.int32]
-) -> tuple[int, int]:
-    """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1)."""
-    low, end = np.int64(starts[pattern[0]]), np.int64(starts[pattern[0] + 1])
-    end = min(end, suffixes.shape[0])
-    begin = _bisect(tokens, suffixes, pattern, low, end, 0)
-    if begin >= end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
-        return begin, begin
-    width = 1  # few occurrences in a large bucket: gallop from the first one
-    while begin + width < end:
-        if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
-            break
-        width *= 2
-    return begin, _bisect(tokens, suffixes, pattern, begin, min(begin + width, end), 1)
+def _whole(segment: SegmentArrays, query: NDArray[np.int32], of: Interval) -> Interval:
+    """Return an interval of which the first occurrences are known with all of them."""
+    pattern = query[query.shape[0] - of.length :]
+    low, high = _narrow(segment, pattern, 1)
+    last = max(of.end, low) - 1
+    return Interval(of.length, of.begin, _find_end(segment, pattern, last, high))
+
+
+@kernel()
+def _collect_few(
+    segment: SegmentArrays,
+    query: NDArray[np.int32],
+    of: Interval,
+    longest: int,
+    depth: int,
+    found: Found,
+    row: int,
+) -> tuple[int, int, int]:
+    """Write continuations of an end of at most FEW occurrences, and of longer ones.
+
+    Returns:
+        The first free row, the length of the longest match, and that of the last end that was
+        looked for.
+    """
+    tokens, suffixes, matches = segment.tokens, segment.suffixes, found.matches
+    limits = segment.limits[0]
+    longest_match = _match_occurrences(tokens, suffixes, query, of, matches)
+    longest_match = length = min(longest, longest_match)
+    while True:
+        count, shorter = _count_matches(matches, of, length)
+        read = min(count, limits.samples)
+        number = sample = 0
+        for index in range(of.end - of.begin):
+            if matches[index] < length:
+                continue
+            number += 1
+            if number <= count * sample // read:
+                continue
+            sample += 1
+            if matches[index] == length:  # or it is among the occurrences of the longer end
+                position = np.int64(suffixes[of.begin + index]) - (length - of.length)
+                row = _write(segment, position, length, count / read, depth, found, row)
+        if count >= limits.enough or length == of.length:
+            return row, longest_match, length
+        length = shorter
+
+
+@kernel()
+def _match_occurrences(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    query: NDArray[np.int32],
+    of: Interval,
+    matches: NDArray[np.int32],
+) -> int:
+    """Write how long a match each occurrence is the end of; return the longest."""
+    for place in range(of.begin, of.end):
+        _prefetch_around(tokens, np.int64(suffixes[place]))
+    longest_match = 0
+    for place in range(of.begin, of.end):
+        position, length = np.int64(suffixes[place]), of.length
+        while _goes_on(tokens, position, query, length):
+            position -= 1
+            length += 1
+        matches[place - of.begin] = length
+        longest_match = max(longest_match, length)
+    return longest_match
 
 
 @kernel(inline="always")
+def _count_matches(matches: NDArray[np.int32], of: Interval, length: int) -> tuple[int, int]:
+    """Return how many matches are so long, and the length of the longest that is shorter."""
+    count, shorter = 0, of.length
+    for index in range(of.end - of.begin):
+        if matches[index] >= length:
+            count += 1
+        else:
+            shorter = max(shorter, matches[index])
+    return count, shorter
+
+
+@kernel()
+def _collect_many(
+    segment: SegmentArrays,
+    query: NDArray[np.int32],
+    of: Interval,
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write continuations of an end of the query, without those of longer ones."""
+    tokens, suffixes = segment.tokens, segment.suffixes
+    count = of.end - of.begin
+    read = min(count, segment.limits[0].samples)
+    for sample in range(read):
+        prefetch(suffixes, of.begin + count * sample // read)
+    for sample in range(read):
+        _prefetch_around(tokens, np.int64(suffixes[of.begin + count * sample // read]))
+    for sample in range(read):
+        position = np.int64(suffixes[of.begin + count * sample // read])
+        if not _goes_on(tokens, position, query, of.length):
+            row = _write(segment, position, of.length, count / read, depth, found, row)
+    return row
+
+
+@kernel(inline="always")
+def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
+    """Prefetch what is read of an occurrence, and what stands around it."""
+    prefetch(tokens, position - WINDOW)
+    prefetch(tokens, position + WINDOW)
+
+
+@kernel()
+def find_interval(segment: SegmentArrays, pattern: NDArray[np.int32], most: int) -> tuple[int, int]:
+    """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1).
+
+    Of more than `most` occurrences, the first ones.
+    """
+    low, high = _narrow(segment, pattern, 0)
+    begin, end = _bisect(segment, pattern, low, high, 0), _bucket(segment, pattern)[1]
+    if begin >= end or _compare(segment.tokens, np.int64(segment.suffixes[begin]), pattern) != 0:
+        return begin, begin
+    return begin, _find_end(segment, pattern, begin, min(end, begin + most))
+
+
+@kernel(inline="always")
+def _bucket(segment: SegmentArrays, pattern: NDArray[np.int32]) -> tuple[int, int]:
+    """Return the range of suffixes that begin with the pattern's first token."""
+    begin, end = segment.starts[pattern[0]], segment.starts[pattern[0] + 1]
+    return np.int64(begin), min(np.int64(end), segment.suffixes.shape[0])
+
+
+@kernel()
+def _narrow(segment: SegmentArrays, pattern: NDArray[np.int32], bound: int) -> tuple[int, int]:
+    """Return the part of the pattern's bucket that is left to `_bisect`: it finds the same there.
+
+    With keys that is less than a stride, unless the pattern has more tokens than a key tells.
+    """
+    keys, stride = segment.keys, segment.limits[0].key_stride
+    bits = segment.limits[0].key_bits
+    low, high = _bucket(segment, pattern)
+    if keys.shape[0] == 0 or pattern.shape[0] == 1:
+        return low, high
+    first = (low + stride - 1) // stride  # keys of the bucket: from here to `behind`
+    behind = min((high + stride - 1) // stride, keys.shape[0])
+    is_told = pattern.shape[0] - 1 <= KEY_SIZE // bits
+    least, greatest = _keys_of(pattern, bits)
+    below = above = first  # suffixes with keys before `below` are too small, from `above` on not
+    if bound == 0 or not is_told:
+        below = above = _bisect_keys(keys, least, first, behind)
+    if bound == 1 or not is_told:
+        above = _bisect_keys(keys, greatest + np.uint64(1), below, behind)
+    if bound == 1 and is_told:
+        below = above
+    if above < behind:
+        high = above * stride
+    if below > first:
+        low = (below - 1) * stride + 1
+    return low, high
+
+
+@kernel(inline="always")
+def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
+    """Return the least and the greatest key of suffixes that start with the pattern."""
+    least = greatest = np.uint64(0)
+    width = np.uint64(bits)
+    for offset in range(1, KEY_SIZE // bits + 1):
+        least, greatest = least << width, greatest << width
+        if offset < pattern.shape[0]:
+            least |= np.uint64(pattern[offset])
+            greatest |= np.uint64(pattern[offset])
+        else:
+            greatest |= (np.uint64(1) << width) - np.uint64(1)
+    return least, greatest
+
+
+@kernel()
+def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int:
+    """Return the first index of a key that is not less, reading some keys side by side."""
+    while low < high:
+        width = (high - low + PROBES - 1) // PROBES
+        less = 0
+        for probe in range(1, PROBES + 1):
+            less += keys[min(low + probe * width, high) - 1] < key
+        low, high = min(low + less * width, high), min(low + (less + 1) * width - 1, high)
+    return low
+
+
+@kernel()
+def _find_end(segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, end: int) -> int:
+    """Return the first place behind `begin` whose suffix does not start with the pattern, or `end`.
+
+    Most patterns have few occurrences in a large bucket: it gallops, reading some side by side.
+    """
+    tokens, suffixes = segment.tokens, segment.suffixes
+    width = 1
+    while begin + width < end:
+        ahead = width
+        for _ in range(PROBES):
+            prefetch(tokens, np.int64(suffixes[min(begin + ahead, end - 1)]) + 1)
+            ahead *= 2
+        while width < ahead and begin + width < end:
+            if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
+                return _bisect(segment, pattern, begin + (width >> 1) + 1, begin + width, 1)
+            width *= 2
+    return _bisect(segment, pattern, begin + (width >> 1) + 1, end, 1)
+
+
+@kernel()
 def _bisect(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    pattern: NDArray[np.int32],
-    low: int,
-    high: int,
-    bound: int,
+    segment: SegmentArrays, pattern: NDArray[np.int32], low: int, high: int, bound: int
 ) -> int:
     """Return the first index whose suffix compares to the pattern as `bound` or greater."""
+    tokens, suffixes = segment.tokens, segment.suffixes
     while low < high:
-        middle = (low + high) >> 1
-        if _compare(tokens, np.int64(suffixes[middle]), pattern) < bound:
-            low = middle + 1
-        else:
-            high = middle
+        width = (high - low + PROBES - 1) // PROBES
+        for probe in range(1, PROBES + 1):
+            place = min(low + probe * width, high) - 1
+            prefetch(tokens, np.int64(suffixes[place]) + 1)
+        less = 0
+        while less < PROBES:
+            place = min(low + (less + 1) * width, high) - 1
+            if _compare(tokens, np.int64(suffixes[place]), pattern) >= bound:
+                break
+            less += 1
+        low, high = min(low + less * width, high), min(low + (less + 1) * width - 1, high)
     return low
 
 
@@ -208,8 +374,27 @@ def _copy(
 
 
 @kernel(inline="always")
-def _write(row: Any, length: int, match: int, source: int, count: float) -> None:
-    row.length = length
-    row.match = match
-    row.source = source
-    row.count = count
+def _write(
+    segment: SegmentArrays,
+    position: int,
+    length: int,
+    count: float,
+    depth: int,
+    found: Found,
+    row: int,
+) -> int:
+    """Write what follows a match at a position, if there is room; return the first free row."""
+    if row == found.rows.shape[0]:
+        return row
+    tokens, vocabulary_size = segment.tokens, segment.starts.shape[0] - 1
+    copied = _copy(tokens, position + length, vocabulary_size, depth, found.continuations[row])
+    if copied == 0:
+        return row
+    separator = np.int64(np.iinfo(tokens.dtype).max)
+    to = found.rows[row]
+    to.length = copied
+    to.match = length
+    to.source = segment.limits[0].source
+    to.count = count
+    to.similarity = similarity_of(tokens, -1, position, 0, separator, found.recent)
+    return row + 1

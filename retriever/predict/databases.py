@@ -14,7 +14,16 @@ from typing import Any, Final, NamedTuple, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.reader import COUNT_VALUES, Index, PhraseTables, Segment, sum_tables, token_dtype
+from indexer.reader import (
+    COUNT_VALUES,
+    KEY_STRIDE,
+    Index,
+    PhraseTables,
+    Segment,
+    key_bits,
+    sum_tables,
+    token_dtype,
+)
 from retriever.drafter import Kin, TokenIds
 from retriever.kernels.entries import (
     CONTEXT,
@@ -27,6 +36,7 @@ from retriever.kernels.entries import (
     step_sequence,
 )
 from retriever.kernels.layout import (
+    FEW,
     MAX_MATCH,
     SEGMENT_LIMITS,
     Chains,
@@ -234,7 +244,7 @@ class Corpus:
         samples: most occurrences to read for each match length in a segment.
         shortest: shorter matches are not searched: the tables hold them.
         enough: once a length occurs this often in a segment, shorter matches are searched neither
-            there nor in those after it.
+            there nor in those after it; at most FEW.
         packed_tables: the tables, packed for kernels.
         packed_segments: the segments, packed for kernels: a record for each.
     """
@@ -249,12 +259,17 @@ class Corpus:
     _arrays: list[SegmentArrays] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.enough > FEW:
+            raise ValueError(f"enough is {self.enough}: at most {FEW} occurrences are told apart")
+        bits = key_bits(len(self.tables.counts1))
         limits = np.array(
-            [(int(Source.CORPUS), self.shortest, self.samples, self.enough)], SEGMENT_LIMITS
+            [(int(Source.CORPUS), self.shortest, self.samples, self.enough, KEY_STRIDE, bits)],
+            SEGMENT_LIMITS,
         )
         self.packed_tables = pack(self.tables)
         self._arrays = [
-            SegmentArrays(each.tokens, each.suffixes, each.starts, limits) for each in self.segments
+            SegmentArrays(each.tokens, each.suffixes, each.starts, each.keys, limits)
+            for each in self.segments
         ]
         # Of one type: one vocabulary says how wide tokens are.
         packed = [pack(each) for each in self._arrays]
@@ -283,7 +298,8 @@ def _no_segments(tables: Tables) -> NDArray[Any]:
     """Return no records of the type that segments have."""
     tokens = np.zeros(0, tables.tokens2.dtype)
     numbers, limits = np.zeros(0, np.uint32), np.zeros(0, SEGMENT_LIMITS)
-    return pack(SegmentArrays(tokens, numbers, numbers, limits))[:0]
+    keys = np.zeros(0, np.uint64)
+    return pack(SegmentArrays(tokens, numbers, numbers, keys, limits))[:0]
 
 
 class CorpusCursor:

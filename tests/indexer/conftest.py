@@ -49,10 +49,11 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture
-def tiny_index(tmp_path: Path, vocabulary: Vocabulary) -> Path:
+def tiny_index(tmp_path: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an index of two segments, with files and records of all kinds, none of them empty."""
     documents = [("a", [1, 2, 3, 1, 2]), ("b", [999]), ("c", [2, 3, 2, 3]), ("d", [0] * 5)]
     path = tmp_path / "tiny.index"
+    monkeypatch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
     build_from_tokens(documents, path, vocabulary, BuildOptions(max_segment_tokens=11))
     return path
 

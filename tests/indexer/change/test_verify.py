@@ -8,12 +8,13 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.change.verify import find_inconsistencies, verify_index
 from indexer.errors import FormatVersionError, IndexNotFoundError
 from indexer.format.documents import DocumentTable, DocumentTableBuilder
-from indexer.format.names import PHRASE_FILES, SEGMENT_FILES
+from indexer.format.names import KEYS_FILE, PHRASE_FILES, SEGMENT_FILES
 from indexer.reader import Document, Index, Segment, Vocabulary
+from indexer.stages.segments import suffix_keys
 
 FILES = [
     "catalog/00000000",
-    *(f"segments/{number:08d}/{name}" for number in (0, 1) for name in SEGMENT_FILES),
+    *(f"segments/{number:08d}/{name}" for number in (0, 1) for name in (*SEGMENT_FILES, KEYS_FILE)),
     *(f"phrases/00000000/{name}" for name in PHRASE_FILES),
 ]
 
@@ -120,6 +121,13 @@ def test_wrong_suffixes_are_found(suffixes: list[int], finding: str, sound: Segm
     wrong = replace(sound, suffixes=np.array(suffixes, np.uint32))
     (found,) = findings_in(wrong)
     assert finding in found
+
+
+def test_wrong_keys_are_found(sound: Segment) -> None:
+    keys = suffix_keys(sound.tokens, sound.suffixes, 3)
+    assert findings_in(replace(sound, keys=keys)) == []
+    (found,) = findings_in(replace(sound, keys=keys + np.uint64(1)))
+    assert "keys" in found
 
 
 def test_wrong_starts_are_found(sound: Segment) -> None:

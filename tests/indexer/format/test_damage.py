@@ -15,7 +15,7 @@ from indexer.errors import (
     DamagedIndexError,
     FormatVersionError,
 )
-from indexer.format.names import PHRASE_FILES, SEGMENT_FILES
+from indexer.format.names import KEYS_FILE, PHRASE_FILES, SEGMENT_FILES
 from indexer.format.records import FileRecord, checksum_of, encode_json
 from indexer.reader import Index
 from tests.suite_parts import cases
@@ -23,7 +23,7 @@ from tests.suite_parts import cases
 ROOT = Path(__file__).parents[3]
 FILES = [
     "catalog/00000000",
-    *(f"segments/00000001/{name}" for name in SEGMENT_FILES),
+    *(f"segments/00000001/{name}" for name in (*SEGMENT_FILES, KEYS_FILE)),
     *(f"phrases/00000000/{name}" for name in PHRASE_FILES),
 ]
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.stages.segments import first_token_starts, sort_suffixes
+from indexer.format.names import KEY_STRIDE
+from indexer.stages.segments import first_token_starts, sort_suffixes, suffix_keys
 
 
 def slow_suffixes(tokens: NDArray[np.unsignedinteger]) -> list[int]:
@@ -71,6 +72,37 @@ def test_starts_bound_the_suffixes_of_every_token() -> None:
         starts = first_token_starts(tokens, size)
         assert starts.dtype == np.uint32
         assert starts.tolist() == slow_starts(tokens, size)
+
+
+def slow_digits(
+    tokens: NDArray[np.unsignedinteger], position: int, num_digits: int, size: int
+) -> list[int]:
+    """Return what a key holds: the tokens behind a position, `size` for all that is none."""
+    separator = np.iinfo(tokens.dtype).max
+    behind = [size if token == separator else token for token in tokens[position + 1 :].tolist()]
+    return [*behind, *[size] * num_digits][:num_digits]
+
+
+@pytest.mark.parametrize("dtype", ALPHABETS)
+def test_keys_hold_the_tokens_behind_the_first_of_some_suffixes(
+    dtype: type[np.unsignedinteger],
+) -> None:
+    rng = random.Random(3)
+    separator = int(np.iinfo(dtype).max)
+    num_keys = 0
+    for alphabet in [*ALPHABETS[dtype]] * 20:
+        size = min(separator, rng.choice([1, 2]) * (max(alphabet) + 1))
+        symbols = [*rng.choices(alphabet, k=4), separator]
+        tokens = np.array([*rng.choices(symbols, k=rng.randrange(200)), separator], dtype)
+        suffixes = sort_suffixes(tokens)
+        keys = suffix_keys(tokens, suffixes, size)
+        bits = size.bit_length()
+        places = range(64 // bits * bits - bits, -1, -bits)
+        for key, position in zip(keys.tolist(), suffixes[::KEY_STRIDE].tolist(), strict=True):
+            digits = [key >> place & ((1 << bits) - 1) for place in places]
+            assert digits == slow_digits(tokens, position, len(places), size)
+            num_keys += 1
+    assert num_keys > 100
 
 
 def test_long_repetition_is_sorted() -> None:

@@ -13,6 +13,7 @@ from retriever.kernels.layout import (
     MAX_MATCH,
     SEGMENT_LIMITS,
     Chains,
+    Found,
     Orders,
     Scratch,
     SegmentArrays,
@@ -61,11 +62,22 @@ def segment_of(
     shortest: int = 1,
     samples: int = 8,
     enough: int = 4,
+    stride: int = 0,
     **_: int,
 ) -> SegmentArrays:
-    """Arrays of a segment whose rows are marked with 4."""
-    limits = np.array([(4, shortest, samples, enough)], SEGMENT_LIMITS)
-    return SegmentArrays(tokens, suffixes, starts, limits)
+    """Arrays of a segment whose rows are marked with 4; without keys if `stride` is 0."""
+    size, separator, keys = len(starts) - 1, int(np.iinfo(tokens.dtype).max), list[int]()
+    if stride:
+        keys = twins.suffix_keys(tokens.tolist(), separator, suffixes.tolist(), size, stride)
+    limits = np.array(
+        [(4, shortest, samples, enough, stride or 1, size.bit_length())], SEGMENT_LIMITS
+    )
+    return SegmentArrays(tokens, suffixes, starts, np.array(keys, np.uint64), limits)
+
+
+def with_few(scratch: Scratch, few: int) -> Found:
+    """What a search writes to, where so many occurrences are few."""
+    return scratch.found._replace(matches=np.zeros(few, np.int32))
 
 
 def mark(rng: np.random.Generator, scratch: Scratch, query: TokenIds) -> dict[int, float]:
@@ -117,6 +129,19 @@ def test_chains_find_what_brute_force_finds() -> None:
     assert found > NUM_SEEDS
 
 
+LARGE_VOCABULARY: dict[type[np.unsignedinteger], int] = {np.uint16: 40_000, np.uint32: 70_000}
+
+
+def recalled(
+    rng: np.random.Generator, tokens: NDArray[Any], separator: int, query: TokenIds
+) -> TokenIds:
+    """A query that ends like some place in a document does."""
+    begin = int(rng.integers(len(tokens)))
+    recalled = tokens[begin : begin + int(rng.integers(1, 10))]
+    recalled = recalled[recalled != separator]
+    return np.append(query, recalled.astype(np.int32))
+
+
 @pytest.mark.seeds
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -> None:
@@ -125,14 +150,18 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
     found = 0
     for _ in range(NUM_SEEDS):
         alphabet = int(rng.integers(1, 5))
-        tokens = rng.integers(0, alphabet + 1, int(rng.integers(1, 60)))
+        tokens = rng.integers(0, alphabet + 1, int(rng.choice([20, 60, 200])))
         tokens = np.append(np.where(tokens == alphabet, separator, tokens), separator).astype(dtype)
         suffixes = np.array(twins.sort_suffixes(tokens.tolist(), separator), np.uint32)
         firsts = tokens[suffixes]
-        starts = np.searchsorted(firsts, np.arange(alphabet + 1)).astype(np.uint32)
-        query = rng.integers(0, alphabet, int(rng.integers(1, 8))).astype(np.int32)
+        # Of a large vocabulary a key tells three or four tokens, of a small one all.
+        size = int(rng.choice([alphabet, alphabet, LARGE_VOCABULARY[dtype]]))
+        starts = np.searchsorted(firsts, np.arange(size + 1)).astype(np.uint32)
+        query = rng.integers(0, alphabet, int(rng.integers(1, 10))).astype(np.int32)
+        if rng.random() < 0.5:  # the longest match is long
+            query = recalled(rng, tokens, separator, query)
         limits = {
-            "longest": int(rng.integers(1, 9)),
+            "longest": int(rng.integers(1, 11)),
             "shortest": int(rng.integers(1, 4)),
             "samples": int(rng.integers(1, 9)),
             "enough": int(rng.integers(1, 9)),
@@ -145,8 +174,9 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
         recent = mark(rng, scratch, query)
         found_before = 3 if rng.random() < 0.1 else 0
         num_rows, longest, shortest = collect_suffixes(
-            segment_of(tokens, suffixes, starts, **limits), query, found_before,
-            limits["longest"], limits["depth"], scratch.found, first,
+            segment_of(tokens, suffixes, starts, stride=int(rng.choice([0, 1, 2, 5])), **limits),
+            query, found_before, limits["longest"], limits["depth"],
+            with_few(scratch, int(rng.choice([8, 12, 128]))), first,
         )  # fmt: skip
         limits["shortest"] = max(limits["shortest"], found_before)
         expected = twins.suffix_rows(
@@ -166,13 +196,26 @@ def test_interval_holds_every_occurrence_and_nothing_else() -> None:
     rng = np.random.default_rng(3)
     tokens = np.append(rng.integers(0, 3, 500), 65535).astype(np.uint16)
     suffixes = np.array(twins.sort_suffixes(tokens.tolist(), 65535), np.uint32)
-    starts = np.searchsorted(tokens[suffixes], np.arange(4)).astype(np.uint32)
+    sizes = (3, 3, LARGE_VOCABULARY[np.uint16])
+    segments = [
+        segment_of(
+            tokens,
+            suffixes,
+            np.searchsorted(tokens[suffixes], np.arange(size + 1)).astype(np.uint32),
+            stride=stride,
+        )
+        for size, stride in zip(sizes, (0, 4, 7), strict=True)
+    ]
     for _ in range(NUM_SEEDS):
         pattern = rng.integers(0, 3, int(rng.integers(1, 9))).astype(np.int32)
-        begin, end = find_interval(tokens, suffixes, starts, pattern)
-        inside = {int(position) for position in suffixes[begin:end]}
-        wanted = pattern.tolist()
-        assert inside == {p for p in range(500) if tokens[p : p + len(wanted)].tolist() == wanted}
+        wanted, most = pattern.tolist(), int(rng.choice([1, 5, 64, 1 << 32]))
+        true = {p for p in range(500) if tokens[p : p + len(wanted)].tolist() == wanted}
+        for segment in segments:
+            begin, end = find_interval(segment, pattern, most)
+            inside = {int(position) for position in suffixes[begin:end]}
+            assert len(inside) == min(most, len(true))
+            assert inside <= true
+            assert begin == 0 or int(suffixes[begin - 1]) not in true
 
 
 def random_rows(rng: np.random.Generator) -> list[twins.Row]:
@@ -213,9 +256,11 @@ def test_damaged_suffixes_are_read_without_harm() -> None:
         starts = np.sort(rng.integers(0, 1 << int(rng.integers(4, 31)), 4)).astype(np.uint32)
         query = rng.integers(0, 3, 6).astype(np.int32)
         scratch = Scratch(8, max_rows=16, max_nodes=8)
-        num_rows, _, _ = collect_suffixes(
-            segment_of(tokens, suffixes, starts), query, 0, 6, 8, scratch.found, 0
-        )
+        keys = rng.integers(0, 1 << 63, int(rng.integers(0, 60)), np.uint64)
+        segment = segment_of(tokens, suffixes, starts)._replace(keys=np.sort(keys))
+        segment.limits["key_stride"] = 4
+        found = with_few(scratch, int(rng.choice([8, 128])))
+        num_rows, _, _ = collect_suffixes(segment, query, 0, 6, 8, found, 0)
         assert 0 <= num_rows <= 16
 
 

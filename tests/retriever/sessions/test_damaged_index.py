@@ -78,7 +78,10 @@ def build(path: Path, seed: int) -> None:
 
 @pytest.mark.seeds
 @pytest.mark.parametrize("seed", range(1, 1 + cases(1, of=2)))
-def test_no_damage_crashes_who_drafts(seed: int, tmp_path: Path) -> None:
+def test_no_damage_crashes_who_drafts(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
     for number in (1, 2):
         build(tmp_path / str(number), number)
     arguments = [str(tmp_path / "1"), str(tmp_path / "2"), "10", str(seed)]

@@ -140,6 +140,19 @@ def sort_suffixes(tokens: Sequence[int], separator: int) -> list[int]:
     return sorted(positions, key=lambda position: list(tokens[position:]))
 
 
+def suffix_keys(
+    tokens: Sequence[int], separator: int, suffixes: Sequence[int], size: int, stride: int
+) -> list[int]:
+    """What the indexer keeps as keys: the tokens behind the first one, as digits of a number."""
+    bits = size.bit_length()
+    keys = []
+    for position in suffixes[::stride]:
+        behind = [size if token == separator else token for token in tokens[position + 1 :]]
+        digits = [*behind, *[size] * 64][: 64 // bits]
+        keys.append(sum(digit << bits * place for place, digit in enumerate(reversed(digits))))
+    return keys
+
+
 def suffix_rows(
     tokens: Sequence[int],
     separator: int,
