@@ -7,10 +7,12 @@ names of our own, in the registry that the engine exposes.
 from collections.abc import Mapping
 from functools import cache
 from logging import getLogger
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from decoder.observation import Statistics
 from retriever.tree import Source
+
+if TYPE_CHECKING:  # it knows how transformers stops
+    from decoder.observation import Statistics
 
 _MOST_POSITIONS: Final = 64
 """Positions that are told apart; later ones count with the last."""
@@ -42,7 +44,7 @@ class DraftingMetrics:
         self._steps: Any = None
         self._asked = self._skipped = 0
 
-    def add(self, counts: Statistics) -> None:
+    def add(self, counts: "Statistics") -> None:
         """Add what was counted since the last call."""
         self._drafts.inc(counts.num_drafts)
         for position, count in enumerate(counts.accepted_per_position()):
