@@ -20,9 +20,9 @@ from benchmarks.comparison import circumstances, describe
 from benchmarks.workloads import Workload, WorkloadFiles
 from indexer.reader import PhraseTables
 from retriever.commands.options import clear_errors
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest
 from retriever.kernels.cursors import new_cursor
-from retriever.predict.databases import Corpus, Databases, Outcome, to_kernel
+from retriever.predict.databases import Corpus, Databases, to_kernel
 from retriever.predict.predictor import Predictor, Prior
 from retriever.predict.stores import ChainStore
 from retriever.replay.replay import replay
@@ -135,6 +135,8 @@ class Without(Predictor):
         learns: whether weights move.
     """
 
+    in_one_call = False
+
     def __init__(self, removal: Removal, *, learns: bool) -> None:
         prior = Prior() if learns else Prior(rate=0.0)
         super().__init__(DEFAULT_LIMITS.max_budget_nodes, prior)
@@ -144,19 +146,6 @@ class Without(Predictor):
         """Return the most probable tree; see `Predictor.draft`."""
         self._removal(databases)
         return super().draft(databases, budget, min_probability)
-
-    def step(
-        self,
-        databases: Databases,
-        tokens: TokenIds,
-        budget: int,
-        min_probability: float,
-        outcome: Outcome,
-    ) -> tuple[DraftTree, int]:
-        """Commit, then draft without what was committed, too; nothing is counted."""
-        del outcome
-        self.commit(databases, tokens)
-        return self.draft(databases, budget, min_probability), 0
 
 
 class ChainDrafter(EmbeddedDrafter):

@@ -22,6 +22,7 @@ from benchmarks.workloads import WorkloadFiles
 from retriever.commands.factories import own_drafter
 from retriever.kernels import entries
 from retriever.predict import databases
+from retriever.predict.predictor import Predictor
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
 
@@ -101,7 +102,7 @@ def _measured(stated: str, budget: int, limit: int) -> dict[str, Any]:
     with (
         patch.object(databases, "draft_tree", clock.draft),
         patch.object(databases, "commit_tokens", clock.commit),
-        patch.object(databases.Databases, "can_append", return_value=False),  # or one call does all
+        patch.object(Predictor, "in_one_call", new=False),
     ):
         again = replay(timed, loaded.traces, budget)
     medians = {name: float(np.median(times)) for name, times in clock.times_us.items()}

@@ -13,7 +13,6 @@ from retriever.drafter import TokenIds
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.predict.databases import Databases
-from retriever.predict.databases import Outcome as CountedDraft
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.predict.weights import Weights
@@ -34,6 +33,8 @@ class Recorder(Predictor):
         start: weights that pools begin with, instead of the package's.
     """
 
+    in_one_call = False
+
     def __init__(self, max_budget: int, start: Weights) -> None:
         super().__init__(max_budget)
         self._start = start
@@ -44,19 +45,6 @@ class Recorder(Predictor):
         if databases.pool.learned == 0:
             databases.pool.weights[:] = self._start
         return super().draft(databases, budget, min_probability)
-
-    def step(
-        self,
-        databases: Databases,
-        tokens: TokenIds,
-        budget: int,
-        min_probability: float,
-        outcome: CountedDraft,
-    ) -> tuple[DraftTree, int]:
-        """Commit and draft in calls of their own, as `commit` notes; nothing is counted."""
-        del outcome
-        self.commit(databases, tokens)
-        return self.draft(databases, budget, min_probability), 0
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n]; what is learned before is noted, so not in one call with it."""

@@ -59,9 +59,13 @@ class Predictor:
         num_threads: over which a step of many sequences is divided.
 
     Attributes:
+        in_one_call: whether steps may be done by `step`; not in a class that looks at, or changes,
+            what stands between a commit and a draft.
         scratch: of the last draft; holds its candidates until the next one.
         num_rows: rows of evidence of the last draft.
     """
+
+    in_one_call = True
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int = 1) -> None:
         self._prior = prior.to_kernel()

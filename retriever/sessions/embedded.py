@@ -928,7 +928,8 @@ class EmbeddedDrafter:
         session, tokens, request, _ = step
         databases, drafted, counts = session.databases, session.drafted, self.draft_counts
         has_tree = request.budget_nodes > 0 and request.length > 0
-        if not (has_tree and databases.can_append(len(tokens))):
+        may_be_one = has_tree and self._predictor.in_one_call
+        if not (may_be_one and databases.can_append(len(tokens))):
             self._commit(session, tokens)
             return self._draft(step)
         corpora = self._bindings.corpora(databases.pool.tenant)
