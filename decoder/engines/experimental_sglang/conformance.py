@@ -20,6 +20,10 @@ _CORPUS: Final = "cpp_ngram.ngram_corpus:NgramCorpus"
 
 _MADE_WITH: Final = {"named": ("server_args", "gpu_id", "nccl_port", "target_worker")}
 
+_RESULT: Final = "sglang.srt.managers.utils:GenerationBatchResult"
+
+_RESULT_FIELDS: Final = ("next_token_ids", "accept_lens", "speculative_num_draft_tokens")
+
 NEEDED: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
     "NGRAM": {
         f"{_WORKER}.__init__": _MADE_WITH,
@@ -49,9 +53,15 @@ NEEDED: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
             ),
         },
         "eagle_info:EagleDraftInput": {"parameters": ("bonus_tokens",)},
-        "sglang.srt.managers.utils:GenerationBatchResult": {
-            "parameters": ("next_token_ids", "accept_lens", "speculative_num_draft_tokens"),
-        },
+        _RESULT: {"parameters": _RESULT_FIELDS},
+    },
+    "DFLASH": {
+        "dflash_worker_v2:DFlashWorkerV2.__init__": _MADE_WITH,
+        "dflash_worker_v2:DFlashWorkerV2.forward_batch_generation": {"named": ("batch",)},
+        "dflash_worker_v2:GrammarTree.from_linear_chain": {"named": ("verify_ids_2d",)},
+        "dflash_worker_v2:DFlashVerifyInput": {"parameters": ("draft_token", "draft_token_num")},
+        "dflash_info_v2:DFlashDraftInputV2": {"parameters": ("bonus_tokens",)},
+        _RESULT: {"parameters": _RESULT_FIELDS},
     },
 }
 """By what SGLang drafts with: functions and classes, and what `differences` is asked about them;
@@ -62,7 +72,8 @@ def changes(drafts_with: str) -> list[str]:
     """Return a sentence for each thing that the engine has another way than expected.
 
     Args:
-        drafts_with: "NGRAM" for retrieval alone, "EAGLE" for retrieval on top of a drafter.
+        drafts_with: "NGRAM" for retrieval alone, "EAGLE" or "DFLASH" for retrieval on top of such a
+            drafter.
     """
     found = [
         sentence

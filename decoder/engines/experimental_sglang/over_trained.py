@@ -22,31 +22,22 @@ Source: sglang 0.5.23, `EAGLEWorkerV2.forward_batch_generation`, `EagleDraftWork
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from logging import getLogger
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
+from sglang.srt.runtime_context import get_exec, get_schedule
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
-from decoder.engines.drafting_metrics import DraftingMetrics, process_metrics
-from decoder.engines.experimental_sglang.corpus import Share, sharing
+from decoder.engines.drafting_metrics import DraftingMetrics
+from decoder.engines.experimental_sglang.corpus import Share
 from decoder.engines.experimental_sglang.merged_requests import MergedRequests
+from decoder.engines.experimental_sglang.merged_steps import MergedSteps, opened
 from decoder.engines.experimental_sglang.topology import DEPTH, Nodes, nodes_of, topology_of
-from decoder.engines.experimental_sglang.worker import open_sessions
-
-_log = getLogger(__name__)
 
 _OWN, _MERGED, _SKIPPED = range(3)
 """What a step is drafted by: the engine's drafter, both, or retrieval alone."""
-
-_STEPS_BETWEEN_COUNTS: Final = 40
-"""Steps whose counts are added to the metrics together."""
-
-_MOST_NOTES: Final = 64
-"""Verifications whose outcome waits to be taken in: while an adaptive engine drafts nothing."""
 
 
 class NotedScores:
@@ -91,47 +82,6 @@ class NotedScores:
             self._buffer = torch.zeros(shape, dtype=torch.float32, device=scores.device)
         if num_rows <= len(self._buffer) and num_nodes == self._buffer.shape[1]:
             self._buffer[:num_rows].copy_(scores)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a verification accepted, on its way to the host.
-
-    Attributes:
-        names: of the requests.
-        tokens: of all rows.
-        lengths: accepted tokens of each row, the target's own included.
-        num_nodes: of a row's tree, without the last committed token.
-        copied: says when both are there; None if they are.
-    """
-
-    names: Sequence[str]
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    num_nodes: int
-    copied: Any
-
-    @classmethod
-    def of(cls, batch: Any, result: Any) -> "Outcome":
-        """Begin to copy what a verification returned."""
-        tokens, lengths, copied = result.next_token_ids, result.accept_lens, None
-        if not tokens.is_cpu:
-            tokens = tokens.to("cpu", non_blocking=True)
-            lengths = lengths.to("cpu", non_blocking=True)
-            copied = torch.get_device_module(result.next_token_ids.device).Event()
-            copied.record()
-        num_nodes = int(result.speculative_num_draft_tokens) - 1
-        return cls([request.rid for request in batch.reqs], tokens, lengths, num_nodes, copied)
-
-    def committed(self) -> dict[str, list[int]]:
-        """Return the tokens of each request, once they are there."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        rows = self.tokens.view(len(self.names), self.num_nodes + 1).tolist()
-        return {
-            name: row[:length]
-            for name, row, length in zip(self.names, rows, self.lengths.tolist(), strict=True)
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +138,14 @@ class Timed:
         return float(self._events[0].elapsed_time(self._events[1])) / 1000
 
 
-class Merging:
+class Merging(MergedSteps):
     """Drafts in the place of an engine's draft worker, which it asks.
 
     Args:
         worker: of the engine, with its draft worker.
-        requests: on the first rank; None on others, and where there is no drafter of ours.
-        share: the first rank's arrays with all; None for a single rank.
-        metrics: what acceptance is counted in; None for nothing.
-
-    Attributes:
-        num_errors: steps with the engine's drafts alone because of an error of ours.
+        requests: see `MergedSteps`, with what follows.
+        share: the same.
+        metrics: the same.
     """
 
     def __init__(
@@ -208,46 +155,29 @@ class Merging:
         share: Share | None,
         metrics: DraftingMetrics | None = None,
     ) -> None:
-        self.num_errors = 0
-        self._metrics = metrics
-        self.requests = requests
+        super().__init__(requests, share, metrics)
         self._worker = worker
         self._draft_worker = worker.draft_worker
         self._draft: Callable[..., Any] = self._draft_worker.draft
-        self._share = share
-        self._outcomes: list[Outcome] = []
-        self._began_s: float | None = None
         self._scores = NotedScores(_max_rows())
         eagle_worker_v2.organize_draft_results = self._scores.around(
             eagle_worker_v2.organize_draft_results
         )
         self._draft_worker.draft = self.draft
 
-    def note(self, batch: Any, result: Any) -> None:
-        """Take in what a verification returned, without waiting for it."""
-        if self.requests is None or batch.forward_mode.is_idle():
-            return
-        try:
-            if len(self._outcomes) == _MOST_NOTES:
-                self._outcomes.clear()
-                self.requests.drop()
-            self._outcomes.append(Outcome.of(batch, result))
-        except Exception:  # noqa: BLE001  (its server would end)
-            self._fail()
-
     def draft(self, batch: Any, *, with_topology: bool = False) -> Any:
         """Return the engine's verify input, with merged trees."""
         if with_topology or batch.forward_mode.is_idle():
             return self._draft(batch, with_topology=with_topology)
         num_nodes = int(self._draft_worker.speculative_num_draft_tokens) - 1
-        decision = self._decided(self._begin(batch, num_nodes))
+        decision = self.decided(self._begun(batch, num_nodes))
         if decision == _OWN:
             return self._draft(batch)
         if decision == _SKIPPED:
             return self._without(batch, num_nodes)
         with Timed(batch.seq_lens.device) as timed:
             drafted = Drafted(*self._draft(batch, with_topology=True))
-        rows = self._shared(self._rows(drafted, num_nodes), batch, num_nodes)
+        rows = self.shared(self._rows(drafted, num_nodes), batch, num_nodes)
         if self.requests is not None:  # nodes of the draft are on the host: it is over
             self.requests.trained.note_asked(timed.seconds())
         return self._replaced(batch, drafted, rows)
@@ -256,46 +186,17 @@ class Merging:
     def _is_chain(self) -> bool:
         return int(self._draft_worker.topk) == 1
 
-    def _begin(self, batch: Any, num_nodes: int) -> int:
+    def _begun(self, batch: Any, num_nodes: int) -> int:
         """Take in what came and ask our drafter; return what the step is drafted by."""
         requests = self.requests
         if requests is None or num_nodes < 2:  # noqa: PLR2004  (fewer make no tree)
             return _OWN
         try:
-            num_tokens = self._commit(requests)
-            if self._began_s is not None and num_tokens:
-                requests.trained.note_step(time.perf_counter() - self._began_s, num_tokens)
-            self._began_s = time.perf_counter()
-            self._count(requests)
-            requests.begin(batch.reqs, self._new(requests, batch), num_nodes)
+            self.begin(requests, batch, num_nodes)
             return _MERGED if requests.asks() else _SKIPPED
         except Exception:  # noqa: BLE001  (as above)
-            self._fail()
+            self.fail()
             return _OWN
-
-    def _count(self, requests: MergedRequests) -> None:
-        trained = requests.trained
-        num_steps = trained.num_asked + trained.num_skipped
-        if self._metrics is not None and num_steps % _STEPS_BETWEEN_COUNTS == 0:
-            self._metrics.add(requests.counted())
-            self._metrics.count_steps(trained.num_asked, trained.num_skipped)
-
-    def _commit(self, requests: MergedRequests) -> int:
-        outcomes, self._outcomes = self._outcomes, []
-        num_tokens = 0
-        for outcome in outcomes:
-            committed = outcome.committed()
-            requests.commit(committed, outcome.num_nodes)
-            num_tokens += sum(map(len, committed.values()))
-        return num_tokens
-
-    def _new(self, requests: MergedRequests, batch: Any) -> dict[int, tuple[int, int]]:
-        """Return how many tokens the requests have that are new here, and the last of each."""
-        rows = requests.unknown(batch.reqs)
-        if not rows:
-            return {}
-        lengths, last = batch.seq_lens.tolist(), batch.spec_info.bonus_tokens.tolist()
-        return {row: (lengths[row] + 1, last[row]) for row in rows}
 
     def _rows(self, drafted: "Drafted | None", num_nodes: int) -> list[Nodes] | None:
         """Return the nodes to verify; None where an error of ours leaves none.
@@ -318,40 +219,17 @@ class Merging:
             own = drafted.nodes(tokens, int(self._draft_worker.topk))
             return requests.rows(own, stated, num_nodes, is_chain=self._is_chain)
         except Exception:  # noqa: BLE001  (as above)
-            self._fail()
+            self.fail()
             return None
-
-    def _decided(self, decision: int) -> int:
-        """Return the first rank's decision."""
-        if self._share is None:
-            return decision
-        shared = np.array([decision], np.int64)
-        self._share(shared)
-        return int(shared[0])
-
-    def _shared(self, rows: list[Nodes] | None, batch: Any, num_nodes: int) -> list[Nodes] | None:
-        """Return the first rank's rows."""
-        if self._share is None:
-            return rows
-        num_rows = len(batch.seq_lens)
-        shared = np.zeros((2, num_rows, num_nodes + 1), np.int64)
-        if rows is not None:
-            shared[0, :, 0] = 1
-            shared[0, :, 1:] = [row.tokens for row in rows]
-            shared[1, :, 1:] = [row.parents for row in rows]
-        self._share(shared)
-        if num_rows and not shared[0, 0, 0]:
-            return None
-        return [Nodes(shared[0, row, 1:], shared[1, row, 1:]) for row in range(num_rows)]
 
     def _without(self, batch: Any, num_nodes: int) -> Any:
         """Return a verify input of retrieved trees."""
-        rows = self._shared(self._rows(None, num_nodes), batch, num_nodes)
+        rows = self.shared(self._rows(None, num_nodes), batch, num_nodes)
         if rows is not None:
             try:
                 return self._built(batch, rows)
             except Exception:  # noqa: BLE001  (as above)
-                self._fail()
+                self.fail()
         return self._draft(batch)
 
     def _replaced(self, batch: Any, drafted: "Drafted", rows: list[Nodes] | None) -> Any:
@@ -366,7 +244,7 @@ class Merging:
         try:
             built = self._built(batch, rows)
         except Exception:  # noqa: BLE001  (as above)
-            self._fail()  # the engine may have begun to overwrite what its own tree was built in
+            self.fail()  # the engine may have begun to overwrite what its own tree was built in
             return self._rebuilt(batch, drafted)
         built.kv_loc_plan = verify_input.kv_loc_plan
         built.prepared_out_cache_loc = verify_input.prepared_out_cache_loc
@@ -420,14 +298,6 @@ class Merging:
             device=batch.seq_lens.device,
         )
 
-    def _fail(self) -> None:
-        self.num_errors += 1
-        if self.num_errors == 1:
-            _log.exception("SGLang goes on with the drafts of its own drafter")
-        self._outcomes.clear()
-        if self.requests is not None:
-            self.requests.drop()
-
 
 def _max_rows() -> int:
     """Return the most rows of a step, as the engine itself sizes its buffers."""
@@ -448,15 +318,7 @@ def over(base: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            group = get_parallel().tp_group
-            model = self.target_worker.model_runner.model_config
-            opened, vocabulary_size = None, int(model.vocab_size)
-            if group.rank_in_group == 0:
-                opened = open_sessions(self.target_worker.tokenizer)
-            requests = None if opened is None else MergedRequests(*opened, vocabulary_size)
-            is_exposed = requests is not None and self.server_args.enable_metrics
-            metrics = process_metrics() if is_exposed else None
-            self.merging = Merging(self, requests, sharing(group), metrics)
+            self.merging = Merging(self, *opened(self))
 
         def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = super().verify(batch, *args, **kwargs)

@@ -13,11 +13,10 @@ from typing import Any, Final
 
 from decoder.engines.contract import check_contract
 from decoder.engines.engine_options import OVER_DRAFTER, check_version
+from decoder.engines.experimental_sglang import TESTED
 
 ALGORITHM: Final = "FOREDRAFT"
 """The value of `--speculative-algorithm`."""
-
-TESTED: Final = ">=0.5.23,<0.5.24"
 
 
 def register() -> None:
@@ -88,19 +87,29 @@ def over_class(base: type, server_args: Any) -> type:
     refused = [option for option, is_set in _not_with(server_args).items() if is_set]
     if refused:
         raise ValueError(f"{OVER_DRAFTER}=1 goes without {', '.join(refused)}")
-    if base.__name__ not in _OVER:
+    drafts_with = _OVER.get(base.__name__)
+    if drafts_with is None:
         raise ValueError(
             f"{OVER_DRAFTER}=1 takes --speculative-algorithm EAGLE, EAGLE3, NEXTN or STANDALONE of "
-            f"one layer, and not what SGLang drafts with here ({base.__name__})"
+            f"one layer, or DFLASH, and not what SGLang drafts with here ({base.__name__})"
         )
-    _check_engine("EAGLE")
-    from decoder.engines.experimental_sglang.over_trained import over  # noqa: PLC0415  (as above)
+    _check_engine(drafts_with)
+    if drafts_with == "DFLASH":
+        from decoder.engines.experimental_sglang import over_blocks  # noqa: PLC0415  (as above)
 
-    return over(base)
+        return over_blocks.over(base)
+    from decoder.engines.experimental_sglang import over_trained  # noqa: PLC0415  (as above)
+
+    return over_trained.over(base)
 
 
-_OVER: Final = {"EAGLEWorkerV2", "StandaloneWorkerV2"}
-"""SGLang's workers whose drafter and verification are where they are expected to be."""
+_OVER: Final = {
+    "EAGLEWorkerV2": "EAGLE",
+    "StandaloneWorkerV2": "EAGLE",
+    "DFlashWorkerV2": "DFLASH",
+}
+"""SGLang's workers whose drafter and verification are where they are expected to be, and what they
+draft with as `conformance.py` names it."""
 
 _CREATES: Final = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 

@@ -17,7 +17,7 @@ def _engine(ngram_worker: Any) -> None:
     assert ngram_worker
 
 
-@pytest.mark.parametrize("drafts_with", ["NGRAM", "EAGLE"])
+@pytest.mark.parametrize("drafts_with", ["NGRAM", "EAGLE", "DFLASH"])
 def test_the_installed_engine_is_made_as_expected(drafts_with: str) -> None:
     assert changes(drafts_with) == []
 
@@ -55,6 +55,21 @@ def with_other_scores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eagle_worker_v2, "organize_draft_results", organize)
 
 
+def with_another_block(patch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative import dflash_worker_v2  # noqa: PLC0415
+
+    known = dataclasses.fields(dflash_worker_v2.DFlashVerifyInput)
+    kept = [(each.name, each.type, None) for each in known if each.name != "draft_token"]
+    other = dataclasses.make_dataclass("DFlashVerifyInput", kept)
+    patch.setattr(dflash_worker_v2, "DFlashVerifyInput", other)
+
+
+def without_links(patch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative import dflash_worker_v2  # noqa: PLC0415
+
+    patch.delattr(dflash_worker_v2, "GrammarTree")
+
+
 def with_more_of_the_corpus(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus  # noqa: PLC0415
 
@@ -87,6 +102,8 @@ def with_new_calls(patch: pytest.MonkeyPatch) -> None:
         ("EAGLE", with_another_draft, "EagleDraftWorker.draft needs `plan`"),
         ("EAGLE", without_a_field, "EagleVerifyInput has no parameter `spec_steps`"),
         ("EAGLE", with_other_scores, "organize_draft_results takes no `score_list`"),
+        ("DFLASH", with_another_block, "DFlashVerifyInput has no parameter `draft_token`"),
+        ("DFLASH", without_links, "GrammarTree.from_linear_chain is not there"),
         ("NGRAM", with_more_of_the_corpus, "NgramCorpus.batch_put has a new parameter `weights`"),
         ("NGRAM", with_new_calls, "NGRAMWorker calls `forecast` of its corpus, which is new"),
     ],
@@ -106,6 +123,7 @@ def test_another_engine_is_refused_with_what_has_changed(
 
 def started(drafts_with: str) -> type:
     """What SGLang asks for before it loads a model."""
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2  # noqa: PLC0415
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2  # noqa: PLC0415
 
     options = SimpleNamespace(
@@ -114,4 +132,6 @@ def started(drafts_with: str) -> type:
         enable_mixed_chunk=False,
         speculative_use_rejection_sampling=False,
     )
-    return worker_class(options) if drafts_with == "NGRAM" else over_class(EAGLEWorkerV2, options)
+    if drafts_with == "NGRAM":
+        return worker_class(options)
+    return over_class(DFlashWorkerV2 if drafts_with == "DFLASH" else EAGLEWorkerV2, options)

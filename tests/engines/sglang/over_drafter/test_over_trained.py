@@ -307,12 +307,13 @@ def _arguments(monkeypatch: pytest.MonkeyPatch, ngram_worker: Any) -> None:
 
 
 @pytest.mark.usefixtures("_arguments")
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"])
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH"])
 def test_sglang_makes_our_worker_of_its_own(hooked: Any, name: str) -> None:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2  # noqa: PLC0415
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2  # noqa: PLC0415
 
     made = hooked.from_string(name).create_worker(Arguments())
-    assert issubclass(made, EAGLEWorkerV2)
+    assert issubclass(made, DFlashWorkerV2 if name == "DFLASH" else EAGLEWorkerV2)
     assert made.__name__.startswith("ForedraftOver")
 
 
@@ -325,7 +326,7 @@ def test_sglang_makes_our_worker_of_its_own(hooked: Any, name: str) -> None:
         ("EAGLE", {"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ("EAGLE", {"speculative_use_rejection_sampling": True}, "rejection-sampling"),
         ("NGRAM", {}, "NGRAMWorker"),
-        ("DFLASH", {}, "DFlashWorkerV2"),
+        ("DSPARK", {}, "DSpark"),
     ],
 )
 def test_what_is_not_supported_is_refused_at_start(
