@@ -7,6 +7,8 @@ record is in use.
 """
 
 import math
+from array import array
+from ctypes import addressof, c_char
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -34,20 +36,25 @@ def pack(*tuples: NamedTuple) -> NDArray[Any]:
     Raises:
         ValueError: an array has gaps between its elements, or the name of another.
     """
-    named: dict[str, NDArray[Any]] = {}
-    for name, each in (item for arrays in tuples for item in arrays._asdict().items()):
+    named = [(name, each) for of in tuples for name, each in zip(of._fields, of, strict=True)]
+    dtype, places = _layout(tuple((name, each.ndim, each.dtype) for name, each in named))
+    words = [0] * (dtype.itemsize // 8)
+    for place, (name, each) in zip(places, named, strict=True):
         if not each.flags.c_contiguous:
             raise ValueError(f"{name} cannot be packed: it is not C-contiguous")
-        if name in named:
-            raise ValueError(f"{name} cannot be packed: another array has this name")
-        named[name] = each
-    kinds = tuple((name, each.ndim, each.dtype) for name, each in named.items())
-    dtype, places = _layout(kinds)
-    record = np.zeros(1, dtype)
-    numbers = record.view(np.int64)
-    for place, each in zip(places, named.values(), strict=True):
-        numbers[place : place + 1 + each.ndim] = each.__array_interface__["data"][0], *each.shape
-    return record
+        words[place : place + 1 + each.ndim] = _address(each), *each.shape
+    return np.frombuffer(array("q", words), dtype)
+
+
+def _address(of: NDArray[Any]) -> int:
+    """Return the address of an array; by numpy's own way it takes three times as long."""
+    try:
+        return addressof(_exported(of))
+    except (TypeError, ValueError):  # it cannot be written to, or has no elements
+        return of.ctypes.data
+
+
+_exported: Final = c_char.from_buffer
 
 
 @cache
@@ -56,14 +63,21 @@ def _layout(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> tuple[np.dtype
 
     Also the place of each array in it, in words of eight bytes. Of equal types there is one object:
     a kernel that meets another takes a microsecond to compare.
+
+    Raises:
+        ValueError: two arrays have one name.
     """
+    names = [name for name, _, _ in kinds]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} cannot be packed: another array has this name")
     fields = [
         (name, [("address", np.int64), ("shape", np.int64, (ndim,)), ("element", element)])
         for name, ndim, element in kinds
     ]
     dtype: np.dtype[Any] = np.dtype(fields, align=True)
     offsets: Any = dtype.fields
-    return dtype, [offsets[name][1] // 8 for name, _, _ in kinds]
+    return dtype, [offsets[name][1] // 8 for name in names]
 
 
 if TYPE_CHECKING:

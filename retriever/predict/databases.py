@@ -120,20 +120,20 @@ def context_bytes(num_tokens: int) -> int:
 class Context:
     """The database of the sequence itself: prompt and output so far, in a growing store."""
 
-    def __init__(self, prompt: TokenIds, charge: Charge | None = None) -> None:
+    def __init__(self, prompt: TokenIds, charge: Charge | None = None, room_for: int = 0) -> None:
+        """Begin with int32[n]; `room_for` is a number of tokens if more than those are to come."""
         self._charge = charge
-        self._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
-        self._store.append(prompt)
+        room = 2 * max(len(prompt), room_for)
+        self._store = ChainStore(room, CONTEXT_LIMITS, Source.CONTEXT)
+        if len(prompt):
+            self._store.append(prompt)
         self.settle()
 
     @classmethod
     def reading(cls, prompt: TokenIds, charge: Charge | None = None) -> Generator[None, None, Self]:
         """Return the context of int32[n]; yield after each piece of work."""
-        context = cls(prompt[:0])
-        context._charge = charge
-        context._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
+        context = cls(prompt[:0], charge, room_for=len(prompt))
         yield from appending(context._store, prompt)
-        context.settle()
         return context
 
     def __len__(self) -> int:

@@ -18,10 +18,10 @@ from retriever.drafter import ALONE, Kin, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.kernels.chains import IS_SHARED, OLDEST, SEPARATOR
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
-from retriever.kernels.layout import BLOCK, LANE_BLOCK, Lane, Lanes, Orders, aligned_zeros, pack
+from retriever.kernels.layout import BLOCK, LANE_BLOCK, Lane, Lanes, aligned_zeros, pack
 from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
-from retriever.predict.stores import ChainLimits
+from retriever.predict.stores import ChainLimits, orders_of
 
 RUNNING_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(8, 16, 16, 16))
 """Sequences of a group are about the same, so that a match of one or two tokens tells much: without
@@ -68,9 +68,7 @@ def _ring(num_tokens: int) -> Lanes:
     )
 
 
-_ORDERS: Final = Orders(
-    np.array(RUNNING_LIMITS.orders, np.int64), np.array(RUNNING_LIMITS.max_rows, np.int64)
-)
+_ORDERS: Final = orders_of(RUNNING_LIMITS)
 
 
 class RunningOutputs:

@@ -70,6 +70,12 @@ def store_bytes(capacity: int, limits: ChainLimits, source: Source) -> int:
     return 4 * (size + num_orders * (size // 2) + num_orders * size + last) + 3 * 8
 
 
+@cache
+def orders_of(limits: ChainLimits) -> Orders:
+    """Return the orders as arrays, which stores share and none writes to."""
+    return Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
+
+
 def _touched(array: NDArray[np.int32], used: int) -> int:
     """Return how much of zeros takes pages once the first elements of each row are written."""
     if array.nbytes < MAPPED_BYTES:
@@ -158,7 +164,7 @@ class ChainStore:
         cursor: Cursor | None = None,
     ) -> None:
         size = ring_capacity(capacity)
-        self.orders = Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
+        self.orders = orders_of(limits)
         self.cursor = new_cursor(is_sequence=source == Source.CONTEXT) if cursor is None else cursor
         self._source = int(source)
         self.chains = Chains(
