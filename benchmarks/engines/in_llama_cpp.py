@@ -151,22 +151,22 @@ def decodings(
 def our_drafters(
     bench: Benchmark, indexes: Sequence[Path], warm: Sequence[Prompt]
 ) -> dict[str, DrafterDraftModel]:
-    """Return ours: whole paths verified, and as much of them as pays on this machine.
+    """Return ours: whole chains and trees verified, and as much of them as pays on this machine.
 
     Each has answered other prompts before, as one that has been running for a while.
     """
+    llm, most = bench.verifying, OUR_WIDTH
+    whole = {"num_pred_tokens": most, "measure": False}
     ours = {
-        f"foredraft, {OUR_WIDTH} tokens, retrieved alone": attach(
-            bench.verifying,
-            opened_drafter(indexes),
-            num_pred_tokens=OUR_WIDTH,
-            measure=False,
-            recycle=False,
+        f"foredraft, chains of {most} tokens, retrieved alone": attach(
+            llm, opened_drafter(indexes), trees=False, recycle=False, **whole
         ),
-        f"foredraft, {OUR_WIDTH} tokens": attach(
-            bench.verifying, opened_drafter(indexes), num_pred_tokens=OUR_WIDTH, measure=False
+        f"foredraft, chains of {most} tokens": attach(
+            llm, opened_drafter(indexes), trees=False, **whole
         ),
-        "foredraft, as many as pay": attach(bench.verifying, opened_drafter(indexes)),
+        f"foredraft, trees of {most} nodes": attach(llm, opened_drafter(indexes), **whole),
+        "foredraft, chains, as many as pay": attach(llm, opened_drafter(indexes), trees=False),
+        "foredraft, trees, as many as pay": attach(llm, opened_drafter(indexes)),
     }
     for name, draft_model in ours.items():
         answering = Decoding(name, Whose.OURS, bench.verifying, draft_model)
