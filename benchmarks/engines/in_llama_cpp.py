@@ -155,18 +155,20 @@ def our_drafters(
 
     Each has answered other prompts before, as one that has been running for a while.
     """
-    llm, most = bench.verifying, OUR_WIDTH
-    whole = {"num_pred_tokens": most, "measure": False}
+
+    def drafting(**settings: Any) -> DrafterDraftModel:
+        return attach(bench.verifying, opened_drafter(indexes), **settings)
+
+    most = OUR_WIDTH
+    whole: dict[str, Any] = {"num_pred_tokens": most, "measure": False}
     ours = {
-        f"foredraft, chains of {most} tokens, retrieved alone": attach(
-            llm, opened_drafter(indexes), trees=False, recycle=False, **whole
+        f"foredraft, chains of {most} tokens, retrieved alone": drafting(
+            trees=False, recycle=False, **whole
         ),
-        f"foredraft, chains of {most} tokens": attach(
-            llm, opened_drafter(indexes), trees=False, **whole
-        ),
-        f"foredraft, trees of {most} nodes": attach(llm, opened_drafter(indexes), **whole),
-        "foredraft, chains, as many as pay": attach(llm, opened_drafter(indexes), trees=False),
-        "foredraft, trees, as many as pay": attach(llm, opened_drafter(indexes)),
+        f"foredraft, chains of {most} tokens": drafting(trees=False, **whole),
+        f"foredraft, trees of {most} nodes": drafting(**whole),
+        "foredraft, chains, as many as pay": drafting(trees=False),
+        "foredraft, trees, as many as pay": drafting(),
     }
     for name, draft_model in ours.items():
         answering = Decoding(name, Whose.OURS, bench.verifying, draft_model)

@@ -290,8 +290,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         rooms = [self._num_pred_tokens]
         if self._max_length is not None:
             rooms.append(self._max_length - len(running.sequence))
-        if self._trees is not None:
-            rooms.append(self._trees.max_nodes)
+        if self.passes is not None:
+            rooms.append(self.passes.max_nodes)
         if running.request.fields.budget is not None:
             rooms.append(running.request.fields.budget)
         return min(rooms)
@@ -452,8 +452,8 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
 ) -> DrafterDraftModel:
     """Let a model decode with drafts from now on, and return its draft model.
 
-    What the model has read before is gone. From then on the engine computes no logits of a prompt but its last token's, unless a completion
-    shows them (`echo` with `logprobs`).
+    What the model has read before is gone. From then on the engine computes no logits of a prompt
+    but its last token's, unless a completion shows them (`echo` with `logprobs`).
 
     Args:
         llm: made with `logits_all=True`.
@@ -467,10 +467,10 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
             drafter says. A `FusedDrafter` does so where it was made for it.
         tenants: that requests may name; `*` among them for any. See `DrafterDraftModel.request`.
         trees: whether a whole tree is verified in a pass, of `num_pred_tokens` nodes at most. That
-            takes a context of several sequences, which is made in the place of the model's own; what
-            was set on that one by other ways than `Llama`'s arguments is to be set again. Where the
-            engine makes none, or the model's logits for a tree are not those for its paths, chains
-            are drafted, as with `False`, and the log says so.
+            takes a context of several sequences, which is made in the place of the model's own:
+            what was set on that one by other ways than `Llama`'s arguments is to be set again.
+            Where the engine makes none, or the model's logits for a tree are not those for its
+            paths, chains are drafted, as with `False`, and the log says so.
 
     Raises:
         UnsupportedEngineError: the engine is not the one that this is written for.
@@ -510,11 +510,11 @@ def _prepare_trees(llm: Llama, passes: TreePasses, num_pred_tokens: int) -> bool
         _log.warning("llama.cpp verifies chains, no trees: %s", "; ".join(found))
         return False
     wanted = max(most_sequences(llm, num_pred_tokens), passes.max_sequences)
-    if not share_memory(llm, wanted):
+    if wanted == 1 or not share_memory(llm, wanted):
         return False
     passes.max_sequences = wanted
     passes.forget()
-    llm.sample = passes.sample
+    llm.sample, llm.save_state = passes.sample, passes.save_state
     if verifies_trees(passes, llm):
         return True
     _log.warning("llama.cpp verifies chains, no trees: this model's logits differ in trees")
@@ -549,6 +549,7 @@ _ATTRIBUTES: Final = (
     "draft_model",
     "input_ids",
     "model",
+    "n_batch",
     "n_tokens",
     "scores",
 )
