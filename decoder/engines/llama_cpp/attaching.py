@@ -510,6 +510,7 @@ def _prepare_trees(llm: Llama, passes: TreePasses, num_pred_tokens: int) -> bool
         _log.warning("llama.cpp verifies chains, no trees: %s", "; ".join(found))
         return False
     wanted = max(most_sequences(llm, num_pred_tokens), passes.max_sequences)
+    passes.forget()  # what it has of a context that is closed
     if wanted == 1 or not share_memory(llm, wanted):
         return False
     passes.max_sequences = wanted

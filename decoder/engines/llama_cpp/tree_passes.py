@@ -136,8 +136,12 @@ class TreePasses:
         self._planned, self._planned_at = tree, num_tokens - 1
 
     def logits_of(self, tree: DraftTree) -> NDArray[np.float32] | None:
-        """Return float32[1 + N, V] of the last pass if it was over this very tree."""
-        return self._pass.logits if self._pass is not None and self._pass.tree is tree else None
+        """Return float32[1 + N, V] of the last pass if it was over this very tree.
+
+        They are the engine's own memory, which its next pass writes to.
+        """
+        last = self._current()
+        return last.logits if last is not None and last.tree is tree else None
 
     def __call__(self, tokens: Sequence[int]) -> None:
         """Read tokens; see `Llama.eval`."""
@@ -152,12 +156,13 @@ class TreePasses:
         elif len(tokens) or last is None:  # else the engine samples where it stopped
             self._read(tokens, is_drafted=is_drafted, caller=sys._getframe(1))  # noqa: SLF001
 
-    def sample(self, *settings: Any, idx: int | None = None, **named: Any) -> int:
+    def sample(self, *settings: Any, **named: Any) -> int:
         """Draw a token; see `Llama.sample`. Behind a node, from that node's logits."""
         last, llm = self._current(), self._llm
-        if last is not None and idx in {None, llm.n_tokens - 1}:
-            idx = llm.n_tokens + 1 + last.node - len(last.logits)  # rows are counted from the end
-        token: int = Llama.sample(llm, *settings, idx=idx, **named)
+        if last is not None and named.get("idx") in {None, llm.n_tokens - 1}:
+            from_end = 1 + last.node - len(last.logits)  # as the engine counts rows of a pass
+            named["idx"] = llm.n_tokens + from_end
+        token: int = Llama.sample(llm, *settings, **named)
         return token
 
     def save_state(self) -> Any:
@@ -436,6 +441,10 @@ _FUNCTIONS: Final = (
 )
 
 
+_PROBED: Final = 4 + 6
+"""Tokens that a small tree is verified with: a context, the tree, and what comes behind."""
+
+
 def verifies_trees(passes: TreePasses, llm: Llama) -> bool:
     """Return whether a model's logits behind the nodes of a tree are those behind their paths.
 
@@ -447,6 +456,8 @@ def verifies_trees(passes: TreePasses, llm: Llama) -> bool:
     tree = DraftTree.checked(
         [first, second, third, fourth], [ROOT, ROOT, 0, 1], [1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0]
     )
+    if passes.max_nodes < len(tree) or len(llm.input_ids) < _PROBED:
+        return False
     try:
         seeing_all = _read_tree(passes, llm, [*context, root], tree, [range(2)] * len(tree))
         found = _read_tree(passes, llm, [*context, root], tree, sequences_of(tree))
@@ -472,8 +483,8 @@ def _read_tree(
 
 def _probe(llm: Llama) -> tuple[list[int], list[int]]:
     """Return a context and six tokens, all different, from all over the vocabulary."""
-    tokens = np.linspace(0, llm.n_vocab() - 1, 12).astype(int).tolist()
-    return tokens[1:5], tokens[5:11]
+    tokens = np.linspace(0, llm.n_vocab() - 1, _PROBED + 2).astype(int).tolist()
+    return tokens[1:5], tokens[5:-1]
 
 
 def _behind(passes: TreePasses, llm: Llama, tokens: list[int]) -> NDArray[np.float32]:

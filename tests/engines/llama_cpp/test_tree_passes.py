@@ -325,20 +325,25 @@ def test_a_state_that_is_loaded_within_a_stream_is_not_mixed_with_the_last_pass(
     assert generated(llm, behind, 20) == from_nothing(plain, behind, 20)
 
 
-@pytest.mark.parametrize(("n_ctx", "n_ubatch"), [(64, 8), (100, 8), (100, 3), (100, 1)])
-def test_a_full_context_ends_as_without_drafts(path: Path, n_ctx: int, n_ubatch: int) -> None:
+@pytest.mark.parametrize(
+    ("n_ctx", "n_batch", "n_ubatch"), [(64, 8, 8), (100, 8, 8), (100, 8, 3), (100, 8, 1), (9, 4, 4)]
+)
+def test_a_full_context_ends_as_without_drafts(
+    path: Path, n_ctx: int, n_batch: int, n_ubatch: int
+) -> None:
     """No cell of a rejected node is left behind: each prompt fills the context to its end.
 
-    With `n_ubatch=1` there are no two sequences, and chains are drafted.
+    With `n_ubatch=1` there are no two sequences, and chains are drafted; a context or batch of a
+    few tokens has no room for the tree that is compared with its paths, and nothing is compared.
     """
-    widths = {"n_batch": 8, "n_ubatch": n_ubatch}
+    widths = {"n_batch": n_batch, "n_ubatch": n_ubatch}
     plain, ours = load(path, n_ctx=n_ctx), load(path, n_ctx=n_ctx, logits_all=True, **widths)
     number = n_ctx - len(PROMPTS[0])
     truth = from_nothing(plain, PROMPTS[0], number)
     draft_model = attach(ours, Branching([[*PROMPTS[0], *truth]]), measure=False, recycle=False)
     for _ in range(6):
         assert from_nothing(ours, PROMPTS[0], number) == truth
-    assert max(draft_model.statistics.widths) <= 7
+    assert max(draft_model.statistics.widths) < n_batch
     assert draft_model.num_failures == 0
 
 
@@ -478,6 +483,19 @@ def test_where_no_context_of_several_sequences_is_made_the_first_one_comes_back(
     assert "no context for drafts as trees" in caplog.text
     for prompt in PROMPTS:
         assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+
+
+def test_an_adapter_is_set_on_the_new_context_too(path: Path, tmp_path: Path) -> None:
+    lora = tmp_path / "lora.gguf"
+    tiny_model.write_adapter(lora)
+    options: dict[str, Any] = {"lora_path": str(lora), "lora_scale": 2.0}
+    plain, ours = load(path, **options), load(path, logits_all=True, **options)
+    truth = [from_nothing(plain, prompt) for prompt in PROMPTS]
+    assert truth != [from_nothing(load(path), prompt) for prompt in PROMPTS]
+    adapted = [[*prompt, *each] for prompt, each in zip(PROMPTS, truth, strict=True)]
+    draft_model = attach(ours, Branching(adapted), measure=False, recycle=False)
+    assert [from_nothing(ours, prompt) for prompt in PROMPTS] == truth
+    assert draft_model.num_accepted > 20
 
 
 @st.composite
