@@ -84,7 +84,7 @@ class Branching(ScriptedDrafter):
         right: dict[int, int] = {ROOT: 0}
         for _ in range(int(self.random.integers(1, 13))):
             parent = int(self.random.choice(list(right)))
-            parent = max(right) if self.random.random() < 0.5 else parent
+            parent = max(right, key=right.__getitem__) if self.random.random() < 0.6 else parent
             depth = right[parent]
             token = int(self.random.integers(2, tiny_model.VOCABULARY))
             is_right = 0 <= depth < len(coming) and self.random.random() < self.truth
@@ -114,9 +114,23 @@ def test_greedy_output_is_that_of_no_drafts_wherever_the_right_tokens_stand(
 ) -> None:
     ours = attach(llm, Branching(known, seed), measure=False, recycle=False)
     for prompt in PROMPTS:
-        assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+        output = from_nothing(llm, prompt)
+        assert output == from_nothing(plain, prompt)
+        check_logits(llm, plain, [*prompt, *output], len(prompt))
     assert ours.num_accepted > 0.2 * len(PROMPTS) * NUM_TOKENS
     assert ours.num_failures == 0
+
+
+def check_logits(llm: Any, plain: Any, tokens: list[int], start: int) -> None:
+    """Whether what a model kept behind each token is the other's: outputs alone hide much."""
+    for end in range(start, llm.n_tokens + 1):
+        if end == start:
+            plain.reset()
+        plain.eval(tokens[plain.n_tokens : end])
+        expected = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits_ith(plain.ctx, -1), shape=(tiny_model.VOCABULARY,)
+        )
+        np.testing.assert_allclose(llm.scores[end - 1], expected, atol=1e-4)
 
 
 def test_each_pass_accepts_the_longest_path_that_the_model_says(
@@ -259,14 +273,17 @@ def test_a_stream_that_is_left_at_any_token_leaves_a_cache_as_without_drafts(
     llm: Any, plain: Any, known: list[list[int]]
 ) -> None:
     """The next prompt goes on from it, with all of it, a part, and with other tokens behind."""
-    ours = attach(llm, Branching(known, 2, truth=1.0), measure=False, recycle=False)
+    ours = attach(llm, Branching(known, 2), measure=False, recycle=False)
     for left_at in range(1, 24):
         for kept in (left_at - 1, left_at, left_at + 1, left_at // 2):
             expected = from_nothing(llm, PROMPTS[0], left_at)
             behind = [*PROMPTS[0], *expected[: max(kept, 0)]]
             assert generated(llm, behind, 20) == from_nothing(plain, behind, 20)
             assert from_nothing(llm, PROMPTS[0], left_at) == expected
-            assert generated(llm, [*behind, 99], 6) == from_nothing(plain, [*behind, 99], 6)
+            after = [*behind, 99]
+            output = generated(llm, after, 6)
+            assert output == from_nothing(plain, after, 6)
+            check_logits(llm, plain, [*after, *output], len(after))
     assert ours.num_accepted > 200
     assert ours.num_failures == 0
 
@@ -291,7 +308,7 @@ def test_states_are_those_of_the_engine_alone(
     path: Path, llm: Any, plain: Any, known: list[list[int]], left_at: int
 ) -> None:
     """One that is saved between two tokens of a pass is loaded by a model without drafts, too."""
-    attach(llm, Branching(known, 2, truth=1.0), measure=False, recycle=False)
+    attach(llm, Branching(known, 2), measure=False, recycle=False)
     llm.reset()
     stream = llm.generate(PROMPTS[0], temp=0.0)
     first = list(islice(stream, left_at))
@@ -304,6 +321,7 @@ def test_states_are_those_of_the_engine_alone(
         model.load_state(state)
         assert model.n_tokens == len(behind) - 1
         assert generated(model, behind, 20) == rest
+        check_logits(model, plain, [*behind, *rest], len(behind))
     alone.reset()
     generated(alone, PROMPTS[1], 3)
     llm.load_state(alone.save_state())
@@ -313,7 +331,7 @@ def test_states_are_those_of_the_engine_alone(
 def test_a_state_that_is_loaded_within_a_stream_is_not_mixed_with_the_last_pass(
     llm: Any, plain: Any, known: list[list[int]]
 ) -> None:
-    attach(llm, Branching(known, 2, truth=1.0), measure=False, recycle=False)
+    attach(llm, Branching(known, 2), measure=False, recycle=False)
     llm.reset()
     stream = llm.generate(PROMPTS[0], temp=0.0)
     tokens = list(islice(stream, 6))
@@ -322,7 +340,9 @@ def test_a_state_that_is_loaded_within_a_stream_is_not_mixed_with_the_last_pass(
     from_nothing(llm, PROMPTS[1], 9)
     llm.load_state(state)
     behind = [*PROMPTS[0], *tokens]
-    assert generated(llm, behind, 20) == from_nothing(plain, behind, 20)
+    output = generated(llm, behind, 20)
+    assert output == from_nothing(plain, behind, 20)
+    check_logits(llm, plain, [*behind, *output], len(behind))
 
 
 @pytest.mark.parametrize(
