@@ -280,6 +280,9 @@ def test_a_stream_that_is_left_at_any_token_leaves_a_cache_as_without_drafts(
             behind = [*PROMPTS[0], *expected[: max(kept, 0)]]
             assert generated(llm, behind, 20) == from_nothing(plain, behind, 20)
             assert from_nothing(llm, PROMPTS[0], left_at) == expected
+            llm.save_state()
+            assert generated(llm, behind, 20) == from_nothing(plain, behind, 20)
+            assert from_nothing(llm, PROMPTS[0], left_at) == expected
             after = [*behind, 99]
             output = generated(llm, after, 6)
             assert output == from_nothing(plain, after, 6)
@@ -343,6 +346,30 @@ def test_a_state_that_is_loaded_within_a_stream_is_not_mixed_with_the_last_pass(
     output = generated(llm, behind, 20)
     assert output == from_nothing(plain, behind, 20)
     check_logits(llm, plain, [*behind, *output], len(behind))
+
+
+@pytest.mark.parametrize("left_at", range(3, 15))
+def test_a_stream_goes_on_from_a_state_that_is_loaded_in_its_middle(
+    path: Path, llm: Any, plain: Any, known: list[list[int]], left_at: int
+) -> None:
+    """One of as many other tokens: nothing of the last pass is left, as without drafts."""
+    attach(llm, Branching(known, 2), measure=False, recycle=False)
+    other = load(path, logits_all=True)
+    other.eval(known[1][: len(PROMPTS[0]) + left_at - 1])
+    state = other.save_state()
+
+    def run(model: Any) -> list[int]:
+        model.reset()
+        stream = model.generate(PROMPTS[0], temp=0.0)
+        tokens = list(islice(stream, left_at))
+        model.load_state(state)
+        return [*tokens, *islice(stream, 10)]
+
+    output = run(llm)
+    assert output == run(plain)
+    after = llm.input_ids[: llm.n_tokens].tolist()
+    assert after[-9:] == output[-10:-1]
+    check_logits(llm, plain, after, len(after) - 9)
 
 
 @pytest.mark.parametrize(
