@@ -353,7 +353,7 @@ def test_a_stream_goes_on_from_a_state_that_is_loaded_in_its_middle(
     path: Path, llm: Any, plain: Any, known: list[list[int]], left_at: int
 ) -> None:
     """One of as many other tokens: nothing of the last pass is left, as without drafts."""
-    attach(llm, Branching(known, 2), measure=False, recycle=False)
+    ours = attach(llm, Branching(known, 2), measure=False, recycle=False)
     other = load(path, logits_all=True)
     other.eval(known[1][: len(PROMPTS[0]) + left_at - 1])
     state = other.save_state()
@@ -370,6 +370,7 @@ def test_a_stream_goes_on_from_a_state_that_is_loaded_in_its_middle(
     after = llm.input_ids[: llm.n_tokens].tolist()
     assert after[-9:] == output[-10:-1]
     check_logits(llm, plain, after, len(after) - 9)
+    assert ours.num_failures == 0
 
 
 @pytest.mark.parametrize(
