@@ -35,6 +35,7 @@ from decoder.engines.engine_options import (
 )
 from decoder.engines.llama_cpp.tree_passes import (
     TreePasses,
+    are_driven,
     most_sequences,
     share_memory,
     tree_differences,
@@ -469,8 +470,9 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
         trees: whether a whole tree is verified in a pass, of `num_pred_tokens` nodes at most. That
             takes a context of several sequences, which is made in the place of the model's own:
             what was set on that one by other ways than `Llama`'s arguments is to be set again.
-            Where the engine makes none, or the model's logits for a tree are not those for its
-            paths, chains are drafted, as with `False`, and the log says so.
+            Where the engine makes none or its loop does not read by such passes, or the model's
+            logits for a tree are not those for its paths, chains are drafted, as with `False`, and
+            the log says so.
 
     Raises:
         UnsupportedEngineError: the engine is not the one that this is written for.
@@ -515,11 +517,14 @@ def _prepare_trees(llm: Llama, passes: TreePasses, num_pred_tokens: int) -> bool
         return False
     passes.max_sequences = wanted
     passes.forget()
-    llm.sample, llm.save_state = passes.sample, passes.save_state
-    if verifies_trees(passes, llm):
-        return True
-    _log.warning("llama.cpp verifies chains, no trees: this model's logits differ in trees")
-    return False
+    llm.eval, llm.sample, llm.save_state = passes, passes.sample, passes.save_state
+    if not verifies_trees(passes, llm):
+        _log.warning("llama.cpp verifies chains, no trees: this model's logits differ in trees")
+        return False
+    if not are_driven(passes, llm):
+        _log.warning("llama.cpp verifies chains, no trees: its loop does not draw by Llama.sample")
+        return False
+    return True
 
 
 def _encoded(llm: Llama, text: str) -> list[int]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from ctypes import c_float
 from dataclasses import dataclass
+from itertools import islice
 from logging import getLogger
 from time import perf_counter
 from types import FrameType
@@ -94,12 +95,14 @@ class TreePasses:
         max_sequences: paths that a tree may have; 1 where only chains are verified.
         seconds: that the last pass over a tree took.
         refusal: why the engine did not do it; `None` where it did.
+        num_drawn: tokens that were drawn from the logits of such passes.
     """
 
     def __init__(self, llm: Llama) -> None:
         self.max_sequences = 1
         self.seconds = 0.0
         self.refusal: Exception | None = None
+        self.num_drawn = 0
         self._llm = llm
         self._pass: _Pass | None = None
         self._planned: DraftTree | int | None = None
@@ -162,6 +165,7 @@ class TreePasses:
         if last is not None and named.get("idx") in {None, llm.n_tokens - 1}:
             from_end = 1 + last.node - len(last.logits)  # as the engine counts rows of a pass
             named["idx"] = llm.n_tokens + from_end
+            self.num_drawn += 1
         token: int = Llama.sample(llm, *settings, **named)
         return token
 
@@ -419,6 +423,7 @@ def tree_differences(llm: Llama) -> list[str]:
         found = differences(type(context), named=named, called="LlamaContext")
     sample, save_state = getattr(Llama, "sample", None), getattr(Llama, "save_state", None)
     found += differences(sample, parameters=["idx"], called="Llama.sample")
+    found += differences(Llama.generate, passed=1, named=["temp"], called="Llama.generate")
     found += differences(save_state, passed=0, called="Llama.save_state")
     return found
 
@@ -468,6 +473,47 @@ def verifies_trees(passes: TreePasses, llm: Llama) -> bool:
     llm.reset()
     allowed = _LIKE * np.abs(seeing_all[[2, 4]] - right[:2]).max()
     return bool(np.abs(np.stack([*found[[2, 4]], behind]) - right).max() <= allowed)
+
+
+def are_driven(passes: TreePasses, llm: Llama) -> bool:
+    """Return whether the engine's loop reads and draws through passes that stand in its model.
+
+    It decodes three tokens, of which the second is in a tree, whichever of the likely ones it is.
+    Clears the model's cache.
+    """
+    context, _ = _probe(llm)
+    kept, llm.draft_model = llm.draft_model, None
+    try:
+        _decode(llm, context, 2)
+        likely = np.argsort(-llm.scores[llm.n_tokens - 1])[:4]
+        tree = DraftTree.checked(likely, [ROOT] * 4, [1.0] * 4, [0] * 4)
+        llm.draft_model = _Planned(passes, within_paths(tree, passes.max_sequences))
+        before = passes.num_drawn
+        _decode(llm, context, 3)
+    finally:
+        llm.draft_model = kept
+        llm.reset()
+    return passes.num_drawn == before + 2
+
+
+def _decode(llm: Llama, prompt: list[int], num_tokens: int) -> None:
+    llm.reset()
+    for _ in islice(llm.generate(prompt, temp=0.0), num_tokens):
+        pass
+
+
+@dataclass(slots=True)
+class _Planned:
+    """A draft model that has one tree, and then none."""
+
+    passes: TreePasses
+    tree: DraftTree
+
+    def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
+        if not self.passes.goes_on_within(input_ids):
+            self.passes.plan(self.tree, len(input_ids))
+            self.tree = DraftTree.empty()
+        return np.empty(0, np.intc)
 
 
 def _read_tree(

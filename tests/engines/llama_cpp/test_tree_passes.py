@@ -514,6 +514,31 @@ def test_a_model_that_sees_siblings_drafts_chains_and_says_so(
         assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
 
 
+def test_an_engine_whose_loop_draws_by_itself_drafts_chains_and_says_so(
+    llm: Any,
+    plain: Any,
+    known: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As a later version may: it would take a node's token from the logits of another one."""
+    engine: Any = llama_cpp.Llama
+    draw = engine.sample
+
+    class Later(engine):  # type: ignore[misc]  # the engine is not typed here
+        """Its `generate` finds no `sample` that an instance was given."""
+
+        def __getattribute__(self, name: str) -> Any:
+            own = draw.__get__(self) if name == "sample" else None
+            return own or super().__getattribute__(name)
+
+    monkeypatch.setattr(llm, "__class__", Later)
+    attach(llm, Branching(known), measure=False)
+    assert "does not draw by Llama.sample" in caplog.text
+    for prompt in PROMPTS:
+        assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+
+
 def test_where_no_context_of_several_sequences_is_made_the_first_one_comes_back(
     llm: Any,
     plain: Any,
