@@ -151,22 +151,24 @@ def decodings(
 def our_drafters(
     bench: Benchmark, indexes: Sequence[Path], warm: Sequence[Prompt]
 ) -> dict[str, DrafterDraftModel]:
-    """Return ours: whole paths verified, and as much of them as pays on this machine.
+    """Return ours: whole chains and trees verified, and as much of them as pays on this machine.
 
     Each has answered other prompts before, as one that has been running for a while.
     """
+
+    def drafting(**settings: Any) -> DrafterDraftModel:
+        return attach(bench.verifying, opened_drafter(indexes), **settings)
+
+    most = OUR_WIDTH
+    whole: dict[str, Any] = {"num_pred_tokens": most, "measure": False}
     ours = {
-        f"foredraft, {OUR_WIDTH} tokens, retrieved alone": attach(
-            bench.verifying,
-            opened_drafter(indexes),
-            num_pred_tokens=OUR_WIDTH,
-            measure=False,
-            recycle=False,
+        f"foredraft, chains of {most} tokens, retrieved alone": drafting(
+            trees=False, recycle=False, **whole
         ),
-        f"foredraft, {OUR_WIDTH} tokens": attach(
-            bench.verifying, opened_drafter(indexes), num_pred_tokens=OUR_WIDTH, measure=False
-        ),
-        "foredraft, as many as pay": attach(bench.verifying, opened_drafter(indexes)),
+        f"foredraft, chains of {most} tokens": drafting(trees=False, **whole),
+        f"foredraft, trees of {most} nodes": drafting(**whole),
+        "foredraft, chains, as many as pay": drafting(trees=False),
+        "foredraft, trees, as many as pay": drafting(),
     }
     for name, draft_model in ours.items():
         answering = Decoding(name, Whose.OURS, bench.verifying, draft_model)

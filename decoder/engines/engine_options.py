@@ -17,7 +17,7 @@ from retriever.drafter import Drafter, TenantDrafter
 from retriever.errors import RetrieverError, SettingsError, VocabularyMismatchError
 from retriever.operations.resolving import resolve, variable_of
 from retriever.operations.settings import ClientSettings, EmbeddedSettings, Settings
-from retriever.tree import DraftTree
+from retriever.tree import ROOT, DraftTree
 
 _log = getLogger(__name__)
 _told: set[tuple[str, str, str]] = set()
@@ -122,6 +122,21 @@ def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftT
     chain = tree.best_chain(max_tokens)
     unknown = np.flatnonzero((chain.token_ids < 0) | (chain.token_ids >= model_vocabulary))
     return chain.prefix(int(unknown[0])) if len(unknown) else chain
+
+
+def within_vocabulary(tree: DraftTree, model_vocabulary: int) -> DraftTree:
+    """Return a tree without tokens that a model does not have, and what comes after them.
+
+    Args:
+        tree: a draft.
+        model_vocabulary: how many tokens the model has.
+    """
+    kept = (tree.token_ids >= 0) & (tree.token_ids < model_vocabulary)
+    if kept.all():
+        return tree
+    for node, parent in enumerate(tree.parents.tolist()):
+        kept[node] &= parent == ROOT or kept[parent]
+    return tree.among(kept)
 
 
 class EngineSettings(ClientSettings, EmbeddedSettings):

@@ -24,7 +24,8 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from tests.engines.scripted import ScriptedDrafter, chain_tree
 from tests.engines.stated_fields import check_drafts
 
-MODULE = "decoder.engines.llama_cpp"
+PACKAGE = "decoder.engines.llama_cpp"
+MODULE = f"{PACKAGE}.attaching"
 VOCABULARY = 64
 
 
@@ -46,6 +47,7 @@ class Llama:
         self.scores = np.zeros((n_ctx if logits_all else 8, VOCABULARY), np.float32)
         self._logits_all = logits_all
         self._n_ctx = n_ctx
+        self.n_batch = 512
         self.model = SimpleNamespace(is_recurrent=False, is_hybrid=False, n_swa=0)
         self.context_params = SimpleNamespace(swa_full=True)
         self.num_passes = self.num_rows = 0
@@ -144,9 +146,14 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     speculative.LlamaDraftModel = LlamaDraftModel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, engine.__name__, engine)
     monkeypatch.setitem(sys.modules, speculative.__name__, speculative)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    forget_adapter()
     yield import_module(MODULE)
-    sys.modules.pop(MODULE, None)
+    forget_adapter()
+
+
+def forget_adapter() -> None:
+    for name in [each for each in sys.modules if each.startswith(PACKAGE)]:
+        del sys.modules[name]
 
 
 def generated(llm: Llama, prompt: list[int], number: int) -> list[int]:
@@ -371,12 +378,12 @@ def test_memory_that_was_written_to_by_others_is_not_taken_for_the_drafts(adapte
     sequence = adapter.TokenSequence(np.array([5, 9, 13], np.int32))
     chain = chain_tree([20, 21, 22])
     llm.eval([5, 9, 13, 20, 21, 22])
-    whole, logits = adapter._verified(llm, sequence, chain, 1)
+    whole, logits = adapter._rows(llm, sequence, chain, 1)
     assert whole is chain
     assert (logits[3] == logits_after([5, 9, 13, 20, 21, 22])).all()
     llm.n_tokens = 5
     llm.eval([50])  # other tokens came in the chain's place
-    cut, logits = adapter._verified(llm, sequence, chain, 1)
+    cut, logits = adapter._rows(llm, sequence, chain, 1)
     assert cut.token_ids.tolist() == [20]
     assert (logits == np.stack([logits_after([5, 9, 13]), logits_after([5, 9, 13, 20])])).all()
     assert ours.num_failures == 0
@@ -390,6 +397,8 @@ def test_calls_are_drafted_for_as_they_state(
     ours = adapter.attach(
         llm, drafter, measure=False, recycle=False, vocabulary=vocabulary, tenants=["a", "b"]
     )
+    assert "chains, no trees: Llama has no `_lora_adapter`" in caplog.text
+    caplog.clear()
     prompt = [5, 9, 13]
     truth = script(prompt, 100)
 
@@ -463,7 +472,7 @@ def test_a_version_that_works_otherwise_is_refused_with_what_changed(
     monkeypatch.setattr(
         sys.modules["llama_cpp.llama_speculative"], "LlamaDraftModel", LaterDraftModel
     )
-    monkeypatch.delitem(sys.modules, MODULE)
+    forget_adapter()
     later = import_module(MODULE)
     with pytest.raises(UnsupportedEngineError) as caught:
         later.DrafterDraftModel(ScriptedDrafter(script), VOCABULARY)

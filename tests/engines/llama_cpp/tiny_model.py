@@ -33,6 +33,23 @@ def write_model(path: Path, seed: int = 0) -> None:
     writer.close()
 
 
+def write_adapter(path: Path, rank: int = 2, seed: int = 1) -> None:
+    """Write a LoRA adapter for such a model as GGUF."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
+    random = np.random.default_rng(seed)
+    for layer in range(_LAYERS):
+        name = f"blk.{layer}.attn_q.weight"
+        for part, shape in (("lora_a", (rank, _WIDTH)), ("lora_b", (_WIDTH, rank))):
+            writer.add_tensor(f"{name}.{part}", random.normal(0, 1, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]

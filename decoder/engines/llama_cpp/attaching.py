@@ -1,22 +1,5 @@
-"""Drafts for llama-cpp-python: a draft model for `llama_cpp.Llama`.
+"""The draft model that a `llama_cpp.Llama` asks, and how one is attached."""
 
-    llm = Llama("model.gguf", n_ctx=4096, logits_all=True)
-    draft_model = attach(llm, drafter)
-    with draft_model.request(tenant="a", predictions=[text]) as request:
-        llm.create_completion(prompt)
-
-Before each pass the engine shows all tokens of its sequence, as a view of its own memory. It
-verifies the draft in that pass and samples at each position until a choice differs: one chain,
-exact under sampling, grammars and penalties, too. It tells neither when a sequence begins nor when
-one ends. With any draft model it shows a caller's logits processors all tokens of the pass, later
-drafted ones included: a processor that reads them sees tokens that were not chosen.
-
-The engine keeps the logits of all tokens of a pass, as verifying drafts demands. What they found
-likely is drafted again where the same last tokens come (`RecycledLogits`), in one tree with what is
-retrieved (`FusedDrafter`), of which the best chain is proposed.
-"""
-
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from logging import getLogger
 from time import perf_counter
-from types import FrameType
 from typing import Any, Final, Self
 from weakref import proxy
 
@@ -45,7 +27,21 @@ from decoder.drafters.following import FollowingDrafter, SequenceDrafter, Verifi
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import DEFAULT_CAPACITY, RecycledLogits
 from decoder.engines.contract import check_contract, differences
-from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
+from decoder.engines.engine_options import (
+    chain_for,
+    check_version,
+    checked_vocabulary_size,
+    within_vocabulary,
+)
+from decoder.engines.llama_cpp.tree_passes import (
+    TreePasses,
+    are_driven,
+    most_sequences,
+    share_memory,
+    tree_differences,
+    verifies_trees,
+    within_paths,
+)
 from decoder.engines.request_fields import PLAIN, FieldReader, RequestFields
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from decoder.observation import Statistics
@@ -58,7 +54,7 @@ from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
 DEFAULT_NUM_PRED_TOKENS: Final = 16
-"""Most tokens of a path. The measured budget cuts paths that do not pay; more tokens would mean
+"""Most tokens of a draft. The measured budget cuts drafts that do not pay; more tokens would mean
 more widths to measure at the start."""
 
 DEFAULT_BUDGET_NODES: Final = 64
@@ -103,27 +99,31 @@ class _Running:
         request: whose it is.
         sequence: its tokens.
         drafting: drafts for it; `None` where none are wanted or the drafter refuses it.
-        chain: that was proposed last.
+        tree: that is verified behind it, or was last: a chain where the engine's loop does it.
     """
 
     request: DraftedRequest
     sequence: TokenSequence
     drafting: SequenceDrafter | None
-    chain: DraftTree = field(default_factory=DraftTree.empty)
+    tree: DraftTree = field(default_factory=DraftTree.empty)
 
     def is_continued_by(self, tokens: TokenIds) -> bool:
         """Return whether tokens are the last call's, followed by what a pass could accept."""
         known = len(self.sequence)
         accepted = len(tokens) - known - 1
         return (
-            0 <= accepted <= len(self.chain)
+            0 <= accepted <= len(self.tree)
             and self.sequence.begins(tokens)
-            and np.array_equal(tokens[known:-1], self.chain.token_ids[:accepted])
+            and len(self.tree.follow(tokens[known:-1])) == accepted
         )
 
 
 class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is not typed here
-    """Drafts the most probable path, for one `Llama`, which decodes one sequence at a time.
+    """Drafts for one `Llama`, which decodes one sequence at a time.
+
+    With `passes` it drafts trees, which these verify, and gives the engine no tokens. Without, the
+    engine's own loop verifies the most probable path: then a caller's logits processors see all
+    tokens of a pass, as with any draft model, later drafted ones included.
 
     A call whose tokens are those of the last call, a part of its draft and one more token
     continues the session, and only the new tokens reach the drafter. Any other call begins
@@ -134,18 +134,21 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         drafter: gives the drafts.
         model_vocabulary: a drafted token must be below it, since the engine ends at one that its
             model does not have.
-        num_pred_tokens: most tokens of a path.
+        num_pred_tokens: most tokens of a draft.
         max_length: most tokens of a sequence, drafted ones included: the engine ends where a pass
             goes beyond the `n_ctx` that it was made with, which may be less than `Llama.n_ctx()`.
-        budget: how much of a path is worth verifying; all of it if not given.
+        budget: how much of a draft is worth verifying; all of it if not given.
         budget_nodes: most nodes of the tree that a path is chosen from.
         drafter_vocabulary: a token beyond it ends the drafts for its sequence; None where the
             drafter takes all tokens.
         llm: whose logits are recycled; `None` to draft from the drafter alone.
         reader: of what requests state; see `request`.
+        passes: of `llm`.
+        trees: whether trees are drafted, which `passes` verify.
 
     Attributes:
-        num_passes: calls, each of which comes before a pass of the model.
+        passes: as given.
+        num_passes: of the model that drafts were asked for.
         num_drafted: tokens that were drafted.
         num_accepted: those of them that are known to have been accepted.
         num_failures: calls that failed.
@@ -172,7 +175,10 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         drafter_vocabulary: int | None = None,
         llm: Llama | None = None,
         reader: FieldReader | None = None,
+        passes: TreePasses | None = None,
+        trees: bool = False,
     ) -> None:
+        self.passes = passes
         self.num_passes = self.num_drafted = self.num_accepted = self.num_failures = 0
         self.statistics = Statistics()
         limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
@@ -185,7 +191,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self._budget_nodes = budget_nodes
         self._reader = reader or FieldReader(most_tokens=num_pred_tokens)
         self._request = DraftedRequest(PLAIN)
-        self._awaits_pass = False
+        self._trees = passes if trees else None
         self._running: _Running | None = None
         self._returned_s = 0.0
 
@@ -217,22 +223,28 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """Return intc[k], tokens that may come after those of the sequence, intc[n]."""
+        if self._trees is not None and self._trees.goes_on_within(input_ids):
+            return np.empty(0, np.intc)
         began_s = perf_counter()
-        self._awaits_pass = True
         self.num_passes += 1
-        chain = DraftTree.empty()
+        tree = DraftTree.empty()
         try:
-            chain = self._draft(np.asarray(input_ids, np.int32), began_s)
+            tree = self._draft(np.asarray(input_ids, np.int32), began_s)
         except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
             self._fail(error)
-        self.num_drafted += len(chain)
+        self.num_drafted += len(tree)
+        drafted = self._proposed(tree, len(input_ids))
         self._charge(began_s)
-        return chain.token_ids.astype(np.intc)
+        return drafted
 
-    def takes_pass(self) -> bool:
-        """Return whether the engine's next pass is one that it was called for, once."""
-        awaits, self._awaits_pass = self._awaits_pass, False
-        return awaits
+    def _proposed(self, tree: DraftTree, num_tokens: int) -> NDArray[np.intc]:
+        """Have a draft verified; return what the engine's loop is to verify of it."""
+        if self.passes is not None:
+            self.passes.announce()
+        if self._trees is None:
+            return tree.token_ids.astype(np.intc)
+        self._trees.plan(tree, num_tokens)
+        return np.empty(0, np.intc)
 
     def end(self) -> None:
         """End the sequence and remember its output, as the next sequence would.
@@ -258,21 +270,29 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             self.end()
             running = self._running = self._begin(tokens)
         if running.drafting is None:
-            return running.chain
+            return running.tree
         load = Load.of(len(tokens))
         most = min(self._budget.ask(load), self._room(running))
         if most <= 0:
-            return running.chain
-        tree = running.drafting.draft(self._budget_nodes)
-        chain = chain_for(tree, most, self._model_vocabulary)
+            return running.tree
+        tree = self._asked(running.drafting, most)
         draft_s = perf_counter() - began_s
-        running.chain = self._budget.share([chain], load, draft_s)[0]
-        return running.chain
+        running.tree = self._budget.share([tree], load, draft_s)[0]
+        return running.tree
+
+    def _asked(self, drafting: SequenceDrafter, most: int) -> DraftTree:
+        """Return a draft of at most so many tokens that can be verified."""
+        if self._trees is None:
+            return chain_for(drafting.draft(self._budget_nodes), most, self._model_vocabulary)
+        tree = within_vocabulary(drafting.draft(most).prefix(most), self._model_vocabulary)
+        return within_paths(tree, self._trees.max_sequences)
 
     def _room(self, running: _Running) -> int:
         rooms = [self._num_pred_tokens]
         if self._max_length is not None:
             rooms.append(self._max_length - len(running.sequence))
+        if self.passes is not None:
+            rooms.append(self.passes.max_nodes)
         if running.request.fields.budget is not None:
             rooms.append(running.request.fields.budget)
         return min(rooms)
@@ -306,28 +326,48 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         """Take in what the last pass brought, and how long it took."""
         context = len(running.sequence)
         seconds = began_s - self._returned_s
-        chain, path = running.chain, np.arange(len(tokens) - context - 1)
+        if self._trees is not None and self._trees.refusal is not None:
+            self._refuse(running, self._trees.refusal)
+        tree, new = running.tree, tokens[context:]
+        path = tree.follow(new[:-1])
         self.num_accepted += len(path)
-        self._learn(running, tokens[context:])
+        self._learn(running, new)
+        pass_s = seconds if self._trees is None else self._trees.seconds
         for statistics in (running.request.statistics, self.statistics):
-            statistics.target_s += seconds
+            statistics.target_s += pass_s
             statistics.total_s += seconds
         if running.drafting is not None:
-            outcome = PassOutcome(chain, path, int(tokens[-1]))
-            self._budget.learn([outcome], Load.of(context), seconds)
+            outcome = PassOutcome(tree, path, int(tokens[-1]))
+            self._budget.learn([outcome], Load.of(context), pass_s)
+
+    def _refuse(self, running: _Running, error: Exception) -> None:
+        """Take back a draft that the engine had no memory for."""
+        self._count(error)
+        self._budget.halve()
+        running.tree = DraftTree.empty()
 
     def _learn(self, running: _Running, new: TokenIds) -> None:
         """Commit the tokens of a pass, after the drafter has learned from its logits."""
-        sequence, chain = running.sequence, running.chain
-        running.chain = DraftTree.empty()
-        path = np.arange(max(len(new) - 1, 0))
+        sequence, tree = running.sequence, running.tree
+        running.tree = DraftTree.empty()
+        path = tree.follow(new[:-1])
         for statistics in (running.request.statistics, self.statistics):
-            statistics.record(chain, path, len(new))
+            statistics.record(tree, path, len(new))
         if self._llm is not None and running.drafting is not None and len(new) and len(sequence):
-            tree, logits = _verified(self._llm, sequence, chain, len(path))
-            last_token = int(sequence.tokens[-1])
-            running.drafting.learn(Verified(last_token, tree, logits, path, int(new[-1])))
+            running.drafting.learn(self._verified(sequence, tree, path, int(new[-1])))
         sequence.extend(new)
+
+    def _verified(
+        self, sequence: TokenSequence, tree: DraftTree, path: NDArray[np.int64], next_token: int
+    ) -> Verified:
+        last_token = int(sequence.tokens[-1])
+        logits = None if self._trees is None else self._trees.logits_of(tree)
+        if logits is None:
+            if self._trees is not None:  # another pass came after that over the tree
+                tree = tree.among(np.isin(np.arange(len(tree)), path))
+            path = np.arange(len(path))
+            tree, logits = _rows(self._llm, sequence, tree, len(path))
+        return Verified(last_token, tree, logits, path, next_token)
 
     def _charge(self, began_s: float) -> None:
         """Note the time since a call began as the drafter's."""
@@ -350,71 +390,10 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             _log.warning("llama.cpp goes on without drafts for now: %s", error)
 
 
-class _PromptReader:
-    """`Llama.eval` of a model with drafts: it computes no logits of a prompt but the last token's.
-
-    With `logits_all` the engine computes those of every token that it reads: a fifth of the time of
-    a prompt where the vocabulary is large. Only drafts need them, and completions that show the
-    prompt with its log-probabilities (`echo` and `logprobs`); calls of a user's own are left alone.
-
-    Args:
-        llm: whose method it stands for.
-    """
-
-    def __init__(self, llm: Llama) -> None:
-        self._llm = llm
-        self._lacks_some = False
-
-    def __call__(self, tokens: Sequence[int]) -> None:
-        """Read tokens; see `Llama.eval`."""
-        draft_model = self._llm.draft_model
-        is_drafted = not isinstance(draft_model, DrafterDraftModel) or draft_model.takes_pass()
-        if is_drafted or not _is_for_generate(caller := sys._getframe(1)):  # noqa: SLF001
-            Llama.eval(self._llm, tokens)
-        elif _shows_logits(caller):
-            self._read_with_logits(tokens)
-        elif len(tokens):
-            self._read(tokens)
-        else:
-            Llama.eval(self._llm, tokens)
-
-    def _read_with_logits(self, tokens: Sequence[int]) -> None:
-        """Read a prompt for its logits; what was read of it without them is read again."""
-        llm = self._llm
-        if self._lacks_some:
-            tokens, llm.n_tokens = [*llm.input_ids[: llm.n_tokens].tolist(), *tokens], 0
-        Llama.eval(llm, tokens)
-        self._lacks_some = False
-
-    def _read(self, tokens: Sequence[int]) -> None:
-        """Read a prompt for the logits of its last token."""
-        llm, self._lacks_some = self._llm, True
-        llm._logits_all = False  # noqa: SLF001  no public name
-        try:
-            Llama.eval(llm, tokens)
-        finally:
-            llm._logits_all = True  # noqa: SLF001  as above
-        last = np.ctypeslib.as_array(llama_get_logits_ith(llm.ctx, -1), shape=(llm.n_vocab(),))
-        llm.scores[llm.n_tokens - 1] = last
-
-
-def _is_for_generate(caller: FrameType) -> bool:
-    """Return whether the engine's own loop is what reads, and no one who wants the logits."""
-    return caller.f_code is Llama.generate.__code__
-
-
-def _shows_logits(caller: FrameType | None) -> bool:
-    """Return whether a completion for which a prompt is read shows the prompt's logits."""
-    while caller is not None and caller.f_code is not Llama._create_completion.__code__:  # noqa: SLF001
-        caller = caller.f_back
-    stated = {} if caller is None else caller.f_locals
-    return bool(stated.get("echo")) and stated.get("logprobs") is not None
-
-
-def _verified(
+def _rows(
     llm: Llama, sequence: TokenSequence, chain: DraftTree, num_accepted: int
 ) -> tuple[DraftTree, NDArray[np.float32]]:
-    """Return what the last pass verified behind a sequence, and its logits, float32[1 + N, V].
+    """Return the chain that was verified behind a sequence and its logits, float32[1 + N, V].
 
     The engine keeps a row for each token that it read, also for those that it then gave up. These
     are of the chain's own tokens, as long as it read the whole chain: where its memory shows other
@@ -470,23 +449,30 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     budget_nodes: int = DEFAULT_BUDGET_NODES,
     recycle: bool = True,
     tenants: Sequence[str] = (),
+    trees: bool = True,
 ) -> DrafterDraftModel:
     """Let a model decode with drafts from now on, and return its draft model.
 
-    From then on the engine computes no logits of a prompt but its last token's, unless a completion
-    shows them (`echo` with `logprobs`).
+    What the model has read before is gone. From then on the engine computes no logits of a prompt
+    but its last token's, unless a completion shows them (`echo` with `logprobs`).
 
     Args:
         llm: made with `logits_all=True`.
         drafter: gives the drafts.
         num_pred_tokens: most tokens of a draft.
-        measure: whether to measure the cost of passes first, which takes some seconds and clears
-            the model's cache, and to draft only what pays; otherwise all drafts are verified.
+        measure: whether to measure the cost of passes first, which takes some seconds, and to draft
+            only what pays; otherwise all drafts are verified.
         vocabulary: of the model's tokenizer: a drafter for another one is refused.
-        budget_nodes: most nodes of the tree that a draft is chosen from.
+        budget_nodes: most nodes of the tree that a chain is chosen from.
         recycle: whether what the model found likely is drafted again, in a tree with what the
             drafter says. A `FusedDrafter` does so where it was made for it.
         tenants: that requests may name; `*` among them for any. See `DrafterDraftModel.request`.
+        trees: whether a whole tree is verified in a pass, of `num_pred_tokens` nodes at most. That
+            takes a context of several sequences, which is made in the place of the model's own:
+            what was set on that one by other ways than `Llama`'s arguments is to be set again.
+            Where the engine makes none or its loop does not read by such passes, or the model's
+            logits for a tree are not those for its paths, chains are drafted, as with `False`, and
+            the log says so.
 
     Raises:
         UnsupportedEngineError: the engine is not the one that this is written for.
@@ -498,6 +484,8 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     _check(llm)
     known = checked_vocabulary_size(drafter, llm.n_vocab(), vocabulary)
     seen = proxy(llm)  # a model in a circle would be freed in any order, contexts behind models
+    passes = llm.eval if isinstance(llm.eval, TreePasses) else TreePasses(seen)
+    can_trees = trees and _prepare_trees(llm, passes, num_pred_tokens)
     budget = MeasuredBudget(measure_costs(llm, num_pred_tokens + 1)) if measure else None
     draft_model = DrafterDraftModel(
         drafter,
@@ -509,10 +497,34 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
         drafter_vocabulary=known,
         llm=seen if recycle or isinstance(drafter, FollowingDrafter) else None,
         reader=FieldReader(tenants, num_pred_tokens, lambda text: _encoded(seen, text), vocabulary),
+        passes=passes,
+        trees=can_trees,
     )
     llm.draft_model = draft_model
-    llm.eval = _PromptReader(seen)
+    llm.eval = passes
     return draft_model
+
+
+def _prepare_trees(llm: Llama, passes: TreePasses, num_pred_tokens: int) -> bool:
+    """Have a model verify trees; return whether it does, and does it rightly."""
+    found = tree_differences(llm)
+    if found:
+        _log.warning("llama.cpp verifies chains, no trees: %s", "; ".join(found))
+        return False
+    wanted = max(most_sequences(llm, num_pred_tokens), passes.max_sequences)
+    passes.forget()  # what it has of a context that is closed
+    if wanted == 1 or not share_memory(llm, wanted):
+        return False
+    passes.max_sequences = wanted
+    passes.forget()
+    llm.eval, llm.sample, llm.save_state = passes, passes.sample, passes.save_state
+    if not verifies_trees(passes, llm):
+        _log.warning("llama.cpp verifies chains, no trees: this model's logits differ in trees")
+        return False
+    if not are_driven(passes, llm):
+        _log.warning("llama.cpp verifies chains, no trees: its loop does not draw by Llama.sample")
+        return False
+    return True
 
 
 def _encoded(llm: Llama, text: str) -> list[int]:
@@ -543,6 +555,7 @@ _ATTRIBUTES: Final = (
     "draft_model",
     "input_ids",
     "model",
+    "n_batch",
     "n_tokens",
     "scores",
 )
