@@ -39,7 +39,8 @@ def test_outputs_with_fused_drawn_trees_are_distributed_as_the_target() -> None:
 
 @pytest.mark.parametrize("error", PLANTED_IN_TREES)
 def test_what_is_wrong_with_a_fused_draft_is_found(error: str) -> None:
-    outcome = run_fused(PLANTED_CASE, DRAWS, change=PLANTED_IN_TREES[error])
+    # On busy machines the draft model is asked less often, and an error has fewer nodes to show in.
+    outcome = run_fused(PLANTED_CASE, 2 * DRAWS, change=PLANTED_IN_TREES[error])
     assert outcome.p < 1e-3
 
 
