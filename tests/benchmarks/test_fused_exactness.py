@@ -23,6 +23,10 @@ from benchmarks.exactness.scripted_target import SETTINGS
 from benchmarks.exactness.trials import Case, corrected
 
 DRAWS = 3000
+SHOWS_LEAST = "drawn nodes dropped by their value"
+"""Of the planted errors. With 3,000 draws two of five streams of random numbers miss it, and the
+last bits of a probability, which another build of a kernel may round otherwise, change the stream.
+"""
 
 
 def test_outputs_with_fused_drawn_trees_are_distributed_as_the_target() -> None:
@@ -39,9 +43,8 @@ def test_outputs_with_fused_drawn_trees_are_distributed_as_the_target() -> None:
 
 @pytest.mark.parametrize("error", PLANTED_IN_TREES)
 def test_what_is_wrong_with_a_fused_draft_is_found(error: str) -> None:
-    # On busy machines the draft model is asked less often, and an error has fewer nodes to show in.
-    outcome = run_fused(PLANTED_CASE, 2 * DRAWS, change=PLANTED_IN_TREES[error])
-    assert outcome.p < 1e-3
+    draws = 4 * DRAWS if error == SHOWS_LEAST else DRAWS
+    assert run_fused(PLANTED_CASE, draws, change=PLANTED_IN_TREES[error]).p < 1e-3
 
 
 def test_every_setting_is_tested_and_everything_that_draws() -> None:
