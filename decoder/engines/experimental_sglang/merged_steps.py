@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -71,29 +71,36 @@ class Outcome:
         }
 
 
+class Parts(NamedTuple):
+    """What merged drafts are made with, on one rank.
+
+    Attributes:
+        requests: on the first rank; None on others, and where there is no drafter of ours.
+        share: the first rank's arrays with all; None for a single rank.
+        metrics: what acceptance is counted in; None for nothing.
+    """
+
+    requests: MergedRequests | None
+    share: Share | None = None
+    metrics: DraftingMetrics | None = None
+
+
 class MergedSteps:
     """The host's and the ranks' side of merged drafts.
 
     Args:
-        requests: on the first rank; None on others, and where there is no drafter of ours.
-        share: the first rank's arrays with all; None for a single rank.
-        metrics: what acceptance is counted in; None for nothing.
+        worker: of the engine.
+        parts: for its rank.
 
     Attributes:
-        requests: as given.
+        requests: of the parts.
         num_errors: steps with the engine's drafts alone because of an error of ours.
     """
 
-    def __init__(
-        self,
-        requests: MergedRequests | None,
-        share: Share | None,
-        metrics: DraftingMetrics | None = None,
-    ) -> None:
+    def __init__(self, worker: Any, parts: Parts) -> None:
         self.num_errors = 0
-        self.requests = requests
-        self._metrics = metrics
-        self._share = share
+        self._worker = worker
+        self.requests, self._share, self._metrics = parts
         self._outcomes: list[Outcome] = []
         self._began_s: float | None = None
 
@@ -174,13 +181,24 @@ class MergedSteps:
         if self.requests is not None:
             self.requests.drop()
 
+    def end_all(self) -> None:
+        """End all requests, as the engine has forgotten them."""
+        if self.requests is not None:
+            self.requests.end_all()
 
-def opened(worker: Any) -> tuple[MergedRequests | None, Share | None, DraftingMetrics | None]:
-    """Return what `MergedSteps` needs, for a worker of SGLang's on its rank."""
+
+def parts_for(worker: Any) -> Parts:
+    """Return what merged drafts are made with, for a worker of SGLang's on its rank."""
     group = get_parallel().tp_group
     vocabulary_size, sessions = int(worker.target_worker.model_runner.model_config.vocab_size), None
     if group.rank_in_group == 0:
         sessions = open_sessions(worker.target_worker.tokenizer)
     requests = None if sessions is None else MergedRequests(*sessions, vocabulary_size)
     is_exposed = requests is not None and worker.server_args.enable_metrics
-    return requests, sharing(group), process_metrics() if is_exposed else None
+    return Parts(requests, sharing(group), process_metrics() if is_exposed else None)
+
+
+def named_over(made: type, base: type) -> type:
+    """Return our class of a worker, called after SGLang's that it is made of."""
+    made.__name__ = made.__qualname__ = f"ForedraftOver{base.__name__}"
+    return made

@@ -22,11 +22,13 @@ import torch
 from sglang.srt.speculative import dflash_worker_v2
 
 from decoder.engines.contract import check_contract, differences
-from decoder.engines.drafting_metrics import DraftingMetrics
 from decoder.engines.experimental_sglang import TESTED
-from decoder.engines.experimental_sglang.corpus import Share
-from decoder.engines.experimental_sglang.merged_requests import MergedRequests
-from decoder.engines.experimental_sglang.merged_steps import MergedSteps, opened
+from decoder.engines.experimental_sglang.merged_steps import (
+    MergedSteps,
+    Parts,
+    named_over,
+    parts_for,
+)
 from decoder.engines.experimental_sglang.topology import Nodes
 
 _HEADS: Final = {"selector": "a candidate selector", "lilicorr": "LiLiCorr"}
@@ -41,20 +43,11 @@ class BlockMerging(MergedSteps):
 
     Args:
         worker: of the engine.
-        requests: see `MergedSteps`, with what follows.
-        share: the same.
-        metrics: the same.
+        parts: see `MergedSteps`.
     """
 
-    def __init__(
-        self,
-        worker: Any,
-        requests: MergedRequests | None,
-        share: Share | None,
-        metrics: DraftingMetrics | None = None,
-    ) -> None:
-        super().__init__(requests, share, metrics)
-        self._worker = worker
+    def __init__(self, worker: Any, parts: Parts) -> None:
+        super().__init__(worker, parts)
         self._batch: Any = None  # whose block is not merged yet
         module: Any = dflash_worker_v2
         module.GrammarTree = self._linking(module.GrammarTree)
@@ -158,7 +151,7 @@ def over(base: type) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             check_made(self)
-            self.merging = BlockMerging(self, *opened(self))
+            self.merging = BlockMerging(self, parts_for(self))
 
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             drafts = batch.forward_mode.is_decode() and not batch.is_extend_in_batch
@@ -171,13 +164,9 @@ def over(base: type) -> type:
 
         def clear_cache_pool(self) -> None:
             super().clear_cache_pool()
-            if self.merging.requests is not None:
-                self.merging.requests.end_all()
+            self.merging.end_all()
 
-    ForedraftOverWorker.__name__ = ForedraftOverWorker.__qualname__ = (
-        f"ForedraftOver{base.__name__}"
-    )
-    return ForedraftOverWorker
+    return named_over(ForedraftOverWorker, base)
 
 
 def check_made(worker: Any) -> None:

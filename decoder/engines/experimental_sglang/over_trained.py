@@ -30,10 +30,12 @@ from sglang.srt.runtime_context import get_exec, get_schedule
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
-from decoder.engines.drafting_metrics import DraftingMetrics
-from decoder.engines.experimental_sglang.corpus import Share
-from decoder.engines.experimental_sglang.merged_requests import MergedRequests
-from decoder.engines.experimental_sglang.merged_steps import MergedSteps, opened
+from decoder.engines.experimental_sglang.merged_steps import (
+    MergedSteps,
+    Parts,
+    named_over,
+    parts_for,
+)
 from decoder.engines.experimental_sglang.topology import DEPTH, Nodes, nodes_of, topology_of
 
 _OWN, _MERGED, _SKIPPED = range(3)
@@ -143,20 +145,11 @@ class Merging(MergedSteps):
 
     Args:
         worker: of the engine, with its draft worker.
-        requests: see `MergedSteps`, with what follows.
-        share: the same.
-        metrics: the same.
+        parts: see `MergedSteps`.
     """
 
-    def __init__(
-        self,
-        worker: Any,
-        requests: MergedRequests | None,
-        share: Share | None,
-        metrics: DraftingMetrics | None = None,
-    ) -> None:
-        super().__init__(requests, share, metrics)
-        self._worker = worker
+    def __init__(self, worker: Any, parts: Parts) -> None:
+        super().__init__(worker, parts)
         self._draft_worker = worker.draft_worker
         self._draft: Callable[..., Any] = self._draft_worker.draft
         self._scores = NotedScores(_max_rows())
@@ -318,7 +311,7 @@ def over(base: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.merging = Merging(self, *opened(self))
+            self.merging = Merging(self, parts_for(self))
 
         def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = super().verify(batch, *args, **kwargs)
@@ -327,10 +320,6 @@ def over(base: type) -> type:
 
         def clear_cache_pool(self) -> None:
             super().clear_cache_pool()
-            if self.merging.requests is not None:
-                self.merging.requests.end_all()
+            self.merging.end_all()
 
-    ForedraftOverWorker.__name__ = ForedraftOverWorker.__qualname__ = (
-        f"ForedraftOver{base.__name__}"
-    )
-    return ForedraftOverWorker
+    return named_over(ForedraftOverWorker, base)

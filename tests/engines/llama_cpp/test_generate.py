@@ -26,49 +26,17 @@ from retriever.drafter import Drafter  # noqa: E402
 from retriever.errors import InvalidRequestError  # noqa: E402
 from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.llama_cpp import tiny_model  # noqa: E402
+from tests.engines.llama_cpp.loaded_models import (  # noqa: E402
+    NUM_TOKENS,
+    from_nothing,
+    generated,
+    load,
+)
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-NUM_TOKENS = 80
 PROMPTS = [[1, 70, 71, 72, 73], [1, *range(40, 60)], [1, 70, 71, 72, 73, 74], [1, 100]]
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def load(path: Path, **options: Any) -> Any:
-    exact = {
-        "type_k": 0,
-        "type_v": 0,
-        "n_threads": 1,
-        "n_threads_batch": 1,
-    }  # float32: nothing is rounded by the width of a pass
-    return llama_cpp.Llama(str(path), **{"n_ctx": 512, "verbose": False, **exact, **options})
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny_model.write_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def plain(path: Path) -> Any:
-    return load(path)
-
-
-@pytest.fixture
-def llm(path: Path) -> Any:
-    return load(path, logits_all=True)
-
-
-def generated(llm: Any, prompt: list[int], number: int = NUM_TOKENS, **options: Any) -> list[int]:
-    stream = llm.generate(prompt, **{"temp": 0.0, **options})
-    return [token for _, token in zip(range(number), stream, strict=False)]
-
-
-def from_nothing(llm: Any, prompt: list[int], number: int = NUM_TOKENS) -> list[int]:
-    llm.reset()
-    return generated(llm, prompt, number)
 
 
 class Recorded:

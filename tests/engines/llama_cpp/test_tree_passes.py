@@ -22,42 +22,15 @@ from retriever.drafter import DraftRequest  # noqa: E402
 from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from retriever.tree import ROOT, DraftTree, Source  # noqa: E402
 from tests.engines.llama_cpp import tiny_model  # noqa: E402
+from tests.engines.llama_cpp.loaded_models import (  # noqa: E402
+    NUM_TOKENS,
+    from_nothing,
+    generated,
+    load,
+)
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
 
-NUM_TOKENS = 60
 PROMPTS = [[1, 70, 71, 72, 73], [1, *range(40, 60)], [1, 100]]
-
-
-def load(path: Path, **options: Any) -> Any:
-    exact = {"type_k": 0, "type_v": 0, "n_threads": 1, "n_threads_batch": 1}
-    return llama_cpp.Llama(str(path), **{"n_ctx": 256, "verbose": False, **exact, **options})
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny_model.write_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def plain(path: Path) -> Any:
-    return load(path)
-
-
-@pytest.fixture
-def llm(path: Path) -> Any:
-    return load(path, logits_all=True)
-
-
-def generated(llm: Any, prompt: list[int], number: int = NUM_TOKENS, **options: Any) -> list[int]:
-    return list(islice(llm.generate(prompt, **{"temp": 0.0, **options}), number))
-
-
-def from_nothing(llm: Any, prompt: list[int], number: int = NUM_TOKENS, **options: Any) -> Any:
-    llm.reset()
-    llm.set_seed(7)
-    return generated(llm, prompt, number, **options)
 
 
 class Branching(ScriptedDrafter):

@@ -37,13 +37,16 @@ def with_another_draft(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EagleDraftWorker, "draft", draft)
 
 
+def lacking(patch: pytest.MonkeyPatch, module: Any, name: str, field: str) -> None:
+    known = dataclasses.fields(getattr(module, name))
+    kept = [(each.name, each.type, None) for each in known if each.name != field]
+    patch.setattr(module, name, dataclasses.make_dataclass(name, kept))
+
+
 def without_a_field(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative import eagle_info  # noqa: PLC0415
 
-    known = dataclasses.fields(eagle_info.EagleVerifyInput)
-    kept = [(each.name, each.type, None) for each in known if each.name != "spec_steps"]
-    other = dataclasses.make_dataclass("EagleVerifyInput", kept)
-    patch.setattr(eagle_info, "EagleVerifyInput", other)
+    lacking(patch, eagle_info, "EagleVerifyInput", "spec_steps")
 
 
 def with_other_scores(patch: pytest.MonkeyPatch) -> None:
@@ -58,10 +61,7 @@ def with_other_scores(patch: pytest.MonkeyPatch) -> None:
 def with_another_block(patch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative import dflash_worker_v2  # noqa: PLC0415
 
-    known = dataclasses.fields(dflash_worker_v2.DFlashVerifyInput)
-    kept = [(each.name, each.type, None) for each in known if each.name != "draft_token"]
-    other = dataclasses.make_dataclass("DFlashVerifyInput", kept)
-    patch.setattr(dflash_worker_v2, "DFlashVerifyInput", other)
+    lacking(patch, dflash_worker_v2, "DFlashVerifyInput", "draft_token")
 
 
 def without_links(patch: pytest.MonkeyPatch) -> None:

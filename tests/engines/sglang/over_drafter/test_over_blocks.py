@@ -1,7 +1,7 @@
 """Retrieval on top of DFlash, with the engine's own step from the block's draft to acceptance."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +12,12 @@ from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.custom_params import CustomParams
 from decoder.errors import UnsupportedEngineError
 from retriever.client.local import LocalDrafter
-from retriever.drafter import DraftRequest
-from retriever.tree import DraftTree, Source
+from retriever.tree import Source
 from tests.engines.sglang.over_drafter.dflash_engine import BLOCK, DFlashEngine
 from tests.engines.sglang.over_drafter.eagle_engine import EagleRequest
+from tests.engines.sglang.over_drafter.merged_outputs import PROMPTS, Broken, check_exact
 from tests.engines.sglang.sglang_decoding import NUM_TOKENS, plain
 
-PROMPTS = [[seed, 1, 2, 5, 3, seed] for seed in range(3)]
 Made = Callable[..., DFlashEngine]
 
 
@@ -30,6 +29,7 @@ def make(ngram_worker: Any, monkeypatch: pytest.MonkeyPatch) -> Made:
 
     from decoder.engines.experimental_sglang import over_blocks  # noqa: PLC0415  (loads the engine)
     from decoder.engines.experimental_sglang.merged_requests import MergedRequests  # noqa: PLC0415
+    from decoder.engines.experimental_sglang.merged_steps import Parts  # noqa: PLC0415
 
     def made(top1: float = 0.7, *, drafter: Any = None, **options: Any) -> DFlashEngine:
         base = dflash_worker_v2.DFlashWorkerV2
@@ -40,7 +40,7 @@ def make(ngram_worker: Any, monkeypatch: pytest.MonkeyPatch) -> Made:
             monkeypatch.setattr(dflash_worker_v2, name, getattr(dflash_worker_v2, name))
         sessions = DrafterSessions(drafter or LocalDrafter())
         requests = MergedRequests(sessions, CustomParams(), NUM_TOKENS)
-        engine.worker.merging = over_blocks.BlockMerging(engine.worker, requests, None)
+        engine.worker.merging = over_blocks.BlockMerging(engine.worker, Parts(requests))
         return engine
 
     return made
@@ -56,11 +56,6 @@ def decoded(
         engine.step(requests, has_grammar=has_grammar)
         steps += 1
     return [each.tokens for each in requests], steps
-
-
-def check_exact(outputs: Sequence[Sequence[int]]) -> None:
-    for prompt, tokens in zip(PROMPTS, outputs, strict=True):
-        assert list(tokens[len(prompt) :]) == plain(prompt, len(tokens) - len(prompt))
 
 
 @pytest.mark.parametrize("lags", [True, False])
@@ -105,21 +100,6 @@ def test_every_block_is_full_and_follows_the_last_token(make: Made) -> None:
         assert len(block) == BLOCK
         assert block[0] == last
         assert 0 <= int(block.min()) <= int(block.max()) < NUM_TOKENS
-
-
-class Broken(LocalDrafter):
-    """Raises what no drafter should, now and then."""
-
-    def __init__(self, period: int) -> None:
-        super().__init__()
-        self.period = period
-        self.num_calls = 0
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        self.num_calls += 1
-        if self.num_calls % self.period == 0:
-            raise RuntimeError("planted")
-        return super().draft(requests)
 
 
 def test_an_error_of_ours_leaves_the_engines_own_blocks(

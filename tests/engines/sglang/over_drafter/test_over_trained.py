@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +13,12 @@ from decoder.engines.engine_options import OVER_DRAFTER
 from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.experimental_sglang.custom_params import CustomParams
 from retriever.client.local import LocalDrafter
-from retriever.drafter import DraftRequest
-from retriever.tree import DraftTree, Source
+from retriever.tree import Source
 from tests.engines.sglang.conftest import Kernels
 from tests.engines.sglang.over_drafter.eagle_engine import EagleEngine, EagleRequest, masks, paths
+from tests.engines.sglang.over_drafter.merged_outputs import PROMPTS, Broken, check_exact
 from tests.engines.sglang.sglang_decoding import NUM_TOKENS, plain
 
-PROMPTS = [[seed, 1, 2, 5, 3, seed] for seed in range(3)]
 TREE, CHAIN = (4, 4, 12), (1, 5, 6)
 Made = Callable[..., tuple[EagleEngine, Any]]
 
@@ -32,6 +31,7 @@ def make(ngram_worker: Any, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -
 
     from decoder.engines.experimental_sglang import over_trained  # noqa: PLC0415  (loads the engine)
     from decoder.engines.experimental_sglang.merged_requests import MergedRequests  # noqa: PLC0415
+    from decoder.engines.experimental_sglang.merged_steps import Parts  # noqa: PLC0415
 
     def made(shape: tuple[int, int, int], top1: float = 0.7, **options: Any) -> Any:
         drafter = options.pop("drafter", None) or LocalDrafter()
@@ -46,7 +46,7 @@ def make(ngram_worker: Any, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -
         )
         if drafter != "none":
             requests = MergedRequests(DrafterSessions(drafter), CustomParams(), NUM_TOKENS)
-            merging = over_trained.Merging(worker, requests, None)
+            merging = over_trained.Merging(worker, Parts(requests))
             worker.merging, verify = merging, engine.verify
 
             def verifying(batch: Any) -> Any:
@@ -70,11 +70,6 @@ def decoded(
         engine.step(worker, requests)
         steps += 1
     return [each.tokens for each in requests], steps
-
-
-def check_exact(outputs: Sequence[Sequence[int]]) -> None:
-    for prompt, tokens in zip(PROMPTS, outputs, strict=True):
-        assert list(tokens[len(prompt) :]) == plain(prompt, len(tokens) - len(prompt))
 
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN])
@@ -139,21 +134,6 @@ def test_the_drafter_is_not_run_where_retrieval_is_sure(make: Made) -> None:
     assert engine.num_drafts < steps
     assert engine.num_drafts == trained.num_asked
     assert trained.num_skipped == steps - engine.num_drafts
-
-
-class Broken(LocalDrafter):
-    """Raises what no drafter should, now and then."""
-
-    def __init__(self, period: int) -> None:
-        super().__init__()
-        self.period = period
-        self.num_calls = 0
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        self.num_calls += 1
-        if self.num_calls % self.period == 0:
-            raise RuntimeError("planted")
-        return super().draft(requests)
 
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN])
