@@ -1,4 +1,4 @@
-"""Retrieval on top of SGLang's own trained drafter; importing this loads the engine.
+"""Retrieval on top of SGLang's EAGLE, MTP and standalone drafters; this loads the engine.
 
 The engine's worker is subclassed at two places: where it drafts, and behind its verification. A
 step goes like this, for the first rank; the others take its decision and its nodes:
