@@ -222,7 +222,11 @@ class ForedraftProposer:
         vocabulary, encode = _vocabulary(tokenizer), _encoder(tokenizer)
         self._follow_runner(runner)
         self._drafter: Drafter = open_drafter(self._settings, vocabulary, encode)
-        self._check_tenants()
+        try:
+            self._check_tenants()
+        except SettingsError:
+            self._drafter.shut_down()  # type: ignore[attr-defined]  # as in `shut_down`
+            raise
         self._fields = FieldReader(self._settings.tenants, self._max_tokens, encode, vocabulary)
         self._budget = self._opened_budget()
         self._metrics = process_metrics()

@@ -19,6 +19,7 @@ from decoder.engines.vllm.proposer import ForedraftProposer, is_read
 from decoder.errors import UncroppableCacheError
 from indexer.build import build_index
 from indexer.tokenizer import vocabulary_of
+from retriever.client.resilient import ResilientDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import SettingsError
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -321,8 +322,17 @@ def test_a_name_that_another_request_takes_is_another_sequence() -> None:
 
 @pytest.mark.parametrize("reason", ["service", "no runner"])
 def test_nothing_is_drafted_where_tenants_could_not_be_told_apart(
-    reason: str, caplog: pytest.LogCaptureFixture
+    reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = ResilientDrafter if reason == "service" else EmbeddedDrafter
+    ended: list[Any] = []
+    shut_down = kind.shut_down
+
+    def noting(drafter: Any) -> None:
+        ended.append(drafter)
+        shut_down(drafter)
+
+    monkeypatch.setattr(kind, "shut_down", noting)
     if reason == "service":
         proposer = runner(tenants=["a"], server=["127.0.0.1:1"]).drafter
     else:
@@ -330,6 +340,7 @@ def test_nothing_is_drafted_where_tenants_could_not_be_told_apart(
     assert proposer.sessions is None
     assert propose(proposer, [REPEATED], [1]) == [[]]
     assert "vLLM runs without drafts: tenants:" in caplog.text
+    assert ended == [proposer._drafter]  # nothing is left running
 
 
 class OtherHook:
