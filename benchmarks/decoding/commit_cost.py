@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from benchmarks.comparison import circumstances
 from decoder.budget.cost_store import device_name
+from decoder.model.cache import cache_argument
 from decoder.model.passes import TreeLayout, additive_mask
 from decoder.model.target import Target
 from retriever.tree import DraftTree
@@ -152,7 +153,7 @@ def _verify_stock(
         input_ids=tokens[None],
         attention_mask=mask,
         position_ids=depths[None] + context,
-        past_key_values=stock,
+        **{cache_argument(model): stock},
         use_cache=True,
     )
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from decoder.model.adapted import adapted, is_spread
-from decoder.model.cache import TreeCache
+from decoder.model.cache import TreeCache, cache_argument
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
 from decoder.model.passes import TreeLayout, additive_mask
 from decoder.model.ranks import refuse_shared
@@ -149,6 +149,7 @@ class DraftModel:
         model, _ = adapted(model, Capability.TREES, pack=True)
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument(model)
         self.max_length = position_limit(model.config)
         self.vocabulary_size = _checked_size(model, vocabulary_size)
         self.columns = np.arange(self.vocabulary_size, dtype=np.int32)
@@ -226,7 +227,7 @@ class DraftModel:
             "input_ids": torch.from_numpy(tokens.astype(np.int64))[None].to(device),
             "attention_mask": mask,
             "position_ids": torch.from_numpy(positions)[None].to(device),
-            "past_key_values": cache,
+            self._cache_argument: cache,
             "use_cache": True,
         }
         if self._head is not None:

@@ -5,12 +5,14 @@ one after another in one buffer, so one pass can write to all of them and read n
 Layers may lie on several devices: each takes indices on its own.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoder.model.prefixes import LayerStates
@@ -21,6 +23,12 @@ _MIN_CAPACITY = 256
 _ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
 _STANDING_OUT = 3000.0
 """Values that show in a context of hundreds of others whether a token was seen."""
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return what a model's `forward` calls its cache: `cache` since transformers 5.24."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

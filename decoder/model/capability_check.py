@@ -19,6 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from decoder.errors import OutOfMemoryError
+from decoder.model.cache import cache_argument
 from decoder.model.compatibility import Capability, position_limit
 from decoder.model.passes import is_out_of_memory
 from indexer.errors import reason_of
@@ -363,7 +364,7 @@ def _read(
 
     Positions are told as `generate` tells them: some models begin elsewhere by themselves.
     """
-    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    options: dict[str, Any] = {} if cache is None else {cache_argument(model): cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         options["position_ids"] = positions.expand_as(tokens)

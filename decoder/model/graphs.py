@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.model.attention import Grid, SplitMask
-from decoder.model.cache import Frame, TreeCache
+from decoder.model.cache import Frame, TreeCache, cache_argument
 from decoder.model.passes import Masks, Read, Reading
 from decoder.model.states import States, StateTap
 from decoder.sampling.verification import Choices, ChoiceTable, Drawing
@@ -401,6 +401,7 @@ class CapturedPasses:
         self._takes_count, self._takes_positions = (
             name in taken for name in ("logits_to_keep", "position_ids")
         )
+        self._cache_argument = cache_argument(model)
         self._is_eager = False
         self._outputs: _Outputs = {}
         self._drawings: dict[Drawing, int] = {}
@@ -579,8 +580,8 @@ class CapturedPasses:
             output = self._model(
                 input_ids=laid.tokens[None],
                 attention_mask=self._masks(laid.grid, shape, capacity),
-                past_key_values=states,
                 use_cache=True,
+                **{self._cache_argument: states},
                 **options,
             )
         logits = output.logits[0]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.model.attention import Neighbours, PackedMask
-from decoder.model.cache import Frame, TreeCache, num_seen
+from decoder.model.cache import Frame, TreeCache, cache_argument, num_seen
 from decoder.model.passes import TreeLayout
 from decoder.model.states import States, StateTap
 from retriever.drafter import TokenIds
@@ -77,6 +77,7 @@ class PackedPasses:
         self._cache = cache
         self._windows = dict(windows)
         self._tap = tap
+        self._cache_argument = cache_argument(model)
 
     @property
     def is_ready(self) -> bool:
@@ -102,9 +103,9 @@ class PackedPasses:
                 input_ids=tokens[None].to(device),
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=positions[None].to(device),
-                past_key_values=states,
                 use_cache=True,
                 logits_to_keep=_wanted(parts).to(device),
+                **{self._cache_argument: states},
             )
         for part in parts:
             self._cache.hold(part.num_keys, part.place)

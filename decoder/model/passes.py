@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.errors import OutOfMemoryError, UncroppableCacheError
-from decoder.model.cache import TreeCache
+from decoder.model.cache import TreeCache, cache_argument
 from decoder.model.states import States, StateTap
 from decoder.sampling.verification import Choices, Selection
 from retriever.drafter import TokenIds
@@ -176,6 +176,7 @@ class CachedPasses:
         self._model = model
         self._takes_positions = "position_ids" in taken
         self._takes_count = "logits_to_keep" in taken
+        self._cache_argument = cache_argument(model)
         self.cache = cache
 
     def read(
@@ -191,8 +192,8 @@ class CachedPasses:
             output = self._model(
                 input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(self._model.device),
                 attention_mask=masks,
-                past_key_values=states,
                 use_cache=True,
+                **{self._cache_argument: states},
                 **options,
             )
         return output.logits[0, -num_logits:], _tapped(self._tap)

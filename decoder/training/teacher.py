@@ -10,7 +10,7 @@ import torch
 
 from decoder.errors import TrainingError, UnsupportedModelError
 from decoder.model.adapted import adapted
-from decoder.model.cache import TreeCache, num_seen
+from decoder.model.cache import TreeCache, cache_argument, num_seen
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
 from decoder.model.pretrained import LanguageModel
 from decoder.model.states import StateTap
@@ -74,6 +74,7 @@ class Teacher:
         self._stop_ids = frozenset(language_model.stop_ids)
         takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if takes_count else {}
+        self._cache_argument = cache_argument(model)
         self.states = tuple(states)
         self.state_size = int(model.config.get_text_config(decoder=True).hidden_size)
 
@@ -156,8 +157,8 @@ class Teacher:
             input_ids=tokens.to(self.device),
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=positions.to(self.device),
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
             **self._last_logits,
         )
         logits: torch.Tensor = output.logits[:, -1].float()

@@ -24,6 +24,7 @@ from decoder.engines.transformers.requests import (
     TESTED,
     CriteriaRule,
     Stream,
+    caches_of,
     check_chains,
     check_transformers,
     streamer_of_call,
@@ -172,7 +173,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
     check_transformers()
     check_contract(["transformers"], TESTED, _changes_of_assisted_generation())
     refuse_shared(model, "assisted_generate takes no")
-    check_chains(input_ids, logits_processor, generation_config, model_kwargs)
+    check_chains(model, input_ids, logits_processor, generation_config, model_kwargs)
     candidates = DrafterCandidates(
         drafter,
         _limits(model, drafter),
@@ -280,6 +281,6 @@ def _cut(output: Any, length: int, num_new: int) -> Any:
         for name in _OF_EACH_TOKEN:
             if (rows := getattr(output, name)) is not None:
                 setattr(output, name, rows[:num_new])
-        if output.past_key_values is not None:
-            output.past_key_values.crop(-surplus)
+        for cache in caches_of(output.values()):
+            cache.crop(-surplus)
     return output

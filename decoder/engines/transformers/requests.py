@@ -1,7 +1,8 @@
 """Checking a call of `model.generate`: options, stopping criteria and streamers under drafts."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -12,10 +13,12 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
+    PreTrainedModel,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.engines.contract import check_contract, differences
@@ -27,6 +30,7 @@ from decoder.engines.transformers.prompt_rows import (
     prompt_rows,
 )
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
+from decoder.model.compatibility import Capability, compatibility_of
 from decoder.stopping import StopRule
 from retriever.drafter import Prediction
 
@@ -43,7 +47,7 @@ def streamer_of_call() -> Any:
     """Return the streamer that the innermost `generate` around the caller was given, or `None`.
 
     `generate` puts the prompt into the streamer and leaves the rest to its loop, but does not pass
-    it to a callable (transformers 5.23, `_extract_generation_mode_kwargs`): a reader of a
+    it to a callable (transformers 5.24, `_extract_generation_mode_kwargs`): a reader of a
     TextIteratorStreamer would wait forever. So it is taken from that call's frame.
     """
     frame = inspect.currentframe()
@@ -157,7 +161,7 @@ _WITH_MEMORY: Final = (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-TESTED: Final = ">=5.23,<5.24"
+TESTED: Final = ">=5.23,<5.25"
 
 
 def check_transformers() -> None:
@@ -258,6 +262,7 @@ def _check_mode(config: GenerationConfig) -> None:
 
 
 def check_chains(
+    model: PreTrainedModel,
     input_ids: torch.Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,
@@ -266,6 +271,7 @@ def check_chains(
     """Refuse options that transformers' assisted generation does not apply, or applies wrongly.
 
     Args:
+        model: of the call.
         input_ids: int64[batch, n], the prompts.
         processors: of the call.
         config: of the call.
@@ -282,7 +288,8 @@ def check_chains(
             "(num_return_sequences counts, too): custom_generate=Foredraft(model, drafter) "
             "takes batches"
         )
-    if model_kwargs.get("past_key_values") is None:
+    can_drop = compatibility_of(model).capability > Capability.PLAIN
+    if not can_drop or not caches_of(model_kwargs.values()):
         raise UnsupportedGenerationError(
             "assisted generation needs a cache that can give up tokens: "
             "custom_generate=Foredraft(model, drafter) decodes without"
@@ -303,41 +310,66 @@ def _check_tokens(model_kwargs: dict[str, Any]) -> None:
 
 
 def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[PromptRow]:
-    inputs = {name: value for name, value in model_kwargs.items() if value is not None}
+    """Return the rows; refuse what says more of the prompt than its tokens and their padding.
+
+    Inputs are judged by what they hold: their names differ between releases of transformers.
+    """
+    inputs = {name: value for name, value in model_kwargs.items() if name not in _HARMLESS}
     rows = prompt_rows(input_ids, inputs.pop("attention_mask", None))
-    positions = inputs.pop("position_ids", None)
-    if positions is not None and not all(_are_counted(positions, row) for row in rows):
-        raise UnsupportedGenerationError("positions other than 0, 1, 2, … are not served")
-    types = inputs.pop("token_type_ids", None)
-    if types is not None and bool(types.any()):
-        raise UnsupportedGenerationError("token_type_ids other than 0 are not served")
-    _check_cache(inputs)
-    unknown = sorted(inputs.keys() - set(_HARMLESS))
-    if unknown:
-        raise UnsupportedGenerationError(
-            f"only input_ids are served, not {', '.join(unknown)}: leave it out"
-        )
+    for name, value in inputs.items():
+        if isinstance(value, Cache) and _holds_tokens(value):
+            raise UnsupportedGenerationError(
+                f"the prompt is read from its start into a cache of its own: pass no {name}"
+            )
+        if not _adds_nothing(value, rows):
+            raise UnsupportedGenerationError(
+                f"only input_ids are served, with positions 0, 1, 2, … and without token types, "
+                f"not this {name}: leave it out"
+            )
     return rows
 
 
-def _are_counted(positions: torch.Tensor, row: PromptRow) -> bool:
-    """Return whether the positions of a row's tokens count from 0; those of padding are any.
+def caches_of(values: Iterable[object]) -> list[Cache]:
+    """Return the caches among the inputs or outputs of a model, whatever they are called."""
+    return [value for value in values if isinstance(value, Cache)]
+
+
+def _holds_tokens(cache: Cache) -> bool:
+    """Return whether a cache has seen tokens, by keys and values or by recurrent state."""
+    for asked in (cache.get_seq_length, cache.has_previous_state):
+        with suppress(ValueError):  # it has no layers of that kind
+            if asked():
+                return True
+    return False
+
+
+def _adds_nothing(value: object, rows: Sequence[PromptRow]) -> bool:
+    """Return whether a model's input says no more than the tokens of the rows do."""
+    if value is None or value is False:
+        return True
+    if isinstance(value, Cache):
+        return not _holds_tokens(value)
+    if isinstance(value, Mapping):
+        return all(_adds_nothing(each, rows) for each in value.values())
+    if isinstance(value, list | tuple):
+        return all(_adds_nothing(each, rows) for each in value)
+    return isinstance(value, torch.Tensor) and (
+        value.numel() == 0 or all(_is_known(value, row) for row in rows)
+    )
+
+
+def _is_known(value: torch.Tensor, row: PromptRow) -> bool:
+    """Return whether a tensor gives a row's tokens their positions, from 0, or the token type 0.
+
+    What it gives padding does not matter.
 
     Args:
-        positions: [rows, width], or [1, width] for all.
+        value: [rows, width], [1, width] for all, or [width].
         row: of the batch.
     """
-    if positions.dim() != 2 or len(positions) not in {1, row.num_rows}:  # noqa: PLR2004  rows, width
+    given = value[None] if value.dim() == 1 else value
+    if given.shape not in {(1, row.padded.shape[1]), (row.num_rows, row.padded.shape[1])}:
         return False
-    own = positions[row.among(len(positions)), row.num_padding :]
-    return torch.equal(own, torch.arange(row.input_ids.shape[1]).to(own))
-
-
-def _check_cache(inputs: dict[str, Any]) -> None:
-    """Take the cache from a model's inputs, and refuse one that holds tokens."""
-    cache, recurrent = inputs.pop("past_key_values", None), inputs.pop("cache_params", None)
-    has_tokens = cache is not None and cache.get_seq_length() > 0
-    if has_tokens or (recurrent is not None and recurrent.has_previous_state()):
-        raise UnsupportedGenerationError(
-            "the prompt is read from its start into a cache of its own: pass no past_key_values"
-        )
+    own = given[row.among(len(given)), row.num_padding :]
+    counted = torch.arange(len(own)).to(own)
+    return torch.equal(own, counted) or not bool(own.any())

@@ -14,6 +14,7 @@ import pytest
 from decoder.budget.cost_store import CostStore, key_of, known_costs, store_at
 from decoder.budget.costs import AdaptiveCosts, CostSurface, ObservedCosts
 from decoder.budget.pass_timing import measure_costs, still_holds
+from decoder.model.cache import cache_argument
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE
 from retriever.tree import DraftTree
@@ -87,7 +88,7 @@ def test_a_pass_behind_a_made_up_context_sees_all_of_it() -> None:
     target.pretend(100)
     seen: list[int] = []
     model.register_forward_pre_hook(
-        lambda _, __, given: seen.append(given["past_key_values"].get_seq_length()),
+        lambda _, __, given: seen.append(given[cache_argument(model)].get_seq_length()),
         with_kwargs=True,
     )
     target.verify(0, DraftTree.empty())

@@ -73,7 +73,7 @@ def by_hooks(module: nn.Module, device: torch.device) -> None:
 
 def by_patches(module: nn.Module, device: torch.device) -> None:
     """Move what a module takes as accelerate does for `device_map`, by replacing `forward`."""
-    hook = AlignDevicesHook(skip_keys=["past_key_values"])
+    hook = AlignDevicesHook(skip_keys=["cache", "past_key_values"])
     add_hook_to_module(module, hook)
     hook.execution_device = device
 

@@ -9,6 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoder.budget.budget import FixedBudget
 from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.engines.transformers.requests import caches_of
 from retriever.drafter import Drafter
 from tests.decoder.decoding import VOCABULARY, Guess, plainly, tree_of
 
@@ -20,6 +21,12 @@ def generated(model: PreTrainedModel, prompt: list[int], **options: Any) -> Any:
     tokens = torch.tensor([prompt])
     length = {} if "max_length" in options else {"max_new_tokens": NEW_TOKENS}
     return generate(tokens, **{"pad_token_id": 0, **length, **options})
+
+
+def cache_in(output: Any) -> Any:
+    """Return the cache of an output of `generate`, or of a model."""
+    (cache,) = caches_of(output.values())
+    return cache
 
 
 def late_stop(model: PreTrainedModel, prompt: list[int]) -> list[int]:

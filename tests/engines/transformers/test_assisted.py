@@ -25,6 +25,7 @@ from tests.decoder.decoding import (
 from tests.engines.transformers.generating import (
     NEW_TOKENS,
     EndsAfter,
+    cache_in,
     generated,
     late_stop,
     perfect,
@@ -95,8 +96,8 @@ def test_a_criterion_that_is_met_within_a_chain_ends_it_there() -> None:
         for name in ("scores", "logits", "hidden_states"):
             assert len(output[name]) == len(plain[name]) == num_new, name
         torch.testing.assert_close(output.scores, plain.scores)
-        length = output.past_key_values.get_seq_length()
-        assert length == plain.past_key_values.get_seq_length() == len(prompt) + num_new - 1
+        length = cache_in(output).get_seq_length()
+        assert length == cache_in(plain).get_seq_length() == len(prompt) + num_new - 1
 
 
 def test_sampled_chains_follow_the_warpers() -> None:

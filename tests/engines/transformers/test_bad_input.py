@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoder.engines import contract, engine_options
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.engines.transformers.requests import TESTED
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter, TokenIds
@@ -88,4 +89,4 @@ def test_another_version_is_told_of_once_and_used(
     told = [each for each in caplog.records if each.name == engine_options.__name__]
     assert len(told) == 1
     assert told[0].levelno == logging.WARNING
-    assert "transformers >=5.23,<5.24, and this is 9.0" in told[0].message
+    assert f"transformers {TESTED}, and this is 9.0" in told[0].message

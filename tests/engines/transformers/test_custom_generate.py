@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +26,7 @@ from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.engines.transformers.requests import checked_rows
 from decoder.errors import DecoderBusyError, InvalidPromptError, UnsupportedGenerationError
+from decoder.model.cache import cache_argument
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE
 from tests.decoder.decoding import (
@@ -43,6 +45,7 @@ from tests.decoder.decoding import (
 from tests.engines.transformers.generating import (
     NEW_TOKENS,
     EndsAfter,
+    cache_in,
     foredraft,
     generated,
     late_stop,
@@ -116,9 +119,14 @@ def test_a_model_that_cannot_give_up_tokens_is_decoded_without_drafts() -> None:
     drafter = ScriptedDrafter(at_random())
     output = generated(model, prompt, custom_generate=foredraft(model, drafter))
     assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
-    used = generated(model, prompt, return_dict_in_generate=True).past_key_values
-    with pytest.raises(UnsupportedGenerationError, match="past_key_values"):
-        generated(model, prompt, cache_params=used, custom_generate=foredraft(model, drafter))
+    used = cache_in(generated(model, prompt, return_dict_in_generate=True))
+    with pytest.raises(UnsupportedGenerationError, match="a cache of its own: pass no "):
+        generated(
+            model,
+            prompt,
+            **{cache_argument(model): used},
+            custom_generate=foredraft(model, drafter),
+        )
 
 
 def test_sampled_output_is_one_of_the_seed_and_follows_the_warpers() -> None:
@@ -171,7 +179,7 @@ def test_tokens_are_told_as_they_come_and_outputs_are_wrapped_if_wanted() -> Non
     [
         ({"num_beams": 2}, "beam_search"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "hides tokens"),
-        ({"position_ids": torch.tensor([[0, 2, 3]])}, "positions other"),
+        ({"position_ids": torch.tensor([[0, 2, 3]])}, "not this position_ids"),
         ({"return_dict_in_generate": True, "output_scores": True}, "assisted_generate returns it"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "without inputs_embeds"),
         ({"drafter": None}, "needs a drafter"),
@@ -184,6 +192,63 @@ def test_what_drafts_do_not_serve_is_refused(options: dict[str, Any], message: s
     with pytest.raises(UnsupportedGenerationError, match=message):
         generated(model, [4, 5, 6], custom_generate=way, **options)
     assert not drafter.closed
+
+
+WIDTH = 5
+
+
+def cache_of(num_tokens: int) -> DynamicCache:
+    cache = DynamicCache()
+    if num_tokens:
+        cache.update(torch.zeros(1, 1, num_tokens, 2), torch.zeros(1, 1, num_tokens, 2), 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        False,
+        {},
+        [],
+        {"images": None, "videos": []},
+        cache_of(0),
+        torch.empty(0, WIDTH),
+        torch.arange(WIDTH),
+        torch.tensor([[0, 1, 2, 3, 4], [7, 7, 0, 1, 2]]),
+        torch.zeros(2, WIDTH, dtype=torch.int64),
+    ],
+    ids=str,
+)
+def test_an_input_that_adds_nothing_to_the_tokens_is_served_by_any_name(value: Any) -> None:
+    prompts = torch.full((2, WIDTH), 9)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    if isinstance(value, torch.Tensor) and value.dim() == 1:
+        prompts, mask = prompts[:1], mask[:1]
+    given = {"attention_mask": mask, "of_a_later_release": value}
+    rows = checked_rows(prompts, GenerationConfig(), given)  # type: ignore[no-untyped-call]
+    assert [row.num_padding for row in rows] == [0, 2][: len(prompts)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        3,
+        "prompt",
+        {"images": torch.ones(3, 8, 8)},
+        [cache_of(2)],
+        cache_of(2),
+        torch.arange(1, WIDTH + 1),
+        torch.zeros(1, WIDTH, 4),
+        torch.ones(1, WIDTH),
+    ],
+    ids=str,
+)
+def test_an_input_that_adds_to_the_tokens_is_refused_by_any_name(value: Any) -> None:
+    given = {"of_a_later_release": value}
+    with pytest.raises(UnsupportedGenerationError, match="of_a_later_release"):
+        checked_rows(torch.full((1, WIDTH), 9), GenerationConfig(), given)  # type: ignore[no-untyped-call]
 
 
 def test_embeddings_instead_of_tokens_are_refused() -> None:
