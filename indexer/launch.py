@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -36,6 +37,7 @@ def launch(package: str, extra: str) -> None:
     """
     # Not an exception: libraries turn those into errors of their own while they are imported.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    _silence_libraries()
     if sys.argv[1:] == ["--version"]:
         print(version_line())  # noqa: T201  (the output of a command)
         return
@@ -50,6 +52,16 @@ def launch(package: str, extra: str) -> None:
             commands.main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _silence_libraries() -> None:
+    """Keep what libraries tell developers, as of deprecated names, out of the midst of an answer.
+
+    `python -W`, `PYTHONWARNINGS` and `TRANSFORMERS_VERBOSITY` bring it back.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 @contextmanager

@@ -47,6 +47,31 @@ def test_an_interrupt_ends_in_silence(tmp_path: Path, commands: str) -> None:
     assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 
+WARNING = """
+import sys
+import warnings
+def main():
+    warnings.warn("a name is deprecated", FutureWarning)
+    from transformers.utils import logging
+    logging.get_logger("transformers.models").warning("a kernel is not installed")
+    print("an answer")
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"PYTHONWARNINGS": "default"}], ids=["as it is", "asked"])
+def test_what_libraries_tell_developers_is_told_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    for name in ("PYTHONWARNINGS", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in options.items():
+        monkeypatch.setenv(name, value)
+    out, err = started(tmp_path, WARNING).communicate(timeout=120)
+    assert out == "an answer\n"
+    assert ("a name is deprecated" in err) == bool(options)
+    assert "kernel" not in err
+
+
 @pytest.mark.parametrize("ending", ["", "; sys.exit(0)", "; sys.stdout.flush()"])
 @pytest.mark.parametrize("target", ["/dev/full", None])
 def test_output_that_cannot_be_written_is_one_line(
