@@ -173,7 +173,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     lock = ROOT / ".cache" / "kernels.lock"
     lock.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.warm_kernels", str(lock)]
+    command = [sys.executable, "-m", "tests.retriever.kernels.warm_kernels", str(lock)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()  # it holds the lock

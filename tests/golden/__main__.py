@@ -1,0 +1,197 @@
+"""Records what the project does, and compares that with another commit.
+
+    python -m tests.golden record --output before.jsonl
+    python -m tests.golden compare HEAD~3
+    python -m tests.golden compare before.jsonl
+
+`compare` runs the older commit in a worktree of its own, on this machine and with this environment,
+by its own `tests/golden` or, where it has none, by the one of this checkout. It shows the first
+step of each section that differs, and ends with 1 if any does. Values are equal bit for bit; with
+`--rounding`, for commits between which kernels compute otherwise, as far as rounding allows.
+`record --small` writes what holds on every machine: tests/data/golden.jsonl, a part of `make test`.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Final
+
+import typer
+
+from tests.golden.record import Difference, Record, Step, added, differences
+from tests.golden.sections import MODULES, Scope, recorded
+
+ROOT: Final = Path(__file__).parents[2]
+_LIBRARIES: Final = ("numpy", "numba", "torch", "transformers", "tokenizers", "grpcio", "protobuf")
+_MOST_SHOWN: Final = 600
+"""Characters of a value."""
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+Traces = Annotated[
+    Path | None, typer.Option(help="A folder of recordings, NAME.test.jsonl.gz, to replay as well.")
+]
+Only = Annotated[list[str] | None, typer.Option(help="A section to record alone. Repeatable.")]
+
+
+@app.command()
+def record(
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+    traces: Traces = None,
+    only: Only = None,
+    small: Annotated[bool, typer.Option(help="Record what `make test` compares.")] = False,  # noqa: FBT002
+) -> None:
+    """Record this checkout."""
+    sections = _sections(only)
+    steps: list[Step] = []
+    for section in sections:
+        with TemporaryDirectory() as scratch:
+            found = list(recorded(section, Scope(Path(scratch), small, traces)))
+        typer.echo(f"{section}: {len(found)} steps", err=True)
+        steps += found
+    Record({} if small else circumstances(), steps).write(output)
+
+
+@app.command()
+def compare(
+    against: Annotated[str, typer.Argument(help="A commit, or a file that `record` wrote.")],
+    traces: Traces = None,
+    only: Only = None,
+    rounding: Annotated[bool, typer.Option(help="Allow for rounding.")] = False,  # noqa: FBT002
+) -> None:
+    """Compare this checkout with an older commit or record."""
+    options = [f"--only={section}" for section in _sections(only)]
+    if traces is not None:
+        options.append(f"--traces={traces.resolve()}")
+    with TemporaryDirectory() as folder:
+        now, before = Path(folder) / "now.jsonl", Path(folder) / "before.jsonl"
+        if Path(against).is_file():
+            _finish(_recording(ROOT, now, options))
+            before = Path(against)
+        else:
+            with _worktree(against, Path(folder) / "checkout") as checkout:
+                running = [_recording(ROOT, now, options), _recording(checkout, before, options)]
+                for process in running:
+                    _finish(process)
+        old, new = Record.read(before), Record.read(now)
+    chosen = set(_sections(only))
+    old_steps = [step for step in old.steps if step.section in chosen]
+    _tell_circumstances(old, new)
+    if not _told(old_steps, new.steps, rounding=rounding):
+        raise typer.Exit(1)
+
+
+def _sections(only: list[str] | None) -> list[str]:
+    unknown = sorted(set(only or ()) - set(MODULES))
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: sections are {', '.join(MODULES)}")
+    return only or list(MODULES)
+
+
+def circumstances() -> dict[str, str]:
+    """Return the commit, the machine and the versions with which a record is made."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run(
+        [*git, "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "commit": commit.stdout.strip() or "unknown",
+        "machine": _processor(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in _LIBRARIES},
+    }
+
+
+def _processor() -> str:
+    """Return the model of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+@contextmanager
+def _worktree(commit: str, folder: Path) -> Iterator[Path]:
+    """Check a commit out beside this checkout; it brings its own recorder, or is given this one."""
+    git = ["git", "-C", str(ROOT), "worktree"]
+    made = subprocess.run(
+        [*git, "add", "--quiet", "--detach", str(folder), commit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise typer.BadParameter(f"{commit} is neither a file nor a commit: {made.stderr.strip()}")
+    try:
+        if not (folder / "tests" / "golden").is_dir():
+            shutil.copytree(ROOT / "tests" / "golden", folder / "tests" / "golden")
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def _recording(root: Path, output: Path, options: list[str]) -> "subprocess.Popen[str]":
+    """Start recording a checkout, with its own packages before those that are installed."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.golden", "record", f"--output={output}", *options],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: "subprocess.Popen[str]") -> None:
+    _, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{errors}recording failed: see above")
+
+
+def _tell_circumstances(old: Record, new: Record) -> None:
+    """Say what was compared, and which circumstances differ."""
+    one, other = old.circumstances, new.circumstances
+    typer.echo(f"{one.get('commit', 'the record')} and {other['commit']}, on {other['machine']}")
+    for name in sorted(one.keys() - {"commit"}):
+        if one[name] != other.get(name):
+            typer.echo(f"  {name}: {one[name]}, and {other.get(name)} now")
+
+
+def _told(old: list[Step], new: list[Step], *, rounding: bool) -> bool:
+    """Say what differs, by section; return whether nothing does."""
+    found: dict[str, list[Difference]] = defaultdict(list)
+    for each in differences(old, new, rounding=rounding):
+        found[each.name.partition("/")[0]].append(each)
+    more = added(old, new)
+    for section in dict.fromkeys(step.section for step in chain(old, new)):
+        count = sum(step.section == section for step in old)
+        wrong = found[section]
+        typer.echo(f"{section}: {count} steps, {len(wrong)} differ, {more[section]} are new")
+        for each in wrong[:1]:
+            typer.echo(f"  first {each.name}: {each.reason}")
+            typer.echo(f"    before: {_shown(each.before)}")
+            typer.echo(f"    now:    {_shown(each.after)}")
+    return not any(found.values())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+if __name__ == "__main__":
+    app()
