@@ -57,8 +57,8 @@ class DoubleNorm(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         squares = states.pow(2).mean(-1, keepdim=True)
-        normed: torch.Tensor = states * torch.rsqrt(squares + self._least)
-        return normed * (self._offset + self.weight)
+        scale: torch.Tensor = self._offset + self.weight
+        return states * torch.rsqrt(squares + self._least) * scale
 
 
 def evaluated(model: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -27,7 +27,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 SAFETY: Final = 4.0
 OPERATIONS_OF_A_LAYER: Final = 8
@@ -37,23 +38,25 @@ OPERATIONS_BEHIND_LAYERS: Final = 2
 SHOWN: Final = 100.0
 """An error that was planted parts values by at least so many times what rounding does."""
 
+_EPS: Final = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
 
 @dataclass(frozen=True)
 class Rounding:
     """What rounds on the way to values.
 
     Attributes:
-        dtype: the coarsest precision.
+        dtype: the coarsest precision, of torch or of numpy; torch is not needed for the latter.
         width: terms of the widest sum.
         operations: products, sums and norms, one behind the other.
     """
 
-    dtype: torch.dtype
+    dtype: Any
     width: int
     operations: int
 
     @staticmethod
-    def of(model: Any, keys: int = 0, dtype: torch.dtype | None = None) -> "Rounding":
+    def of(model: Any, keys: int = 0, dtype: Any = None) -> "Rounding":
         """Return what rounds in a model.
 
         Args:
@@ -71,23 +74,36 @@ class Rounding:
 
     def tolerance(self, scale: float) -> float:
         """Return by how much values may part of which the largest has the size `scale`."""
-        eps = torch.finfo(self.dtype).eps
-        width = self.width if eps <= torch.finfo(torch.float32).eps else 1
+        eps = _EPS[str(self.dtype).removeprefix("torch.")]
+        width = self.width if eps <= _EPS["float32"] else 1
         return SAFETY * eps * math.sqrt(width * self.operations) * scale
 
-    def apart(self, actual: Any, expected: Any) -> float:
-        """Return the largest difference of two arrays, as a multiple of what rounding explains."""
-        found, wanted = (torch.as_tensor(each).detach().double() for each in (actual, expected))
+    def apart(self, actual: Any, expected: Any, *, scale: float = 0.0) -> float:
+        """Return the largest difference of two arrays, as a multiple of what rounding explains.
+
+        Args:
+            actual: numbers.
+            expected: numbers, from another computation.
+            scale: the largest value on the way to them, where it is larger than all of them.
+        """
+        found, wanted = _numbers(actual), _numbers(expected)
         if found.shape != wanted.shape:
             return math.inf
-        differences = (found - wanted).abs()[found != wanted]  # infinities may be the same
-        if not len(differences):
+        is_other = found != wanted  # infinities may be the same
+        if not is_other.any():
             return 0.0
-        scale = float(wanted[wanted.isfinite()].abs().max())
-        ratio = float(differences.max()) / self.tolerance(scale) if scale else math.inf
+        difference = float(np.abs(found[is_other] - wanted[is_other]).max())
+        scale = max(scale, float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0)))
+        ratio = difference / self.tolerance(scale) if scale else math.inf
         return math.inf if math.isnan(ratio) else ratio
 
-    def check(self, actual: Any, expected: Any) -> None:
+    def check(self, actual: Any, expected: Any, *, scale: float = 0.0) -> None:
         """Fail where two arrays part by more than rounding explains."""
-        ratio = self.apart(actual, expected)
+        ratio = self.apart(actual, expected, scale=scale)
         assert ratio <= 1, f"{ratio:.3g} times as far apart as rounding explains"
+
+
+def _numbers(values: Any) -> NDArray[np.float64]:
+    if hasattr(values, "detach"):
+        values = values.detach().double().cpu().numpy()
+    return np.asarray(values, np.float64)
