@@ -21,6 +21,11 @@ weights. Norms keep errors from growing from layer to layer.
 Half precisions are summed in single precision by all kernels, and rounded once for each product,
 so that their width is one. What counts is the coarsest precision on the way: attention by
 `softmax(dtype=float32)` makes a model of double precision one of single.
+
+Tokens that two computations choose are the same where the best stands before the next by more than
+both may be off. Greedy outputs of the tiny models keep several times that distance, in single
+precision. What is drawn at random comes nearer to where the next token begins the more is drawn:
+outputs that have to be the same for one seed are drawn from models of double precision.
 """
 
 import math

@@ -22,7 +22,8 @@ def test_sums_in_any_order_part_by_rounding_only(width: int, dtype: torch.dtype)
         rounding.check(left[:, order] @ right[order], expected)
         pieces = [left[:, part] @ right[part] for part in order.chunk(3)]
         rounding.check(sum(pieces), expected)
-    assert rounding.apart(left[:, 1:] @ right[1:], expected) > 1
+    if dtype in {torch.float64, torch.float32}:
+        assert rounding.apart(left[:, 1:] @ right[1:], expected) > SHOWN
 
 
 @pytest.mark.parametrize("name", MODELS)
