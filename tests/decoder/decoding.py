@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -17,6 +18,8 @@ from transformers import (
     MambaForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decoder.budget.budget import FixedBudget
 from decoder.loop import Decoder
@@ -39,9 +42,35 @@ SIZES: dict[str, Any] = {
 Guess = Callable[[list[int], int], DraftTree]
 
 
+class DoubleNorm(nn.Module):
+    """A root mean square norm in double precision throughout.
+
+    transformers' own norms round to single precision in models of double, too: what differs in
+    the last bit mostly rounds to the same value, and on another processor to the one beside it.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._least = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        self._offset = 1.0 if isinstance(norm, Gemma3RMSNorm) else 0.0
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        squares = states.pow(2).mean(-1, keepdim=True)
+        scale: torch.Tensor = self._offset + self.weight
+        return states * torch.rsqrt(squares + self._least) * scale
+
+
 def evaluated(model: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a model of a dtype, in evaluation mode; its own methods have no types."""
+    """Return a model of a dtype, in evaluation mode; its own methods have no types.
+
+    Where it is double, all of it is but eager attention and what depends on positions alone.
+    """
     converted: PreTrainedModel = model.to(dtype).eval()
+    if dtype == torch.float64:
+        for name, module in list(converted.named_modules()):
+            if isinstance(module, (LlamaRMSNorm, Gemma3RMSNorm)):
+                converted.set_submodule(name, DoubleNorm(module).eval())
     return converted
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
@@ -24,7 +25,7 @@ def decoded(drafter: Any, kin: Kin, **options: Any) -> list[Generation]:
     """Four sequences of one prompt at once, of which two begin later."""
     short = [Request(PROMPT, 12, remember=False, kin=kin) for _ in range(2)]
     long = [Request(PROMPT, NEW_TOKENS, remember=False, kin=kin) for _ in range(4)]
-    decoder = decoder_with(tiny_llama(), drafter, **options)
+    decoder = decoder_with(tiny_llama(dtype=torch.float64), drafter, **options)
     done: dict[int, Generation] = {}
     for generation, _ in decoder.generate_many([*long[:2], *short, *long[2:]], 4):
         done[generation.number] = generation
@@ -40,7 +41,7 @@ def fused() -> FusedDrafter:
 @pytest.mark.parametrize("make", [EmbeddedDrafter, fused], ids=["embedded", "fused"])
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_later_samples_of_a_prompt_follow_earlier_ones(make: Any, ahead: int) -> None:
-    truth = plainly(tiny_llama(), PROMPT, NEW_TOKENS)
+    truth = plainly(tiny_llama(dtype=torch.float64), PROMPT, NEW_TOKENS)
     passes = []
     for kin in (ALONE, Kin("samples"), Kin("samples", policy_version=3)):
         generations = decoded(make(), kin, num_ahead=ahead)

@@ -130,7 +130,7 @@ def test_orders_stops_limits_and_aborts_change_nothing(seed: int) -> None:
 
 
 def test_a_seed_gives_the_output_that_it_gives_alone() -> None:
-    model = tiny_llama()
+    model = tiny_llama(dtype=torch.float64)
     settings = SamplingSettings(temperature=1.0, seed=5)
 
     def sampled(parallel: int) -> list[list[int]]:
@@ -145,7 +145,7 @@ def test_a_seed_gives_the_output_that_it_gives_alone() -> None:
 
 
 def test_each_sequence_has_its_own_rule() -> None:
-    model = tiny_llama()
+    model = tiny_llama(dtype=torch.float64)
     rules = [accept_rule(SamplingSettings(1.0, seed=seed)) for seed in range(len(PROMPTS))]
     requests = [Request(p, 10, accept=r) for p, r in zip(PROMPTS, rules, strict=True)]
     requests[2] = replace(requests[2], accept=None)

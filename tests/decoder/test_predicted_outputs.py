@@ -83,7 +83,7 @@ def test_a_true_prediction_saves_passes_and_a_wrong_one_changes_nothing(
 
 
 def test_a_drawn_output_is_that_of_its_seed() -> None:
-    model, prompt = tiny_llama(), PROMPTS[0]
+    model, prompt = tiny_llama(dtype=torch.float64), PROMPTS[0]
     rule = accept_rule(SamplingSettings(temperature=1.0, seed=5))
 
     def drawn(predictions: Sequence[Prediction]) -> Generation:

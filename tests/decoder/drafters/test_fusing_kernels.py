@@ -42,6 +42,8 @@ VOCABULARY = 12
 CAPACITY = 1 << 12
 MANY = 1e8
 """Squared gradients so far: so many that the order of the candidates hardly matters."""
+LOG_SUM_ERROR = 3e-4
+"""Powers of two are 2e-4 off at most, and sums of 500 of them round by 500 * 2 ** -24."""
 
 
 def latest_first(tokens: Path) -> NDArray[np.int32]:
@@ -131,7 +133,7 @@ def readings_of(readers: list[ReaderNotes]) -> tuple[Readings, NDArray[np.int32]
                 readings, number, row, np.array([token], np.int32), np.array([parent], np.int32)
             )
             exact = np.log(np.exp(values.astype(np.float64)).sum())
-            assert readings.log_sums[number, row] == pytest.approx(exact, abs=3e-4)
+            assert readings.log_sums[number, row] == pytest.approx(exact, abs=LOG_SUM_ERROR)
             readings.log_sums[number, row] = exact  # or near ties would fall out differently
         roots[number] = rows.get((), -1)
     return readings, roots
@@ -265,7 +267,7 @@ def test_logits_that_are_no_numbers_are_noticed(width: int) -> None:
         readings.logits[0, 0, :width] = logits
         assert entered()
         expected = torch.from_numpy(logits).double().logsumexp(0)
-        assert readings.log_sums[0, 0] == pytest.approx(float(expected), abs=3e-4)
+        assert readings.log_sums[0, 0] == pytest.approx(float(expected), abs=LOG_SUM_ERROR)
         for wrong in (np.nan, np.copysign(np.nan, -1.0), np.inf):  # NaN ranks first, or last
             readings.logits[0, 0, :width] = logits
             readings.logits[0, 0, rng.integers(0, width)] = wrong

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
@@ -29,32 +30,38 @@ from tests.decoder.drafters.model_drafter.draft_models import (
     most_probable_prefixes,
 )
 from tests.decoder.drafters.test_fusion import LIMITS, paths_of
+from tests.decoder.rounding import Rounding
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 
 
-def said(logits: torch.Tensor) -> np.ndarray:
-    return np.asarray(torch.softmax(logits.double(), -1))
+def said(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.double(), -1)
+
+
+def of_model(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
+    return np.log(distribution(model, tokens))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_tree_read_at_once_says_of_each_path_what_the_model_does(seed: int) -> None:
     rng = np.random.default_rng(seed)
     model = llama()
+    rounding = Rounding.of(model, keys=100)
     tokens = prompt_of(9, seed)
     sequence = TokenSequence(np.array(tokens, np.int32))
     reading = ModelReader(DraftModel(model)).follow(sequence)
     for _ in range(3):
         begun = reading.begin()
         assert begun is not None
-        np.testing.assert_allclose(said(begun)[0], distribution(model, tokens), atol=1e-9)
+        rounding.check(said(begun)[0], of_model(model, tokens))
         tree = random_tree(rng, 20)
         first = int(rng.integers(1, 19))
         parts = [slice(0, first), slice(first, 20)]
         rows = [reading.read(tree.token_ids[p].tolist(), tree.parents[p].tolist()) for p in parts]
         for node, row in enumerate(said(torch.cat(rows))):
             path = tree.token_ids[tree.path_to(node)].tolist()
-            np.testing.assert_allclose(row, distribution(model, [*tokens, *path]), atol=1e-9)
+            rounding.check(row, of_model(model, [*tokens, *path]))
         taken = tree.token_ids[tree.path_to(int(rng.integers(0, 20)))].tolist()
         new = [*taken, int(rng.integers(4, VOCABULARY))]
         sequence.extend(new)
@@ -88,6 +95,7 @@ def test_sequences_beyond_its_limits_are_refused_with_a_reason() -> None:
 
 def test_the_least_recently_used_cache_gives_way_and_is_read_again() -> None:
     model = llama()
+    rounding = Rounding.of(model)
     reader = ModelReader(DraftModel(model), max_caches=2)
     prompts = [prompt_of(7, seed) for seed in range(3)]
     readings = [reader.follow(TokenSequence(np.array(prompt, np.int32))) for prompt in prompts]
@@ -96,7 +104,7 @@ def test_the_least_recently_used_cache_gives_way_and_is_read_again() -> None:
             begun = reading.begin()
             assert begun is not None
             row = said(reading.read([5, 6], [ROOT, 0]))[1]
-            np.testing.assert_allclose(row, distribution(model, [*prompt, 5, 6]), atol=1e-9)
+            rounding.check(row, of_model(model, [*prompt, 5, 6]))
 
 
 @pytest.mark.parametrize("name", MODELS)

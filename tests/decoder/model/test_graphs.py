@@ -5,7 +5,6 @@ would freeze, a length or a slot taken from the host, is frozen here, too.
 """
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,6 +91,7 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.model.test_pretrained import TWO_LAYERS, tiny_bloom
 from tests.decoder.model.test_target import layers_of
+from tests.decoder.rounding import SHOWN, Rounding
 
 
 @pytest.fixture(autouse=True)
@@ -135,32 +135,41 @@ def pair(model: PreTrainedModel, capture: CaptureMaker, **options: Any) -> tuple
     return fixed, eager
 
 
-def apart(found: Read, expected: Read) -> float:
-    """Return how far two readings part, in logits, in states and in what they choose."""
+def apart(rounding: Rounding, found: Read, expected: Read) -> float:
+    """Return how far two readings part, in logits and in states, in what rounding explains."""
     assert found.logits.shape == expected.logits.shape
-    error = float((found.logits - expected.logits).abs().max())
+    error = rounding.apart(found.logits, expected.logits)
     for number, rows in expected.states.items():
-        error = max(error, float((found.states[number] - rows).abs().max()))
+        error = max(error, rounding.apart(found.states[number], rows))
     return error
 
 
-def caches_apart(targets: tuple[Target, Target]) -> float:
+def caches_apart(rounding: Rounding, targets: tuple[Target, Target]) -> float:
     error = 0.0
     for layer, other in zip(*map(layers_of, targets), strict=True):
         assert layer.lengths == other.lengths
         for place in range(len(layer.lengths)):
             layer.place = other.place = place
             for held, also in zip(layer.held(), other.held(), strict=True):
-                error = max(error, float((held - also).abs().max()))
+                error = max(error, rounding.apart(held, also))
         layer.place = other.place = 0
     return error
 
 
 def largest_error(
-    model: PreTrainedModel, capture: CaptureMaker, steps: int, length: int, **options: Any
+    model: PreTrainedModel,
+    capture: CaptureMaker,
+    steps: int,
+    length: int,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> float:
-    """Verify and commit in step with eager passes; return how far logits and caches part."""
-    rng = np.random.default_rng(steps)
+    """Verify and commit in step with eager passes; return how far logits and caches part.
+
+    In what rounding explains, where `dtype` is the coarsest precision if not the model's.
+    """
+    rng, rounding = np.random.default_rng(steps), Rounding.of(model, length, dtype)
     targets = pair(model, capture, **options)
     for target in targets:
         target.prefill(np.array(prompt_of(length), np.int32))
@@ -168,11 +177,11 @@ def largest_error(
     for _ in range(steps):
         tree = random_tree(rng, int(rng.choice([0, 1, 2, 5, 20, 40])))
         [found], [expected] = (target.read([Reading.of(0, 7, tree)]) for target in targets)
-        error = max(error, apart(found, expected))
+        error = max(error, apart(rounding, found, expected))
         path = random_path(rng, tree)
         for target in targets:
             target.commit(path)
-    return max(error, caches_apart(targets))
+    return max(error, caches_apart(rounding, targets))
 
 
 LENGTHS = (2, 30, 7, 90)
@@ -180,10 +189,15 @@ LENGTHS = (2, 30, 7, 90)
 
 
 def largest_error_of_many(
-    model: PreTrainedModel, capture: CaptureMaker, steps: int, **options: Any
+    model: PreTrainedModel,
+    capture: CaptureMaker,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> float:
     """Let four sequences share passes, one alone at times, and some read pieces of prompts."""
-    rng = np.random.default_rng(steps)
+    rng, rounding = np.random.default_rng(steps), Rounding.of(model, max(LENGTHS), dtype)
     targets = pair(model, capture, **options)
     for target in targets:
         target._is_packing_checked = True
@@ -195,12 +209,12 @@ def largest_error_of_many(
         places = np.flatnonzero(rng.random(len(LENGTHS)) < rng.choice([0.3, 0.8]))
         readings = [drawn(rng, int(place)) for place in places] or [drawn(rng, 2)]
         read = [target.read(readings) for target in targets]
-        error = max(error, *itertools.starmap(apart, zip(*read, strict=True)))
+        error = max(error, *(apart(rounding, *each) for each in zip(*read, strict=True)))
         trees = {each.place: each.tree for each in readings if each.tree is not None}
         paths = [(place, random_path(rng, tree)) for place, tree in trees.items()]
         for target in targets:
             target.commit_all(paths)
-    return max(error, caches_apart(targets))
+    return max(error, caches_apart(rounding, targets))
 
 
 def drawn(rng: np.random.Generator, place: int) -> Reading:
@@ -217,7 +231,7 @@ def drawn(rng: np.random.Generator, place: int) -> Reading:
 def test_padded_passes_and_commits_are_those_of_eager_passes(
     name: str, capture: Callable[[], Capture], steps: int, length: int
 ) -> None:
-    assert largest_error(unlimited(name), capture, steps, length) < 1e-9
+    assert largest_error(unlimited(name), capture, steps, length) <= 1
 
 
 @pytest.mark.parametrize(("capture", "steps"), [(Uncaptured, 40), (Traced, 6)])
@@ -225,27 +239,27 @@ def test_padded_passes_and_commits_are_those_of_eager_passes(
 def test_passes_of_many_places_are_those_of_eager_passes(
     name: str, capture: Callable[[], Capture], steps: int
 ) -> None:
-    assert largest_error_of_many(unlimited(name), capture, steps) < 1e-9
+    assert largest_error_of_many(unlimited(name), capture, steps) <= 1
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_states_are_kept_as_in_eager_passes(name: str) -> None:
     states = (0, 2, FINAL)
-    assert largest_error(unlimited(name), Traced, 4, 20, states=states) < 1e-9
-    assert largest_error_of_many(unlimited(name), Uncaptured, 8, states=states) < 1e-9
+    assert largest_error(unlimited(name), Traced, 4, 20, states=states) <= 1
+    assert largest_error_of_many(unlimited(name), Uncaptured, 8, states=states) <= 1
 
 
 def test_attention_of_transformers_gets_dense_masks_and_the_first_place_alone() -> None:
     model = tiny_gemma("eager", torch.float64)
     model.config.max_position_embeddings = 1024
-    # That attention sums in single precision whatever the model's.
-    assert largest_error(model, Traced, 8, 40) < 1e-4
-    assert largest_error_of_many(model, Uncaptured, 8) < 1e-4
+    # That attention's softmax is in single precision whatever the model's.
+    single: Any = {"dtype": torch.float32}
+    assert largest_error(model, Traced, 8, 40, **single) <= 1
+    assert largest_error_of_many(model, Uncaptured, 8, **single) <= 1
 
 
 def test_half_precision_differs_by_rounding_only() -> None:
-    """Logits of up to 16 are stored in steps of a sixteenth, and those of three layers add up."""
-    assert largest_error_of_many(tiny_llama(dtype=torch.bfloat16), Uncaptured, 8) < 0.6
+    assert largest_error_of_many(tiny_llama(dtype=torch.bfloat16), Uncaptured, 8) <= 1
 
 
 def test_what_was_traced_is_frozen() -> None:
@@ -300,7 +314,7 @@ def test_a_planted_error_is_caught(
     owner: Any, name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, planted)
-    assert largest_error_of_many(unlimited("gemma"), Uncaptured, 6) > 1e-3
+    assert largest_error_of_many(unlimited("gemma"), Uncaptured, 6) > SHOWN
 
 
 def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,8 +326,8 @@ def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch)
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
     monkeypatch.setattr(GrowingLayer, "put", put)
-    assert largest_error(unlimited("llama"), Uncaptured, 6, 20) < 1e-9
-    assert largest_error(unlimited("llama"), Traced, 6, 20) > 1e-3
+    assert largest_error(unlimited("llama"), Uncaptured, 6, 20) <= 1
+    assert largest_error(unlimited("llama"), Traced, 6, 20) > SHOWN
 
 
 class Watched(TorchDispatchMode):
@@ -418,7 +432,7 @@ def test_where_capturing_fails_passes_run_eagerly_and_a_line_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert largest_error_of_many(unlimited("gemma"), Failing, 8) < 1e-9
+        assert largest_error_of_many(unlimited("gemma"), Failing, 8) <= 1
     assert [record.getMessage() for record in caplog.records] == [
         "passes run without captured graphs: operation not permitted when stream is capturing"
     ]
@@ -427,7 +441,7 @@ def test_where_capturing_fails_passes_run_eagerly_and_a_line_says_so(
 def test_passes_wider_than_any_shape_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_module, "MOST_ROWS", 4)
     Counted.functions.clear()
-    assert largest_error(unlimited("gemma"), Counted, 20, 20) < 1e-9
+    assert largest_error(unlimited("gemma"), Counted, 20, 20) <= 1
     assert Counted.functions
 
 
@@ -456,9 +470,9 @@ def test_cuda_graphs_compute_what_eager_passes_compute(name: str) -> None:
     model = unlimited(name).to("cuda")  # type: ignore[arg-type]  # wrapped without its types
     make = capture_on(torch.device("cuda"))
     assert make is not None
-    assert largest_error(model, make, 40, 3) < 1e-8
-    assert largest_error(model, make, 40, 200) < 1e-8
-    assert largest_error_of_many(model, make, 40) < 1e-8
+    assert largest_error(model, make, 40, 3) <= 1
+    assert largest_error(model, make, 40, 200) <= 1
+    assert largest_error_of_many(model, make, 40) <= 1
 
 
 SCALE = 32**-0.5
@@ -480,12 +494,11 @@ def attended_densely(
     return attended.transpose(0, 1)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("most_scores", [1 << 25, 3 * 8 * 16 * 50])
 @pytest.mark.parametrize("window", [None, 5, 60])
 def test_pieces_of_keys_give_what_one_dense_mask_gives(
     dtype: torch.dtype,
-    tolerance: float,
     most_scores: int,
     window: int | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -506,7 +519,8 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
     before = grid.context(256, window).expand(-1, 16, -1)
     seen = torch.cat([before, grid.among(window)], 2)
     expected = attended_densely(query, context, own, seen)
-    assert float((found - expected).abs().max()) < tolerance
+    # Scores of 32 terms, their softmax, and averages: of their values, few weigh much.
+    Rounding(dtype, width=32, operations=3).check(found, expected)
 
 
 def test_rows_that_pad_stand_where_a_model_knows_positions() -> None:
@@ -570,7 +584,7 @@ def test_attention_with_an_unknown_option_is_not_captured(
         return split(*args, **options, softcap=50.0)
 
     monkeypatch.setattr(attention_module, "_split_attention", capped)
-    assert largest_error_of_many(unlimited("llama"), Uncaptured, 4) < 1e-9
+    assert largest_error_of_many(unlimited("llama"), Uncaptured, 4) <= 1
     [record] = caplog.records
     assert "attention with softcap is not divided by keys" in record.getMessage()
 
@@ -927,8 +941,12 @@ def chain(rng: np.random.Generator, num_nodes: int) -> DraftTree:
 def largest_error_of_chains(
     make: Callable[[], PreTrainedModel], capture: CaptureMaker, length: int
 ) -> float:
-    """Verify and commit chains in step with eager passes; return how far logits and caches part."""
+    """Verify and commit chains in step with eager passes; return how far logits and caches part.
+
+    In what rounding explains: parts of these models are of single precision in any case.
+    """
     rng, model = np.random.default_rng(length), make().double()
+    rounding = Rounding.of(model, length, torch.float32)
     targets = pair(model, capture)
     for target in targets:
         target.prefill(np.array(prompt_of(length), np.int32))
@@ -938,11 +956,11 @@ def largest_error_of_chains(
         [found], [expected] = (target.read([Reading.of(0, 7, draft)]) for target in targets)
         assert found.choices is not None
         assert expected.choices is None
-        error = max(error, apart(found, expected))
+        error = max(error, apart(rounding, found, expected))
         path = np.arange(int(rng.integers(width + 1)))
         for target in targets:
             target.commit(path)
-    return max(error, caches_apart(targets))
+    return max(error, caches_apart(rounding, targets))
 
 
 @pytest.fixture
@@ -957,7 +975,7 @@ def test_padded_chains_by_masks_of_the_model_are_those_of_eager_passes(
     make: Callable[[], PreTrainedModel], length: int
 ) -> None:
     """Chunks of eight tokens end on the way."""
-    assert largest_error_of_chains(make, Uncaptured, length) < 1e-5
+    assert largest_error_of_chains(make, Uncaptured, length) <= 1
 
 
 @pytest.mark.usefixtures("_capturing")
@@ -967,7 +985,7 @@ def test_padded_chains_by_masks_of_the_model_are_those_of_eager_passes(
 def test_captured_chains_by_masks_of_the_model_are_those_of_eager_passes(
     make: Callable[[], PreTrainedModel], capture: CaptureMaker, length: int
 ) -> None:
-    assert largest_error_of_chains(make, capture, length) < 1e-5
+    assert largest_error_of_chains(make, capture, length) <= 1
 
 
 def length_of_the_host(self: GrowingLayer) -> int:

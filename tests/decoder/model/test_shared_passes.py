@@ -211,10 +211,16 @@ def work(rank: int, folder: Path, results: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model lies, in double precision: two processes add its sums in another order."""
+    made = tmp_path_factory.mktemp("ranks")
+    tiny_llama(dtype=torch.float64).save_pretrained(made / "model")
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, list[Any]]:
     """What each scenario returned in the first and in the second process."""
-    folder = tmp_path_factory.mktemp("ranks")
-    tiny_llama().save_pretrained(folder / "model")
     context = get_context("spawn")
     results = context.Queue()
     workers = [context.Process(target=work, args=(rank, folder, results)) for rank in range(2)]
@@ -258,8 +264,10 @@ def test_processes_that_draft_and_cut_differently_decode_as_one_does(
     assert outputs == [truth(prompt) for prompt in PROMPTS]
 
 
-def test_the_first_process_draws(outcomes: dict[str, list[Any]]) -> None:
-    alone = together(Target(tiny_llama()), 0, accept=sampling(seed=5))
+def test_the_first_process_draws(outcomes: dict[str, list[Any]], folder: Path) -> None:
+    model: Any = LlamaForCausalLM.from_pretrained(folder / "model")
+    assert model.dtype == torch.float64
+    alone = together(Target(model.eval()), 0, accept=sampling(seed=5))
     assert alike(outcomes, "sampled") == [decoded(alone, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 

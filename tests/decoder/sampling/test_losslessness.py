@@ -117,7 +117,7 @@ def test_accepted_path_is_the_longest_that_is_right(name: str, prompt: list[int]
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_sampled_output_does_not_depend_on_drafts(name: str, seed: int, prompt: list[int]) -> None:
-    model = MODELS[name]()
+    model = MODELS[name](dtype=torch.float64)
     rule = accept_rule(SamplingSettings(1.0, seed=seed))
     expected = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, NEW_TOKENS)
     assert expected != plainly(model, prompt, NEW_TOKENS)

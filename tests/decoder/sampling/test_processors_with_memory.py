@@ -75,7 +75,7 @@ def on_another_device(rule: AcceptRule) -> AcceptRule:
 def test_a_processor_with_a_memory_sees_each_position_once(
     name: str, place: Callable[[AcceptRule], AcceptRule]
 ) -> None:
-    model, prompt = tiny_llama(), prompt_of(12)
+    model, prompt = tiny_llama(dtype=torch.float64), prompt_of(12)
     plain = Remembering()
     rule = accept_rule(SETTINGS[name], [plain])
     truth = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, NEW_TOKENS)

@@ -107,7 +107,7 @@ def test_constrained_greedy_output_is_that_of_masked_rows() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constrained_output_does_not_depend_on_drafts(temperature: float) -> None:
-    model, prompt = tiny_llama(), prompt_of(12)
+    model, prompt = tiny_llama(dtype=torch.float64), prompt_of(12)
 
     def output(drafter: NoDrafter | ScriptedDrafter) -> list[int]:
         rule = accept_rule(SamplingSettings(temperature, seed=2), (), Automaton())

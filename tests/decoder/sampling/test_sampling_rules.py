@@ -143,7 +143,7 @@ def test_greedy_with_processors_accepts_the_longest_path_that_is_right(setting: 
 
 
 def test_a_seed_gives_one_output_with_any_drafts_under_all_settings() -> None:
-    model, prompt = tiny_llama(), prompt_of(12)
+    model, prompt = tiny_llama(dtype=torch.float64), prompt_of(12)
     settings = SamplingSettings(0.9, 20, 0.95, 0.01, 1.2, 0.3, 0.2, seed=8)
     rule = accept_rule(settings, [NO_REPEATS])
     truth = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, 60)

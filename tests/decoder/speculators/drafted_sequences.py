@@ -15,7 +15,8 @@ from decoder.model.target import Target
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import VOCABULARY, random_tree
-from tests.decoder.speculators.published_heads import TargetParts
+from tests.decoder.rounding import OPERATIONS_OF_A_LAYER, Rounding
+from tests.decoder.speculators.published_heads import SIZE, Published, TargetParts
 
 
 def parts_of(model: PreTrainedModel, tokens: list[int]) -> TargetParts:
@@ -28,6 +29,18 @@ def parts_of(model: PreTrainedModel, tokens: list[int]) -> TargetParts:
     states = dict(enumerate(hidden[:-1])) | {FINAL: output.last_hidden_state[0].clone()}
     return TargetParts(
         loaded.model.embed_tokens.weight.detach(), loaded.lm_head.weight.detach(), states
+    )
+
+
+def rounding_of(made: Published, model: PreTrainedModel, depth: int) -> Rounding:
+    """Return what rounds on the way to a head's logits: the target's layers, then, depth by depth,
+    its own. The widest sums are over the states of three layers.
+    """
+    layer = made.config.get("transformer_layer_config") or made.config
+    at_each = OPERATIONS_OF_A_LAYER * layer.get("num_hidden_layers", 1) + 3
+    behind = Rounding.of(model)
+    return Rounding(
+        behind.dtype, max(behind.width, 3 * SIZE), behind.operations + at_each * (1 + depth)
     )
 
 

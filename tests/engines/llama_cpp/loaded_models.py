@@ -5,8 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numpy as np
+
+from tests.decoder.rounding import OPERATIONS_BEHIND_LAYERS, OPERATIONS_OF_A_LAYER, Rounding
+from tests.engines.llama_cpp import tiny_model
 
 NUM_TOKENS = 80
+ROUNDING = Rounding(
+    np.dtype(np.float32),
+    tiny_model.WIDEST,
+    OPERATIONS_OF_A_LAYER * tiny_model.LAYERS + OPERATIONS_BEHIND_LAYERS,
+)
+LOGITS = 8.0
+"""About the largest: logarithms of probabilities may be smaller than what they are made of."""
 
 
 def load(path: Path, **options: Any) -> Any:

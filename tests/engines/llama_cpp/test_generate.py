@@ -27,7 +27,9 @@ from retriever.errors import InvalidRequestError  # noqa: E402
 from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.llama_cpp import tiny_model  # noqa: E402
 from tests.engines.llama_cpp.loaded_models import (  # noqa: E402
+    LOGITS,
     NUM_TOKENS,
+    ROUNDING,
     from_nothing,
     generated,
     load,
@@ -105,7 +107,7 @@ def test_what_is_recycled_is_what_the_model_says_behind_the_same_tokens(
         expected = np.ctypeslib.as_array(
             llama_cpp.llama_get_logits_ith(plain.ctx, -1), shape=(tiny_model.VOCABULARY,)
         )
-        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        ROUNDING.check(logits, expected)
 
 
 def test_the_model_alone_is_drafted_from_where_nothing_is_retrieved(llm: Any, plain: Any) -> None:
@@ -148,10 +150,10 @@ def test_log_probabilities_are_those_of_the_engine_alone(path: Path, llm: Any) -
         found = [each.create_completion("once upon", **options) for each in (keeping, llm)]
         alone, ours = (each["choices"][0]["logprobs"] for each in found)
         assert ours["tokens"] == alone["tokens"]
-        np.testing.assert_allclose(
+        ROUNDING.check(
             np.array(ours["token_logprobs"][1:], float),
             np.array(alone["token_logprobs"][1:], float),
-            atol=1e-4,
+            scale=LOGITS,
         )
 
 

@@ -23,7 +23,9 @@ from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from retriever.tree import ROOT, DraftTree, Source  # noqa: E402
 from tests.engines.llama_cpp import tiny_model  # noqa: E402
 from tests.engines.llama_cpp.loaded_models import (  # noqa: E402
+    LOGITS,
     NUM_TOKENS,
+    ROUNDING,
     from_nothing,
     generated,
     load,
@@ -103,7 +105,7 @@ def check_logits(llm: Any, plain: Any, tokens: list[int], start: int) -> None:
         expected = np.ctypeslib.as_array(
             llama_cpp.llama_get_logits_ith(plain.ctx, -1), shape=(tiny_model.VOCABULARY,)
         )
-        np.testing.assert_allclose(llm.scores[end - 1], expected, atol=1e-4)
+        ROUNDING.check(llm.scores[end - 1], expected)
 
 
 def test_each_pass_accepts_the_longest_path_that_the_model_says(
@@ -152,7 +154,7 @@ def test_logits_that_are_learned_are_the_models_own_behind_each_node(
         expected = np.ctypeslib.as_array(
             llama_cpp.llama_get_logits_ith(plain.ctx, -1), shape=(tiny_model.VOCABULARY,)
         )
-        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        ROUNDING.check(logits, expected)
 
 
 SAMPLING: list[dict[str, Any]] = [
@@ -239,7 +241,7 @@ def test_completions_stop_and_stream_as_without_drafts(
     for one, other in zip(alone, ours, strict=True):
         if one["logprobs"]:
             expected, got = one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"]
-            np.testing.assert_allclose(got, expected, atol=1e-4)
+            ROUNDING.check(got, expected, scale=LOGITS)
 
 
 def test_a_stream_that_is_left_at_any_token_leaves_a_cache_as_without_drafts(

@@ -8,8 +8,8 @@ import numpy as np
 VOCABULARY = 259
 _WIDTH = 32
 _HEADS = 2
-_LAYERS = 2
-_INNER = 64
+LAYERS = 2
+WIDEST = 64
 _CONTEXT = 2048
 
 
@@ -18,8 +18,8 @@ def write_model(path: Path, seed: int = 0) -> None:
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(_CONTEXT)
     writer.add_embedding_length(_WIDTH)
-    writer.add_block_count(_LAYERS)
-    writer.add_feed_forward_length(_INNER)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(WIDEST)
     writer.add_head_count(_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(_WIDTH // _HEADS)
@@ -40,7 +40,7 @@ def write_adapter(path: Path, rank: int = 2, seed: int = 1) -> None:
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
     random = np.random.default_rng(seed)
-    for layer in range(_LAYERS):
+    for layer in range(LAYERS):
         name = f"blk.{layer}.attn_q.weight"
         for part, shape in (("lora_a", (rank, _WIDTH)), ("lora_b", (_WIDTH, rank))):
             writer.add_tensor(f"{name}.{part}", random.normal(0, 1, shape).astype(np.float32))
@@ -71,12 +71,12 @@ def _add_weights(writer: gguf.GGUFWriter, random: np.random.Generator) -> None:
     add("token_embd", VOCABULARY, _WIDTH, scale=1.0)
     add("output", VOCABULARY, _WIDTH)
     add_norm("output_norm")
-    for layer in range(_LAYERS):
+    for layer in range(LAYERS):
         prefix = f"blk.{layer}."
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             add(prefix + name, _WIDTH, _WIDTH)
-        add(prefix + "ffn_gate", _INNER, _WIDTH)
-        add(prefix + "ffn_up", _INNER, _WIDTH)
-        add(prefix + "ffn_down", _WIDTH, _INNER)
+        add(prefix + "ffn_gate", WIDEST, _WIDTH)
+        add(prefix + "ffn_up", WIDEST, _WIDTH)
+        add(prefix + "ffn_down", _WIDTH, WIDEST)
         add_norm(prefix + "attn_norm")
         add_norm(prefix + "ffn_norm")

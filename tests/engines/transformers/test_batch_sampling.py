@@ -111,7 +111,7 @@ def test_rows_with_the_same_random_numbers_would_be_found(monkeypatch: pytest.Mo
 
 
 def test_a_seed_gives_one_output_whatever_the_drafts_and_the_places() -> None:
-    model = tiny_llama()
+    model = tiny_llama(dtype=torch.float64)
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "num_return_sequences": 3}
 
     def outputs(guess: Any, parallel: int, seed: int = 7) -> list[list[int]]:

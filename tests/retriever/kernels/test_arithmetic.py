@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import fast_exp2, fast_log2, octaves_below_one
 from tests.retriever.kernels.twins import mixing_twin
 
+HALF_A_STEP = 2.0**-17
+"""By which numbers of 128 to 256 are rounded: bits of a number by its largest exponents."""
+
 
 @njit(nogil=True)
 def logarithms(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -37,7 +40,7 @@ def test_logarithm_is_as_near_as_it_says_and_rises() -> None:
     found = logarithms(values)
     error = found - np.log2(values.astype(np.float64))
     assert -0.09 <= error.min() < -0.08
-    assert error.max() <= 1e-5
+    assert error.max() <= HALF_A_STEP
     assert (np.diff(found) >= 0).all()
 
 
@@ -52,7 +55,8 @@ def test_power_is_as_near_as_it_says_and_rises() -> None:
 def test_powers_of_two_are_exact() -> None:
     exponents = np.arange(-126, 127, dtype=np.float32)
     assert powers(exponents).tolist() == [math.ldexp(1, int(e)) for e in exponents]
-    assert logarithms(np.exp2(exponents)).tolist() == exponents.tolist()
+    exact = np.array([math.ldexp(1, int(e)) for e in exponents], np.float32)
+    assert logarithms(exact).tolist() == exponents.tolist()
 
 
 def test_ends_of_the_range_are_numbers() -> None:
@@ -63,10 +67,11 @@ def test_ends_of_the_range_are_numbers() -> None:
 def test_arithmetic_equals_its_twin() -> None:
     values = all_magnitudes(1_000_003)
     expected = [mixing_twin.log2(float(value)) for value in values]
-    np.testing.assert_allclose(logarithms(values), expected, atol=1e-5)
+    np.testing.assert_allclose(logarithms(values), expected, rtol=0, atol=HALF_A_STEP)
     exponents = np.linspace(-130, 126, 3000).astype(np.float32)
     expected = [mixing_twin.exp2(float(value)) for value in exponents]
-    np.testing.assert_allclose(powers(exponents), expected, rtol=1e-5)
+    # Three products and sums, fused or not, and one more: each rounds by 2 ** -24.
+    np.testing.assert_allclose(powers(exponents), expected, rtol=4 * 2.0**-23)
 
 
 def test_octaves_are_counted_up_to_31() -> None:

@@ -28,6 +28,7 @@ from tests.decoder.drafters.model_drafter.draft_models import (
     llama,
     paths,
 )
+from tests.decoder.rounding import Rounding
 
 SIZE = 4
 NUM_TREES = 6000
@@ -158,7 +159,8 @@ def test_proposals_are_the_distributions_drawn_from(top_k: int | None, top_p: fl
             scores = warper(tokens, scores)
         expected = torch.softmax(scores, -1)[0]
         proposal = tree.proposals[tree.rows[node]]
-        torch.testing.assert_close(proposal[:48].double(), expected, atol=1e-5, rtol=1e-4)
+        # Drawn in single precision: scores, exponentials, and what they and the kept add up to.
+        Rounding(torch.float32, width=48, operations=4).check(proposal[:48], expected)
         assert not proposal[48:].any()
         assert proposal[path[-1]] > 0
 
