@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import chain
@@ -57,7 +57,7 @@ def record(
     for section in sections:
         with TemporaryDirectory() as scratch:
             found = list(recorded(section, Scope(Path(scratch), small, traces)))
-        typer.echo(f"{section}: {len(found)} steps", err=True)
+        typer.echo(f"{ROOT.name}: {section}: {len(found)} steps", err=True)
         steps += found
     Record({} if small else circumstances(), steps).write(output)
 
@@ -76,13 +76,11 @@ def compare(
     with TemporaryDirectory() as folder:
         now, before = Path(folder) / "now.jsonl", Path(folder) / "before.jsonl"
         if Path(against).is_file():
-            _finish(_recording(ROOT, now, options))
             before = Path(against)
+            _record_all({ROOT: now}, options)
         else:
-            with _worktree(against, Path(folder) / "checkout") as checkout:
-                running = [_recording(ROOT, now, options), _recording(checkout, before, options)]
-                for process in running:
-                    _finish(process)
+            with _worktree(against, Path(folder) / "before") as checkout:
+                _record_all({ROOT: now, checkout: before}, options)
         old, new = Record.read(before), Record.read(now)
     chosen = set(_sections(only))
     old_steps = [step for step in old.steps if step.section in chosen]
@@ -145,21 +143,23 @@ def _worktree(commit: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def _recording(root: Path, output: Path, options: list[str]) -> "subprocess.Popen[str]":
-    """Start recording a checkout, with its own packages before those that are installed."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.golden", "record", f"--output={output}", *options],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _finish(process: "subprocess.Popen[str]") -> None:
-    _, errors = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{errors}recording failed: see above")
+def _record_all(outputs: Mapping[Path, Path], options: list[str]) -> None:
+    """Record checkouts at once, each with its own packages before those that are installed."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.golden", "record", f"--output={output}", *options],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        for root, output in outputs.items()
+    ]
+    try:
+        if any([process.wait() for process in running]):
+            raise SystemExit("recording failed: see above")
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def _tell_circumstances(old: Record, new: Record) -> None:
