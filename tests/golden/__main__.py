@@ -154,7 +154,7 @@ def _record_all(outputs: Mapping[Path, Path], options: list[str]) -> None:
         for root, output in outputs.items()
     ]
     try:
-        if any([process.wait() for process in running]):
+        if any(process.wait() for process in running):
             raise SystemExit("recording failed: see above")
     finally:
         for process in running:
