@@ -24,7 +24,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
@@ -33,8 +33,10 @@ from tests.golden.sections import MODULES, Scope, recorded
 
 ROOT: Final = Path(__file__).parents[2]
 _LIBRARIES: Final = ("numpy", "numba", "torch", "transformers", "tokenizers", "grpcio", "protobuf")
-_MOST_SHOWN: Final = 600
+_MOST_SHOWN: Final = 300
 """Characters of a value."""
+_SHOWN_BEFORE: Final = 60
+"""Those of them that both values have in common."""
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -183,14 +185,20 @@ def _told(old: list[Step], new: list[Step], *, rounding: bool) -> bool:
         typer.echo(f"{section}: {count} steps, {len(wrong)} differ, {more[section]} are new")
         for each in wrong[:1]:
             typer.echo(f"  first {each.name}: {each.reason}")
-            typer.echo(f"    before: {_shown(each.before)}")
-            typer.echo(f"    now:    {_shown(each.after)}")
+            for word, value in zip(("before", "now   "), _shown(each), strict=True):
+                typer.echo(f"    {word}: {value}")
     return not any(found.values())
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+def _shown(difference: Difference) -> list[str]:
+    """Return both values as text, from shortly before the first character that differs."""
+    texts = [json.dumps(each, ensure_ascii=False) for each in (difference.before, difference.after)]
+    start = max(0, len(os.path.commonprefix(texts)) - _SHOWN_BEFORE)
+    ends = [start + _MOST_SHOWN < len(text) for text in texts]
+    return [
+        f"{'…' if start else ''}{text[start : start + _MOST_SHOWN]}{'…' if is_cut else ''}"
+        for text, is_cut in zip(texts, ends, strict=True)
+    ]
 
 
 if __name__ == "__main__":
