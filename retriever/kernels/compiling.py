@@ -3,10 +3,12 @@
 Logarithms and powers of two are accurate enough for scores, and loops over them vectorize.
 """
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -76,7 +78,16 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
 
 
 class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
-    """Numba's cache on disk; what cannot be read or kept is compiled, and is no error."""
+    """Numba's cache on disk; what cannot be read or kept is compiled, and is no error.
+
+    Numba looks at the file of the kernel alone, and a kernel is compiled with all that it calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        kept = self._cache_file
+        own, folder = kept._source_stamp, Path(function.__code__.co_filename).parent  # noqa: SLF001  no public name
+        kept._source_stamp = own, _sources(folder)  # noqa: SLF001  nor has this
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return a kept kernel; None if there is none, and then it is told that it is compiled."""
@@ -97,6 +108,22 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
             super().save_overload(sig, data)
         except OSError as error:
             _tell_no_cache(error.strerror or str(error))
+
+
+@cache
+def _sources(folder: Path) -> str:
+    """Return a digest of when what kernels are made of was last changed.
+
+    Args:
+        folder: of a kernel; those of this folder and of `retriever.tree` may be called or named.
+    """
+    here = Path(__file__).parent
+    files = {*folder.glob("*.py"), *here.glob("*.py"), here.parent / "tree.py"}
+    found = hashlib.sha256()
+    for path in sorted(files):
+        state = path.stat()
+        found.update(f"{path.name} {state.st_mtime_ns} {state.st_size}\n".encode())
+    return found.hexdigest()
 
 
 @cache

@@ -193,12 +193,18 @@ def _told(old: list[Step], new: list[Step], *, rounding: bool) -> bool:
 def _shown(difference: Difference) -> list[str]:
     """Return both values as text, from shortly before the first character that differs."""
     texts = [json.dumps(each, ensure_ascii=False) for each in (difference.before, difference.after)]
-    start = max(0, len(os.path.commonprefix(texts)) - _SHOWN_BEFORE)
+    start = max(0, _num_common(*texts) - _SHOWN_BEFORE)
     ends = [start + _MOST_SHOWN < len(text) for text in texts]
     return [
         f"{'…' if start else ''}{text[start : start + _MOST_SHOWN]}{'…' if is_cut else ''}"
         for text, is_cut in zip(texts, ends, strict=True)
     ]
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 if __name__ == "__main__":
