@@ -1,11 +1,11 @@
 """Building a decoder from names and options: draft sources, draft model, acceptance rule."""
 
 import secrets
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +59,8 @@ from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_OUTCOMES, Limits
 from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, load_phrases
+
+_log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +536,7 @@ def assemble(  # noqa: PLR0913  all but the first three are options
         OutOfMemoryError: there is no room for what is prepared.
     """
     target = Target(language_model.model, states=states_of(drafter), verdicts=costs or FOUND_HERE)
-    warn_of_unapplied(language_model, accept, stacklevel=3)
+    warn_of_unapplied(language_model, accept)
     budget = MeasuredBudget(known_costs(target, language_model.model, costs))
     if prepared is not None:  # last, as measuring behind long contexts may replace the memory
         target.prepare(prepared.num_tokens, prepared.num_places)
@@ -551,17 +553,14 @@ def assemble(  # noqa: PLR0913  all but the first three are options
     )
 
 
-def warn_of_unapplied(
-    language_model: LanguageModel, accept: AcceptRule, *, stacklevel: int = 2
-) -> None:
-    """Warn where the model's generation_config sets options that a rule does not apply."""
+def warn_of_unapplied(language_model: LanguageModel, accept: AcceptRule) -> None:
+    """Log where the model's generation_config sets options that a rule does not apply."""
     unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
     if unapplied:
-        stated = ", ".join(f"{name}={value}" for name, value in unapplied.items())
-        warnings.warn(
-            f"the model's generation_config sets {stated}, which is not applied: "
+        _log.warning(
+            "the model's generation_config sets %s, which is not applied: "
             "the output is that of model.generate without it",
-            stacklevel=stacklevel,
+            ", ".join(f"{name}={value}" for name, value in unapplied.items()),
         )
 
 

@@ -55,12 +55,13 @@ def launch(package: str, extra: str) -> None:
 
 
 def _silence_libraries() -> None:
-    """Keep what libraries tell developers, as of deprecated names, out of the midst of an answer.
+    """Keep warnings that libraries print for developers from landing in an answer.
 
-    `python -W`, `PYTHONWARNINGS` and `TRANSFORMERS_VERBOSITY` bring it back.
+    `python -W`, `PYTHONWARNINGS` and `TRANSFORMERS_VERBOSITY` bring them back.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"  # in processes that this one starts
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 

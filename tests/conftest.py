@@ -54,7 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
-    _check_room()
+    if not hasattr(config, "workerinput"):
+        _check_room()
     os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
     for part, content in PARTS.items():
         config.addinivalue_line("markers", f"{part}: {content} (--part {part})")
@@ -72,11 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _check_room() -> None:
-    """End at once where the tests' files would not find room."""
+    """End at once if the disk is too full for the files of tests."""
     try:
-        folder = tempfile.gettempdir()
-    except FileNotFoundError as error:  # it tries to write there
-        raise pytest.UsageError(f"{error}: free one, or name one by TMPDIR=FOLDER") from error
+        folder = Path(tempfile.gettempdir())  # it tries to write there
+    except FileNotFoundError as error:
+        raise pytest.UsageError(f"{error}: name one that is by TMPDIR=FOLDER") from error
+    if folder == Path.cwd():
+        raise pytest.UsageError("no folder for temporary files can be written: name one by TMPDIR")
     free = shutil.disk_usage(folder).free
     if free < LEAST_ROOM:
         raise pytest.UsageError(
@@ -141,7 +144,7 @@ def pytest_terminal_summary(
     engines = sum(report.nodeid.startswith(ENGINES) for report in skipped)
     absent = missing_packages()
     if absent:
-        terminalreporter.section("tests were skipped for want of programs")
+        terminalreporter.section("tests were skipped because programs are missing")
         terminalreporter.write_line(f"not installed: {', '.join(absent)}")
         terminalreporter.write_line(f"apt-get install {' '.join(absent.values())}")
     lines = [

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.engines.contract import check_contract, differences
@@ -312,7 +311,7 @@ def _check_tokens(model_kwargs: dict[str, Any]) -> None:
 def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[PromptRow]:
     """Return the rows; refuse what says more of the prompt than its tokens and their padding.
 
-    Inputs are judged by what they hold: their names differ between releases of transformers.
+    Inputs are judged by what they hold: releases of transformers add some, and rename others.
     """
     inputs = {name: value for name, value in model_kwargs.items() if name not in _HARMLESS}
     rows = prompt_rows(input_ids, inputs.pop("attention_mask", None))
@@ -321,7 +320,7 @@ def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> li
             raise UnsupportedGenerationError(
                 f"the prompt is read from its start into a cache of its own: pass no {name}"
             )
-        if not _adds_nothing(value, rows):
+        if not _adds_nothing(name, value, rows):
             raise UnsupportedGenerationError(
                 f"only input_ids are served, with positions 0, 1, 2, … and without token types, "
                 f"not this {name}: leave it out"
@@ -331,45 +330,57 @@ def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> li
 
 def caches_of(values: Iterable[object]) -> list[Cache]:
     """Return the caches among the inputs or outputs of a model, whatever they are called."""
-    return [value for value in values if isinstance(value, Cache)]
+    return list({id(value): value for value in values if isinstance(value, Cache)}.values())
 
 
 def _holds_tokens(cache: Cache) -> bool:
     """Return whether a cache has seen tokens, by keys and values or by recurrent state."""
-    for asked in (cache.get_seq_length, cache.has_previous_state):
-        with suppress(ValueError):  # it has no layers of that kind
-            if asked():
-                return True
-    return False
+    layers = getattr(cache, "layers", None)
+    return layers is None or any(map(_layer_holds_tokens, layers))  # none: a cache of caches
 
 
-def _adds_nothing(value: object, rows: Sequence[PromptRow]) -> bool:
-    """Return whether a model's input says no more than the tokens of the rows do."""
-    if value is None or value is False:
-        return True
+def _layer_holds_tokens(layer: Any) -> bool:
+    states = getattr(layer, "has_previous_state", {})
+    has_state = any(states.values()) if isinstance(states, Mapping) else bool(states)
+    return has_state or (isinstance(layer, CacheLayerMixin) and bool(layer.get_seq_length()))
+
+
+def _adds_nothing(name: str, value: object, rows: Sequence[PromptRow]) -> bool:
+    """Return whether a model's input says no more than the tokens of the rows do.
+
+    Nothing is said by `None`, by what is empty, by a cache that has seen no tokens, by positions
+    that count from 0, and by token types of 0. A flag may say anything.
+    """
     if isinstance(value, Cache):
         return not _holds_tokens(value)
     if isinstance(value, Mapping):
-        return all(_adds_nothing(each, rows) for each in value.values())
+        return all(_adds_nothing(key, each, rows) for key, each in value.items())
     if isinstance(value, list | tuple):
-        return all(_adds_nothing(each, rows) for each in value)
-    return isinstance(value, torch.Tensor) and (
-        value.numel() == 0 or all(_is_known(value, row) for row in rows)
-    )
+        return all(_adds_nothing(name, each, rows) for each in value)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 0 or _is_known(name, value, rows)
+    return value is None
 
 
-def _is_known(value: torch.Tensor, row: PromptRow) -> bool:
-    """Return whether a tensor gives a row's tokens their positions, from 0, or the token type 0.
+def _is_known(name: str, value: torch.Tensor, rows: Sequence[PromptRow]) -> bool:
+    """Return whether a tensor holds positions that count from 0, or token types of 0."""
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    if "position" in name:
+        planes = value if value.dim() == 3 else [value]  # noqa: PLR2004  (some count time and place)
+        return all(_are_counted(plane, row) for plane in planes for row in rows)
+    return "type_ids" in name and value.dim() == 2 and not bool(value.any())  # noqa: PLR2004  rows, width
 
-    What it gives padding does not matter.
+
+def _are_counted(positions: torch.Tensor, row: PromptRow) -> bool:
+    """Return whether the positions of a row's tokens count from 0; those of padding are any.
 
     Args:
-        value: [rows, width], [1, width] for all, or [width].
+        positions: [rows, width], or [1, width] or [width] for all.
         row: of the batch.
     """
-    given = value[None] if value.dim() == 1 else value
+    given = positions[None] if positions.dim() == 1 else positions
     if given.shape not in {(1, row.padded.shape[1]), (row.num_rows, row.padded.shape[1])}:
         return False
-    own = given[row.among(len(given)), row.num_padding :]
-    counted = torch.arange(len(own)).to(own)
-    return torch.equal(own, counted) or not bool(own.any())
+    own = given[row.among(len(given)), row.num_padding :].long()
+    return torch.equal(own, torch.arange(len(own), device=own.device))

@@ -208,38 +208,73 @@ def cache_of(num_tokens: int) -> DynamicCache:
     "value",
     [
         None,
-        False,
         {},
         [],
         {"images": None, "videos": []},
         cache_of(0),
         torch.empty(0, WIDTH),
-        torch.arange(WIDTH),
-        torch.tensor([[0, 1, 2, 3, 4], [7, 7, 0, 1, 2]]),
-        torch.zeros(2, WIDTH, dtype=torch.int64),
     ],
     ids=str,
 )
 def test_an_input_that_adds_nothing_to_the_tokens_is_served_by_any_name(value: Any) -> None:
-    prompts = torch.full((2, WIDTH), 9)
+    given = {"of_a_later_release": value}
+    (row,) = checked_rows(torch.full((1, WIDTH), 9), GenerationConfig(), given)  # type: ignore[no-untyped-call]
+    assert row.num_padding == 0
+
+
+PADDED = torch.tensor([[0, 1, 2, 3, 4], [7, 7, 0, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position_ids", PADDED),
+        ("position_ids", PADDED.expand(3, 2, WIDTH)),
+        ("token_type_ids", torch.zeros(2, WIDTH, dtype=torch.int64)),
+        ("mm_token_type_ids", torch.zeros(2, WIDTH, dtype=torch.int32)),
+    ],
+)
+def test_positions_and_types_of_a_padded_text_are_served(name: str, value: torch.Tensor) -> None:
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    if isinstance(value, torch.Tensor) and value.dim() == 1:
-        prompts, mask = prompts[:1], mask[:1]
-    given = {"attention_mask": mask, "of_a_later_release": value}
-    rows = checked_rows(prompts, GenerationConfig(), given)  # type: ignore[no-untyped-call]
-    assert [row.num_padding for row in rows] == [0, 2][: len(prompts)]
+    given = {"attention_mask": mask, name: value}
+    rows = checked_rows(torch.full((2, WIDTH), 9), GenerationConfig(), given)  # type: ignore[no-untyped-call]
+    assert [row.num_padding for row in rows] == [0, 2]
+    (row,) = checked_rows(
+        torch.full((1, WIDTH), 9),
+        GenerationConfig(),  # type: ignore[no-untyped-call]
+        {"cache_position": torch.arange(WIDTH)},
+    )
+    assert row.num_padding == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position_ids", torch.zeros(1, WIDTH, dtype=torch.int64)),
+        ("position_ids", torch.tensor([[False, True, True, True, True]])),
+        ("position_ids", torch.arange(WIDTH, dtype=torch.float16)[None]),
+        ("position_ids", torch.stack([torch.arange(WIDTH)[None], torch.ones(1, WIDTH).long()])),
+        ("token_type_ids", torch.arange(WIDTH)[None]),
+        ("lang", torch.zeros(WIDTH, dtype=torch.int64)),
+        ("a_mask", torch.zeros(1, WIDTH, dtype=torch.int64)),
+    ],
+)
+def test_other_positions_and_types_are_refused(name: str, value: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedGenerationError, match=f"not this {name}"):
+        checked_rows(torch.full((1, WIDTH), 9), GenerationConfig(), {name: value})  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
     "value",
     [
         True,
+        False,
         3,
         "prompt",
         {"images": torch.ones(3, 8, 8)},
         [cache_of(2)],
         cache_of(2),
-        torch.arange(1, WIDTH + 1),
+        torch.arange(WIDTH),
         torch.zeros(1, WIDTH, 4),
         torch.ones(1, WIDTH),
     ],
