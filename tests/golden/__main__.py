@@ -33,6 +33,8 @@ from tests.golden.sections import MODULES, Scope, recorded
 
 ROOT: Final = Path(__file__).parents[2]
 _LIBRARIES: Final = ("numpy", "numba", "torch", "transformers", "tokenizers", "grpcio", "protobuf")
+_FAILED: Final = 2
+"""The status where there is nothing to compare; 1 is that something differs."""
 _MOST_SHOWN: Final = 300
 """Characters of a value."""
 _SHOWN_BEFORE: Final = 60
@@ -52,16 +54,19 @@ def record(
     traces: Traces = None,
     only: Only = None,
     small: Annotated[bool, typer.Option(help="Record what `make test` compares.")] = False,  # noqa: FBT002
+    rounding: Annotated[bool, typer.Option(help="Leave floats out of bytes.")] = False,  # noqa: FBT002
 ) -> None:
     """Record this checkout."""
-    sections = _sections(only)
     steps: list[Step] = []
-    for section in sections:
+    for section in _sections(only):
         with TemporaryDirectory() as scratch:
-            found = list(recorded(section, Scope(Path(scratch), small, traces)))
+            scope = Scope(Path(scratch), small, rounding, traces)
+            found = list(recorded(section, scope))
         typer.echo(f"{ROOT.name}: {section}: {len(found)} steps", err=True)
         steps += found
-    Record({} if small else circumstances(), steps).write(output)
+    options = _options(traces, only, small=small, rounding=rounding)
+    made = {} if small else circumstances()
+    Record({"options": " ".join(options), **made}, steps).write(output)
 
 
 @app.command()
@@ -72,23 +77,32 @@ def compare(
     rounding: Annotated[bool, typer.Option(help="Allow for rounding.")] = False,  # noqa: FBT002
 ) -> None:
     """Compare this checkout with an older commit or record."""
-    options = [f"--only={section}" for section in _sections(only)]
-    if traces is not None:
-        options.append(f"--traces={traces.resolve()}")
+    options = _options(traces, only, small=False, rounding=rounding)
     with TemporaryDirectory() as folder:
         now, before = Path(folder) / "now.jsonl", Path(folder) / "before.jsonl"
         if Path(against).is_file():
             before = Path(against)
+            options = Record.read(before).circumstances["options"].split()
             _record_all({ROOT: now}, options)
         else:
             with _worktree(against, Path(folder) / "before") as checkout:
                 _record_all({ROOT: now, checkout: before}, options)
         old, new = Record.read(before), Record.read(now)
-    chosen = set(_sections(only))
-    old_steps = [step for step in old.steps if step.section in chosen]
     _tell_circumstances(old, new)
-    if not _told(old_steps, new.steps, rounding=rounding):
+    if not _told(old.steps, new.steps, rounding=rounding or "--small" in options):
         raise typer.Exit(1)
+
+
+def _options(
+    traces: Path | None, only: list[str] | None, *, small: bool, rounding: bool
+) -> list[str]:
+    """Return the options with which `record` does the same again."""
+    return [
+        *([f"--traces={traces.resolve()}"] if traces is not None else []),
+        *(f"--only={section}" for section in only or ()),
+        *(["--small"] if small else []),
+        *(["--rounding"] if rounding else []),
+    ]
 
 
 def _sections(only: list[str] | None) -> list[str]:
@@ -129,6 +143,7 @@ def _processor() -> str:
 def _worktree(commit: str, folder: Path) -> Iterator[Path]:
     """Check a commit out beside this checkout; it brings its own recorder, or is given this one."""
     git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "prune"], check=False)  # of one that was killed
     made = subprocess.run(
         [*git, "add", "--quiet", "--detach", str(folder), commit],
         capture_output=True,
@@ -142,22 +157,24 @@ def _worktree(commit: str, folder: Path) -> Iterator[Path]:
             shutil.copytree(ROOT / "tests" / "golden", folder / "tests" / "golden")
         yield folder
     finally:
-        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+        subprocess.run([*git, "remove", "--force", str(folder)], check=False)
 
 
 def _record_all(outputs: Mapping[Path, Path], options: list[str]) -> None:
     """Record checkouts at once, each with its own packages before those that are installed."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.golden", "record", f"--output={output}", *options],
             cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *inherited])},
         )
         for root, output in outputs.items()
     ]
     try:
         if any(process.wait() for process in running):
-            raise SystemExit("recording failed: see above")
+            typer.echo("recording failed: see above", err=True)
+            raise typer.Exit(_FAILED)
     finally:
         for process in running:
             process.kill()
@@ -167,8 +184,9 @@ def _record_all(outputs: Mapping[Path, Path], options: list[str]) -> None:
 def _tell_circumstances(old: Record, new: Record) -> None:
     """Say what was compared, and which circumstances differ."""
     one, other = old.circumstances, new.circumstances
-    typer.echo(f"{one.get('commit', 'the record')} and {other['commit']}, on {other['machine']}")
-    for name in sorted(one.keys() - {"commit"}):
+    commits = (each.get("commit", "what every machine does") for each in (one, other))
+    typer.echo(" and ".join(commits))
+    for name in sorted(one.keys() - {"commit", "options"}):
         if one[name] != other.get(name):
             typer.echo(f"  {name}: {one[name]}, and {other.get(name)} now")
 

@@ -98,6 +98,6 @@ def _shown(key: bytes, value: bytes, scope: Scope) -> Mapping[str, Any]:
     content = value[_CHECKSUM:]
     if key[:1] in _DATED:
         content = content[_TIME:]
-    if scope.small and key[:1] == _LEARNED:
+    if scope.is_portable and key[:1] == _LEARNED:
         return {"bytes": len(content)}
     return {"bytes": len(content), "hex": content.hex()}

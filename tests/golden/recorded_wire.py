@@ -80,7 +80,7 @@ def steps(scope: Scope) -> Iterator[Step]:
             stage = Stage(scratch / name, index, stack)
             converse(stage)
         for place, tape in stage.tapes.items():
-            stable = Stable(str(scratch), is_of_this_machine=not scope.small)
+            stable = Stable(str(scratch), is_of_this_machine=not scope.is_portable)
             for at, (what, value) in enumerate(map(stable.row, tape)):
                 yield exact("/".join(filter(None, ["wire", name, place, f"{at:02} {what}"])), value)
 

@@ -17,12 +17,19 @@ class Scope:
     Attributes:
         scratch: an empty folder.
         small: whether only what `make test` has time for is recorded.
+        rounding: whether bytes are recorded without the floats in them.
         traces: a folder of recordings to replay as well, `None` for none.
     """
 
     scratch: Path
-    small: bool
+    small: bool = False
+    rounding: bool = False
     traces: Path | None = None
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether bytes hold nothing that another processor computes otherwise."""
+        return self.small or self.rounding
 
 
 MODULES: Final[Mapping[str, str]] = MappingProxyType(
@@ -42,6 +49,9 @@ def recorded(section: str, scope: Scope) -> Iterator[Step]:
     """Yield the steps of a section; their names begin with it."""
     steps: Callable[[Scope], Iterator[Step]]
     steps = import_module(f"tests.golden.{MODULES[section]}").steps
+    names: set[str] = set()
     for step in steps(scope):
         assert step.section == section, step.name
+        assert step.name not in names, f"{step.name} is recorded twice"
+        names.add(step.name)
         yield step

@@ -83,6 +83,11 @@ def test_what_rounding_explains_differs_bit_for_bit_alone(changes: dict[str, Any
         (tree(), tree(sources=[2, 1, 2, 1]), "of source 1, of 2 in the newer"),
         (exact("wire/a/0", {"x": [1, 2]}), exact("wire/a/0", {"x": [1, 3]}), "the value changed"),
         (exact("wire/a/0", 1), exact("wire/b/0", 1), "no longer there"),
+        (tree(), exact("trees/a/8 nodes/1/at 0", 0), "no longer there"),
+        (exact("a/0", 1), exact("a/0", True), "the value changed"),
+        (exact("a/0", 0.0), exact("a/0", -0.0), "the value changed"),
+        (output_step("a/0", [3], [1.0]), output_step("a/0", [3, 9], [1.0]), "token 1"),
+        (output_step("a/0", [3]), output_step("a/0", []), "value|token 0"),
         (exact("a/0", [3]), output_step("a/0", [3]), "the kind of the step"),
         (output_step("a/0", [3, 4, 5], [1.0, 0.1, 1.0]), output_step("a/0", [3, 5]), "token 1"),
         (rate_step("a/0", 2000, 1000), rate_step("a/0", 2003, 1000), "tokens per step"),
@@ -93,6 +98,23 @@ def test_what_rounding_does_not_explain_is_found(before: Step, after: Step, reas
         (found,) = differences([before], [after], rounding=rounding)
         assert found.name == before.name
     assert re.search(reason, found.reason)
+
+
+def test_a_part_more_is_found_where_a_group_is_whole() -> None:
+    for name in ("wire/strict/02 asked Draft", "index/merged/segments/new"):
+        before = [exact(f"{name.rpartition('/')[0]}/first", 1)]
+        (found,) = differences(before, [*before, exact(name, 2)])
+        assert (found.name, found.reason) == (name, "the step is new")
+    before = [exact("commands/build/a folder", 1)]
+    assert not list(differences(before, [*before, exact("commands/build/a file", 2)]))
+
+
+def test_rounding_explains_other_steps_only_behind_a_tree_that_it_changed() -> None:
+    later = replace(tree(), name="trees/a/8 nodes/0/at 3")
+    moved = replace(tree(), name="trees/a/8 nodes/0/at 4")
+    assert len(list(differences([tree(), later], [tree(), moved], rounding=True))) == 2
+    touched = tree(probabilities=[0.9003, 0.5, 0.05, 0.02])
+    assert not list(differences([tree(), later], [touched, moved], rounding=True))
 
 
 def test_an_output_is_compared_up_to_the_first_token_that_rounding_may_change() -> None:
