@@ -23,8 +23,8 @@ so that their width is one. What counts is the coarsest precision on the way: at
 `softmax(dtype=float32)` makes a model of double precision one of single.
 
 Tokens that two computations choose are the same where the best stands before the next by more than
-both may be off. Greedy outputs of the tiny models keep several times that distance, in single
-precision. What is drawn at random comes nearer to where the next token begins the more is drawn:
+both may be off: twice the tolerance. Greedy outputs of the tiny models keep more than that distance
+in single precision, most of them ten times as much. What is drawn at random comes nearer to where the next token begins the more is drawn:
 outputs that have to be the same for one seed are drawn from models of double precision.
 """
 
