@@ -1,4 +1,4 @@
-"""How far rounding lets two computations of the same values part: the tolerance of all tests.
+"""By how much rounding may make two computations differ: the tolerance of all tests.
 
 Where a pass has another shape, or runs on another processor, the terms of its products are added
 in another order and by other instructions. The difference is bounded by rule, not by what one
@@ -12,11 +12,11 @@ machine showed:
   behind the other, has n = width * operations.
 - Both computations round: twice half of eps.
 
-So values part by SAFETY * eps * sqrt(width * operations) * scale. A rounding is anything up to its
-bound, with a standard deviation of 0.29 eps, and the difference of two has 0.41: twice eps would be
-five of them, where values are as large as the scale. Twice as much is for what models make of it:
-attention takes the exponential of scores, so that an error of large ones is a larger one of their
-weights. Norms keep errors from growing from layer to layer.
+So values differ by SAFETY * eps * sqrt(width * operations) * scale. A rounding is anything up to
+its bound, with a standard deviation of 0.29 eps, and the difference of two has 0.41: twice eps
+would be five of them, where values are as large as the scale. Twice as much is for what models make
+of it: attention takes the exponential of scores, so that an error of large ones is a larger one of
+their weights. Norms keep errors from growing from layer to layer.
 
 Half precisions are summed in single precision by all kernels, and rounded once for each product,
 so that their width is one. What counts is the coarsest precision on the way: attention by
@@ -24,8 +24,9 @@ so that their width is one. What counts is the coarsest precision on the way: at
 
 Tokens that two computations choose are the same where the best stands before the next by more than
 both may be off: twice the tolerance. Greedy outputs of the tiny models keep more than that distance
-in single precision, most of them ten times as much. What is drawn at random comes nearer to where the next token begins the more is drawn:
-outputs that have to be the same for one seed are drawn from models of double precision.
+in single precision, most of them ten times as much. What is drawn at random comes nearer to where
+the next token begins the more is drawn: outputs that have to be the same for one seed are drawn
+from models of double precision.
 """
 
 import math
@@ -41,7 +42,7 @@ OPERATIONS_OF_A_LAYER: Final = 8
 OPERATIONS_BEHIND_LAYERS: Final = 2
 """The last norm and the output layer."""
 SHOWN: Final = 100.0
-"""An error that was planted parts values by at least so many times what rounding does."""
+"""A planted error changes values by at least so many times what rounding does."""
 
 _EPS: Final = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -78,7 +79,7 @@ class Rounding:
         )
 
     def tolerance(self, scale: float) -> float:
-        """Return by how much values may part of which the largest has the size `scale`."""
+        """Return by how much values may differ of which the largest has the size `scale`."""
         eps = _EPS[str(self.dtype).removeprefix("torch.")]
         width = self.width if eps <= _EPS["float32"] else 1
         return SAFETY * eps * math.sqrt(width * self.operations) * scale
@@ -103,7 +104,7 @@ class Rounding:
         return math.inf if math.isnan(ratio) else ratio
 
     def check(self, actual: Any, expected: Any, *, scale: float = 0.0) -> None:
-        """Fail where two arrays part by more than rounding explains."""
+        """Fail where two arrays differ by more than rounding explains."""
         ratio = self.apart(actual, expected, scale=scale)
         assert ratio <= 1, f"{ratio:.3g} times as far apart as rounding explains"
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
 from foredraft.program import COMMANDS, main
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
@@ -38,12 +38,12 @@ from retriever.drafter import DraftRequest
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
+from tests.golden.byte_tokenizer import STOP, byte_tokenizer
 from tests.golden.record import Step, exact
 from tests.golden.sections import Scope
 
 ROOT: Final = Path(__file__).parents[2]
 _CRASHED: Final = "crash"
-_STOP: Final = "<end>"
 _TEMPLATE: Final = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 Cases = Mapping[str, Mapping[str, str]]
@@ -678,16 +678,12 @@ def write_files(folder: Path) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer with one token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {_STOP: 0, **{byte: number for number, byte in enumerate(alphabet, start=1)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = byte_tokenizer()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([_STOP])
+    tokenizer.add_special_tokens([STOP])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _STOP}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -4,20 +4,19 @@ Every file has a checksum, and short ones their text. All of it holds on every m
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
 from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import list_documents
 from indexer.change.rebuilding import build_from_index
 from indexer.reader import Vocabulary
+from tests.golden.byte_tokenizer import byte_tokenizer
 from tests.golden.record import Step, exact
 from tests.golden.sections import Scope
 
@@ -127,22 +126,15 @@ def _changed(folder: Path) -> Path:
 
 def _rebuilt(folder: Path) -> Path:
     index = _of_texts(folder)
-    build_from_index(index, folder / "again", _tokenizer(folder, upper=True))
+    build_from_index(index, folder / "again", _tokenizer(folder, [("t", "h"), ("o", "n")]))
     return folder / "again"
 
 
-def _tokenizer(folder: Path, *, upper: bool = False) -> str:
-    """Make a tokenizer of one token for each byte; another one has two merges more."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<end>": 0, **{byte: number for number, byte in enumerate(alphabet, start=1)}}
-    merges = [("t", "h"), ("o", "n")] if upper else []
-    vocabulary |= {a + b: len(vocabulary) + at for at, (a, b) in enumerate(merges)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    path = folder / ("other" if upper else "tokenizer")
+def _tokenizer(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> str:
+    """Save a tokenizer; return its folder."""
+    path = folder / ("other" if merges else "tokenizer")
     path.mkdir(exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
+    byte_tokenizer(merges).save(str(path / "tokenizer.json"))
     return str(path)
 
 

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -75,6 +74,7 @@ from tests.decoder.speculators.published_heads import official_eagle3
 from tests.decoder.test_ahead_loop import AheadDrafter, by_tokens, decoder_ahead
 from tests.engines.transformers.generating import EndsAfter, perfect
 from tests.engines.transformers.test_streaming import Listener
+from tests.golden.byte_tokenizer import STOP, byte_tokenizer
 from tests.golden.record import MARGIN_TOLERANCE, Step, exact, output_step, rate_step
 from tests.golden.sections import Scope
 
@@ -279,16 +279,10 @@ def draft_model() -> PreTrainedModel:
     return model
 
 
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a token for each byte, and `<end>`, which is 0."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<end>": 0, **{byte: number for number, byte in enumerate(alphabet, start=1)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+def fast_tokenizer() -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `byte_llama`, as transformers has it."""
     fast: Any = PreTrainedTokenizerFast
-    special = {"eos_token": "<end>"}
-    return fast(tokenizer_object=tokenizer, **special)  # type: ignore[no-any-return]
+    return fast(tokenizer_object=byte_tokenizer(), eos_token=STOP)  # type: ignore[no-any-return]
 
 
 def byte_llama() -> PreTrainedModel:
@@ -339,7 +333,7 @@ def stops(subject: Subject) -> Iterator[Step]:
 
 def stop_strings(subject: Subject) -> Iterator[Step]:
     """End a sequence by a text."""
-    tokenizer, prompt = byte_tokenizer(), PROMPTS[0]
+    tokenizer, prompt = fast_tokenizer(), PROMPTS[0]
     truth = subject.truth(prompt)
     for number, string in enumerate(sorted({*plain_text(tokenizer, truth)} - {"\ufffd"})[:3]):
         text = StoppableText(tokenizer, StopStrings([string]))
@@ -471,7 +465,7 @@ def drawn(subject: Subject) -> Iterator[Step]:
 
 def constrained(subject: Subject) -> Iterator[Step]:
     """Keep outputs to an expression or a schema; greedy ones are those that `generate` gives."""
-    tokenizer = byte_tokenizer()
+    tokenizer = fast_tokenizer()
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}, "b": {"type": "boolean"}},
