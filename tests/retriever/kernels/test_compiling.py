@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
 from retriever.kernels import compiling
@@ -23,12 +24,18 @@ def successor(number):
 """
 
 
+@pytest.fixture(autouse=True)
+def _kept_beside_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep kernels where they stand, wherever this run keeps the others."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+
+
 def test_compiling_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "successors.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     compiling._tell_compiling.cache_clear()
     successor = importlib.import_module("successors").successor
     assert caplog.messages == []
@@ -81,7 +88,6 @@ def test_kernels_compile_where_nothing_can_be_kept(tmp_path: Path, stated: str |
 def kept_kernel(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     made: Callable[..., int] = importlib.import_module(name).successor
     return made
 
@@ -109,10 +115,7 @@ def test_a_damaged_cache_is_compiled_over(tmp_path: Path, monkeypatch: pytest.Mo
     assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
 
 
-def test_a_change_of_what_a_kernel_calls_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+def test_a_change_of_what_a_kernel_calls_is_compiled(tmp_path: Path) -> None:
     begin = "from retriever.kernels.compiling import kernel\n"
     caller = f"{begin}from called import add\n@kernel()\ndef twice(x):\n    return add(add(x))\n"
     (tmp_path / "caller.py").write_text(caller)
