@@ -184,7 +184,7 @@ def test_answers_end_at_stop_texts_and_stop_tokens(
         (["--prompt", PROMPT, "--stop", ""], "a stop string is empty"),
         (["--prompt", PROMPT, "--prompts", "file"], "exclude each other"),
         (["--prompts", "no-such-file"], "cannot read no-such-file"),
-        (["--prompts", sys.executable], "not text (first: "),
+        (["--prompts", "binary"], "not text (first: "),
         (["--prompt", PROMPT, "--trace", "/no/such/trace"], "there is no folder /no/such"),
         (["--prompt", PROMPT, "--trace", "/"], "it is a folder"),
         (["--prompt", PROMPT, "--trace", "/proc/trace"], "no file can be made in /proc: "),
@@ -200,6 +200,8 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     arguments: list[str],
     message: str,
 ) -> None:
+    (model_directory / "binary").write_bytes(b"\x7fELF\x80\xff")
+    monkeypatch.chdir(model_directory)
     monkeypatch.setattr(models, "load_tokenizer", never)
     assert generate(monkeypatch, model_directory, *arguments) == 1
     error = capsys.readouterr().err

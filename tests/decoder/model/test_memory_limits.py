@@ -123,10 +123,10 @@ def test_a_cache_that_cannot_undo_half_a_pass_ends_the_sequence(
     decoder = decoder_with(model, ScriptedDrafter(oracle(prompt + expected)))
     update = DynamicLayer.update
 
-    def limited(self: DynamicLayer, keys: torch.Tensor, *others: Any) -> Any:
+    def limited(self: DynamicLayer, keys: torch.Tensor, *others: Any, **more: Any) -> Any:
         if self.get_seq_length() + keys.shape[-2] > 25:
             raise RuntimeError(LACK)
-        return update(self, keys, *others)
+        return update(self, keys, *others, **more)
 
     text: list[int] = []
     with monkeypatch.context() as patched:
@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_undo_half_a_pass_ends_the_sequence(
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("size mismatch")
 
     monkeypatch.setattr(GrowingLayer, "update", broken)
