@@ -24,7 +24,7 @@ from retriever.drafter import DraftRequest
 from retriever.kernels.cursors import new_cursor
 from retriever.predict.databases import Corpus, Databases, to_kernel
 from retriever.predict.predictor import Predictor, Prior
-from retriever.predict.stores import ChainStore
+from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, orders_of
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -205,8 +205,13 @@ def tokens_per_step(workload: Workload, name: str, budget: int) -> float:
     drafter = made(workload.indexes, predictor=predictor)
     for output in workload.outputs:
         drafter.remember(output)
-    figures = replay(drafter, workload.traces, budget).as_json()
-    _corpora.clear()
+    rows = orders_of(CONTEXT_LIMITS).max_rows  # of all sequences of this process
+    whole = rows.copy()
+    try:
+        figures = replay(drafter, workload.traces, budget).as_json()
+    finally:
+        rows[:] = whole
+        _corpora.clear()
     return round(float(figures["mean_accepted_tokens"]), 4)
 
 

@@ -148,6 +148,14 @@ def test_without_its_source_nothing_is_drafted(
         assert tokens_per_step(workload, other, BUDGET) > 4
 
 
+def test_what_was_left_out_is_there_again(make_index: IndexMaker) -> None:
+    workload = copied_from("sequence", make_index)
+    whole = tokens_per_step(workload, "nothing", BUDGET)
+    for part in PARTS:
+        tokens_per_step(workload, part, BUDGET)
+        assert tokens_per_step(workload, "nothing", BUDGET) == whole, part
+
+
 def test_suffix_arrays_and_tables_are_left_out_by_themselves(make_index: IndexMaker) -> None:
     workload = copied_from("corpus", make_index)
     assert all(tokens_per_step(workload, part, BUDGET) > 2 for part in CORPUS_PARTS[1:])
