@@ -32,7 +32,6 @@ READER = {
 # transformers, so that is no adapter's own.
 ADAPTERS = {
     "experimental_sglang": {"sglang"},
-    "experimental_tensorrt_llm": {"tensorrt_llm"},
     "llama_cpp": {"llama_cpp"},
     "mlx_lm": {"mlx", "mlx_lm"},
     "onnxruntime_genai": {"onnxruntime_genai"},

@@ -200,10 +200,6 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
     ] = 1
 
 
-OVER_DRAFTER: Final = "FOREDRAFT_OVER_DRAFTER"
-"""The environment variable that puts retrieval on top of the trained drafter of an engine that has
-one: 1 for that, 0 or nothing for the engine as it is. It is read before any settings are."""
-
 _SERVICE_ALONE: Final = {
     variable_of(name) for name in Settings.model_fields if name not in EngineSettings.model_fields
 }
@@ -223,8 +219,7 @@ def resolve_settings(
     Raises:
         SettingsError: a name is no setting, or a value cannot be one.
     """
-    others = {*_SERVICE_ALONE, OVER_DRAFTER}
-    ours = {name: value for name, value in environment.items() if name not in others}
+    ours = {name: value for name, value in environment.items() if name not in _SERVICE_ALONE}
     settings = resolve(EngineSettings, {}, ours).settings
     try:
         return EngineSettings.model_validate(settings.model_dump() | dict(given))

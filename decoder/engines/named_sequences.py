@@ -58,11 +58,9 @@ class NamedSequences:
             drafter takes all tokens.
         deadline_s: see `DrafterSessions`.
         budget_nodes: most nodes of the tree that a path is chosen from.
-        max_idle_steps: a request that was not shown for so many steps has ended; None where the
-            engine tells every end.
     """
 
-    def __init__(  # noqa: PLR0913  (all but the first two are given by name)
+    def __init__(
         self,
         drafter: Drafter,
         model_vocabulary: int,
@@ -70,15 +68,12 @@ class NamedSequences:
         drafter_vocabulary: int | None = None,
         deadline_s: float | None = None,
         budget_nodes: int = DEFAULT_BUDGET_NODES,
-        max_idle_steps: int | None = None,
     ) -> None:
         limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
         self._sessions = DrafterSessions(drafter, deadline_s, limits=limits)
         self._model_vocabulary = model_vocabulary
         self._budget_nodes = budget_nodes
-        self._max_idle_steps = max_idle_steps
         self._held: dict[int, HeldSequence] = {}
-        self._step = 0
         self._num_errors = 0
 
     def __len__(self) -> int:
@@ -96,7 +91,6 @@ class NamedSequences:
         Args:
             running: the requests of a step, by numbers of the engine's.
         """
-        self._step += 1
         try:
             return self._drafts(running)
         except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
@@ -110,7 +104,6 @@ class NamedSequences:
             if each.fields.drafts
         }
         asked = [name for name in followed if running[name].most_drafted > 0]
-        self._expire()
         trees = self._sessions.draft([(followed[name], self._budget_nodes) for name in asked])
         chains = dict.fromkeys(running, DraftTree.empty())
         for name, tree in zip(asked, trees, strict=True):
@@ -150,15 +143,7 @@ class NamedSequences:
             held = self._held[name] = HeldSequence(follower)
         else:
             held.sequence.extend(row.tokens[len(held.sequence) :])
-        held.call = self._step
         return held
-
-    def _expire(self) -> None:
-        if self._max_idle_steps is None:
-            return
-        last = self._step - self._max_idle_steps
-        for name in [name for name, each in self._held.items() if each.call <= last]:
-            self.end(name)
 
     def _fail(self, error: Exception) -> None:
         """Drop all sessions, as their state is unknown; log the first time."""

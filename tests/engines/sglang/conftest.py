@@ -53,26 +53,6 @@ class Kernels:
         assert predicts[path].tolist() == [int(target[node]) for node in path]
         return path
 
-    def build_tree(self, *arguments: Any) -> None:
-        """Stands for `build_tree_kernel_efficient_func`, whose arguments it takes."""
-        *tensors, topk, depth, width, mode = arguments
-        parents, selected, *rest = tensors
-        held = [parents.contiguous(), selected.contiguous(), *rest]
-        assert all(each.is_contiguous() for each in rest)
-        sizes = (topk, depth, width, int(mode), len(rest[0]))
-        self._library.build_tree(*(ctypes.c_void_p(each.data_ptr()) for each in held), *sizes)
-
-    def verify_paths(self, **given: Any) -> tuple[Any, Any, Any]:
-        """Stands for `verify_tree_greedy_func`, whose arguments it takes."""
-        outs = [given[name] for name in ("predicts", "accept_index", "accept_token_num")]
-        names = ("candidates", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
-        inputs = [given[name].contiguous() for name in (*names, "target_predict")]
-        rows, width = given["candidates"].shape
-        sizes = (rows, outs[1].shape[1], width)
-        pointers = [ctypes.c_void_p(each.data_ptr()) for each in [*outs, *inputs]]
-        self._library.verify_paths(*pointers, *sizes)
-        return outs[0], outs[1], outs[2]
-
 
 def pointer(array: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)

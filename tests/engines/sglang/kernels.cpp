@@ -30,24 +30,3 @@ extern "C" void verify(
         predicts, accepted, num_accepted, candidates, indices, next_token, next_sibling, target,
         batch, width, width);
 }
-
-extern "C" void build_tree(
-    int64_t* parents, int64_t* selected, int64_t* lengths, bool* mask, int64_t* positions,
-    int64_t* indices, int64_t* next_token, int64_t* next_sibling, int topk, int depth, int width,
-    int mode, int batch) {
-  for (blockIdx.x = 0; int(blockIdx.x) < batch; ++blockIdx.x)
-    for (threadIdx.x = 0; int(threadIdx.x) < width; ++threadIdx.x)
-      spec::build_tree_efficient(
-          parents, selected, lengths, mask, positions, indices, next_token, next_sibling, topk,
-          depth, width, mode);
-}
-
-extern "C" void verify_paths(
-    int32_t* predicts, int32_t* accepted, int32_t* num_accepted, int64_t* candidates,
-    int64_t* indices, int64_t* next_token, int64_t* next_sibling, int64_t* target, int batch,
-    int longest, int width) {
-  for (blockIdx.x = 0; int(blockIdx.x) < batch; ++blockIdx.x)
-    spec::VerifyTreeGreedy<int32_t, int64_t>(
-        predicts, accepted, num_accepted, candidates, indices, next_token, next_sibling, target,
-        batch, longest, width);
-}
