@@ -39,10 +39,7 @@ from indexer.format.names import (
 from indexer.format.records import FileRecord
 from indexer.format.same_folder import is_at
 
-_OLDER_FILES: Final = (("checksum",), (CATALOG_FOLDER, "data.mdb"), (CATALOG_FOLDER, "lock.mdb"))
-"""Files of versions 1 and 2, which may be replaced as well."""
-
-_FILES: Final = ((LOCK_FILE,), (TOKENIZER_FILE,), *_OLDER_FILES)
+_FILES: Final = ((LOCK_FILE,), (TOKENIZER_FILE,))
 _FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,), (PHRASES_FOLDER,))
 _NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
     (SEGMENTS_FOLDER,): (*SEGMENT_FILES, *OPTIONAL_SEGMENT_FILES),
@@ -71,8 +68,6 @@ def why_not_index(folder: Path) -> str | None:
 
 
 def _has_snapshot(folder: Path) -> bool:
-    if all(folder.joinpath(*parts).exists() for parts in _OLDER_FILES[:2]):
-        return True
     catalog = folder / CATALOG_FOLDER
     return catalog.is_dir() and any(is_ordinal_name(each.name) for each in catalog.iterdir())
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from indexer.errors import (
     DamagedIndexError,
@@ -33,7 +33,6 @@ from indexer.format.names import (
 from indexer.format.output import sync_folder, write_file
 from indexer.format.records import Contents, checksum_of, decode_json, encode_json
 
-_OLDER_CATALOG_FILE: Final = "data.mdb"
 _MAX_ATTEMPTS: Final = 100
 """Attempts to hold the latest snapshot while writers publish and remove: about a second in all."""
 
@@ -96,16 +95,12 @@ def published_numbers(index: Path) -> list[int]:
     Raises:
         IndexNotFoundError: the folder holds nothing of an index.
         DamagedIndexError: it holds parts of an index, but no snapshot.
-        FormatVersionError: it is an index of a format before snapshots.
     """
     numbers: list[int] = []
     for _ in range(_PATIENT_ATTEMPTS):
-        names = _names(index)
-        numbers = sorted(int(name) for name in names if is_ordinal_name(name))
+        numbers = sorted(int(name) for name in _names(index) if is_ordinal_name(name))
         if numbers:  # an empty list may be of names that changed while they were listed
             break
-    if not numbers and _OLDER_CATALOG_FILE in names:
-        raise _other_format(index, 2)
     if not numbers:
         raise DamagedIndexError(
             f"{index / CATALOG_FOLDER} holds no snapshot, one is missing: "
@@ -243,7 +238,10 @@ def _decoded(index: Path, number: int, content: bytes) -> Contents:
     value = decode_json(body)
     version = value.get("format") if isinstance(value, dict) else None
     if version != FORMAT_VERSION:
-        raise _other_format(index, version)
+        raise FormatVersionError(
+            f"{index} has format version {version!r}, and this is a reader of version "
+            f"{FORMAT_VERSION}: build it again"
+        )
     try:
         return Contents.decode(value)
     except (
@@ -257,12 +255,3 @@ def _decoded(index: Path, number: int, content: bytes) -> Contents:
         raise DamagedIndexError(
             f"{path} holds a record that no builder writes: {error!r}"
         ) from error
-
-
-def _other_format(index: Path, version: Any) -> FormatVersionError:
-    is_older = isinstance(version, int) and version < FORMAT_VERSION
-    return FormatVersionError(
-        f"{index} has format version {version!r}, and this is a reader of version "
-        f"{FORMAT_VERSION}: "
-        + ("build it again" if is_older else "upgrade foredraft, or build the index again")
-    )

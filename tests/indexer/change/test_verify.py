@@ -94,7 +94,7 @@ def test_what_is_no_index_is_an_error_and_not_a_finding(tmp_path: Path) -> None:
         verify_index(tmp_path)
 
 
-def test_a_newer_format_is_an_error_and_not_a_finding(
+def test_another_format_is_an_error_and_not_a_finding(
     tiny_index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("indexer.format.snapshots.FORMAT_VERSION", 0)

@@ -209,14 +209,8 @@ def test_records_that_no_builder_writes_are_refused(
         Index.open(tiny_index)
 
 
-def test_a_newer_format_is_refused_with_advice(tiny_index: Path) -> None:
-    rewrite_snapshot(tiny_index, lambda snapshot: snapshot.update({"format": 4, "new": []}))
-    with pytest.raises(FormatVersionError, match=r"version 4.*upgrade"):
+@pytest.mark.parametrize("version", [2, 4, None, "3", 3.5])
+def test_another_format_is_refused_with_advice(version: object, tiny_index: Path) -> None:
+    rewrite_snapshot(tiny_index, lambda snapshot: snapshot.update({"format": version, "new": []}))
+    with pytest.raises(FormatVersionError, match=r"version .*, .* version 3: build it again"):
         Index.open(tiny_index)
-
-
-def test_an_older_format_is_refused_with_advice(tmp_path: Path) -> None:
-    (tmp_path / "old/catalog").mkdir(parents=True)
-    (tmp_path / "old/catalog/data.mdb").write_bytes(bytes(8192))
-    with pytest.raises(FormatVersionError, match=r"version 2, .* version 3: build it again"):
-        Index.open(tmp_path / "old")

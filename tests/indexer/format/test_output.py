@@ -92,7 +92,6 @@ def test_what_an_index_does_not_hold_is_never_overwritten(
     [
         (["segments/holiday.wav", "segments/00000000/clip.wav"], "holds segments"),
         (["segments/00000000/tokens"], "has no snapshot"),
-        (["checksum", "segments/00000000/tokens"], "has no snapshot"),
     ],
 )
 def test_a_folder_that_resembles_an_index_is_never_overwritten(
