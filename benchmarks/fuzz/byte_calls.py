@@ -26,7 +26,7 @@ from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
 from retriever.operations.lifecycle import Lifecycle, Phase
 from retriever.operations.observer import CallCounts, Interceptor
-from retriever.security.access import SCOPES_BEFORE, add_token
+from retriever.security.access import TENANT_SCOPES, add_token
 from retriever.security.admission import Admission, Doorkeeper
 from retriever.sequences import SessionKey
 from retriever.service.servicer import RetrieverServicer
@@ -115,7 +115,7 @@ class CalledService:
         access = self.folder / "access.jsonl"
         access.unlink(missing_ok=True)
         for tenant in (*TENANTS, VICTIM):
-            token = add_token(access, tenant, SCOPES_BEFORE)
+            token = add_token(access, tenant, TENANT_SCOPES)
             self.headers[tenant] = [("authorization", f"Bearer {token}")]
         self.drafter = _drafter_with_a_victim(self.folder)
         lifecycle = Lifecycle()

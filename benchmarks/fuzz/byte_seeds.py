@@ -110,8 +110,9 @@ def _explanation() -> pb.ExplainResponse:
 
 
 def _credentials() -> list[bytes]:
-    line = f'{{"tenant": "acme", "token": "{TokenHash.of(new_token())}"}}\n'
-    other = '{"tenant": "acme", "certificate": "DNS:engine.example"}\n'
+    scopes = '"scopes": ["draft", "delete"]'
+    line = f'{{"tenant": "acme", "token": "{TokenHash.of(new_token())}", {scopes}}}\n'
+    other = f'{{"tenant": "acme", "certificate": "DNS:engine.example", {scopes}}}\n'
     pem = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
     return [line.encode(), f"# who\n{line}{other}".encode(), pem]
 

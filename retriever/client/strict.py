@@ -26,7 +26,6 @@ from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
     InvalidTreeError,
-    NotPossibleError,
     RetrieverError,
     UnknownSessionError,
 )
@@ -229,7 +228,7 @@ class Calls:
 
         Raises:
             InvalidRequestError: they cannot be findings.
-            NotPossibleError: the service keeps none, or is too old to know of them.
+            NotPossibleError: the service keeps none.
             DrafterUnavailableError: no answer in time.
         """
         message = pb.ShareFindingsRequest(
@@ -237,19 +236,19 @@ class Calls:
             findings=findings_to_message(findings),
             vocabulary_fingerprint=self._fingerprint,
         )
-        self._call_of_findings(self._stub.ShareFindings, message)
+        self._call(self._stub.ShareFindings, message)
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
         """Return a page of what the tenant's decoders have shared of a model; see `FindingsStore`.
 
         Raises:
-            NotPossibleError: the service keeps none, or is too old to know of them.
+            NotPossibleError: the service keeps none.
             DrafterUnavailableError: no answer in time, or what came are no findings.
         """
         message = pb.FetchFindingsRequest(
             model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint
         )
-        response = self._call_of_findings(self._stub.FetchFindings, message)
+        response = self._call(self._stub.FetchFindings, message)
         try:
             findings = findings_from_message(response.findings)
             check_findings(findings.contexts, findings.tokens, findings.log_odds, None)
@@ -300,17 +299,6 @@ class Calls:
             return outcome_trees_from(response, requests)
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
-
-    def _call_of_findings(self, method: Any, message: Any) -> Any:
-        try:
-            return method(message, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise NotPossibleError(
-                    f"{self._address} is of a version that keeps no recycled logits: update it, "
-                    "or start the decoder with --recycled-bytes 0"
-                ) from error
-            raise error_of(error) from error
 
     def _call(self, method: Any, message: Any) -> Any:
         try:
@@ -423,19 +411,11 @@ class RemoteDrafter(Calls):
         """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
 
         Raises:
-            NotPossibleError: the service is too old to know of them.
             DrafterUnavailableError: no answer in time, or the session was lost.
         """
         self._usable(session)
         message = addition_message(self._prefix + session, checked_predictions(predictions))
-        try:
-            self._stub.AddPredictions(message, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise NotPossibleError(
-                    f"{self._address} is of a version that takes no predictions: update it"
-                ) from error
-            raise error_of(error) from error
+        self._call(self._stub.AddPredictions, message)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
@@ -444,10 +424,7 @@ class RemoteDrafter(Calls):
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
-        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
-
-        A service of an older version commits them, and answers for no outcome.
-        """
+        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`."""
         timeout_us = timeout_to_wire(min(timeout_s, self._timeout_s))
         return self._drafted(pb.DraftStreamRequest(timeout_us=timeout_us), requests)[1]
 

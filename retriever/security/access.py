@@ -5,11 +5,11 @@ that name it, `_`, and 256 random bits in base64url. Tokens are random, so a dic
 impossible and a slow hash would only cost every call. Stored is HMAC-SHA-256 of the token, keyed
 with a salt, so that a leaked file admits no caller.
 
-A line is a JSON object: `{"tenant": NAME, "token": HASH}` or `{"tenant": NAME, "certificate":
-IDENTITY}`. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or `IP:…` for a subject's alternative name,
-or `CN:…` for its common name. `"scopes": [SCOPE, …]` says what it may do; a line without has the
-scopes `draft` and `delete`. `"name": NAME` is what logs call it. A line whose only scope is `admin`
-may leave the tenant out. Empty lines and those that begin with `#` are ignored.
+A line is a JSON object: `{"tenant": NAME, "token": HASH, "scopes": [SCOPE, …]}`, or with
+`"certificate": IDENTITY` in the place of the token. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or
+`IP:…` for a subject's alternative name, or `CN:…` for its common name. `"scopes"` says what it may
+do, `"name": NAME` is what logs call it. A line whose only scope is `admin` needs no tenant. Empty
+lines and those that begin with `#` are ignored.
 """
 
 import hmac
@@ -108,8 +108,8 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
 
-SCOPES_BEFORE: Final = frozenset({Scope.DRAFT, Scope.DELETE})
-"""Scopes of a line without any: it may be from before there were scopes, when all could delete."""
+TENANT_SCOPES: Final = frozenset({Scope.DRAFT, Scope.DELETE})
+"""All that concerns a tenant's own data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Grant:
 
     name: str
     tenant: str
-    scopes: frozenset[Scope] = SCOPES_BEFORE
+    scopes: frozenset[Scope]
 
 
 _IDENTITY: Final = re.compile(r"(URI|DNS|EMAIL|IP|CN):.+", re.DOTALL)
@@ -387,9 +387,7 @@ def _grant_of(record: dict[str, Any]) -> Grant:
 
 
 def _scopes_of(record: dict[str, Any]) -> frozenset[Scope]:
-    if "scopes" not in record:
-        return SCOPES_BEFORE
-    named = record["scopes"]
+    named = record.get("scopes")
     if not isinstance(named, list) or not named or any(each not in list(Scope) for each in named):
         raise ValueError(f'"scopes" must be a list of one or more of {", ".join(Scope)}')
     return frozenset(map(Scope, named))

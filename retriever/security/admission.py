@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from retriever.errors import AccessRefusedError, NotPermittedError
-from retriever.security.access import SCOPES_BEFORE, Access, Grant, Scope, read_access
+from retriever.security.access import TENANT_SCOPES, Access, Grant, Scope, read_access
 from retriever.security.certificates import Certified, certified, read_authorities
 from retriever.security.private_files import DEFAULT_GRACE_S, Reloaded
 from retriever.wire.statuses import abort
@@ -367,4 +367,4 @@ def _authorities(path: Path) -> bytes:
 @lru_cache(maxsize=4096)
 def _grant_itself(name: str) -> Grant:
     """Return what a certificate grants without an access file: to act for its own name."""
-    return Grant(name, name, SCOPES_BEFORE)
+    return Grant(name, name, TENANT_SCOPES)

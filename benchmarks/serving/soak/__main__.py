@@ -34,7 +34,7 @@ from benchmarks.serving.soak.report import PERCENTS, Soaked, figures_of
 from benchmarks.serving.soak.samples import WARM_UP, Watched, draw
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever.security.access import SCOPES_BEFORE, add_token
+from retriever.security.access import TENANT_SCOPES, add_token
 
 _IDLE_S: Final = 8.0
 _MAX_TENANT_SESSIONS: Final = 400
@@ -177,7 +177,7 @@ def _load(folder: Path, address: str, tenants: int, until: Any) -> Load:
     access = folder / "access"
     tokens = {f"engine-{at}": add_token(access, f"engine-{at}") for at in range(tenants)}
     rare = {
-        name: add_token(access, name, SCOPES_BEFORE)
+        name: add_token(access, name, TENANT_SCOPES)
         for name in (f"rare-{at}" for at in range(tenants))
     }
     return Load(address, tokens, rare, _MAX_TENANT_SESSIONS, until)

@@ -68,18 +68,20 @@ def test_unknown_and_wrong_tokens_take_the_same_work(
         "nonsense",
         "[1]",
         '{"tenant": "a"}',
-        '{"tenant": "a", "token": "00"}',
-        '{"tenant": 1, "certificate": "CN:x"}',
-        '{"tenant": "a", "certificate": "x"}',
-        '{"tenant": "a", "certificate": "CN:x", "more": ""}',
-        json.dumps({"tenant": "a" * 257, "certificate": "CN:x"}),
-        '{"tenant": "\\ud800", "certificate": "CN:x"}',
+        '{"tenant": "a", "token": "00", "scopes": ["draft"]}',
+        '{"tenant": 1, "certificate": "CN:x", "scopes": ["draft"]}',
+        '{"tenant": "a", "certificate": "x", "scopes": ["draft"]}',
+        '{"tenant": "a", "certificate": "CN:x"}',
+        '{"tenant": "a", "certificate": "CN:x", "scopes": ["draft"], "more": ""}',
+        json.dumps({"tenant": "a" * 257, "certificate": "CN:x", "scopes": ["draft"]}),
+        '{"tenant": "\\ud800", "certificate": "CN:x", "scopes": ["draft"]}',
         "[" * 100_000,
     ],
 )
 def test_a_line_that_is_wrong_is_named(access: Path, line: str) -> None:
     access.touch(0o600)
-    access.write_text(f'# comment\n\n{{"tenant": "a", "certificate": "CN:y"}}\n{line}\n')
+    sound = '{"tenant": "a", "certificate": "CN:y", "scopes": ["draft"]}'
+    access.write_text(f"# comment\n\n{sound}\n{line}\n")
     with pytest.raises(CredentialsError, match=r"access, line 4: ") as raised:
         read_access(access)
     assert len(str(raised.value)) < 500

@@ -28,7 +28,7 @@ from retriever import (
 from retriever.operations import lifecycle
 from retriever.operations.lifecycle import HealthStatuses
 from retriever.security.access import (
-    SCOPES_BEFORE,
+    TENANT_SCOPES,
     Scope,
     add_certificate,
     add_token,
@@ -206,7 +206,7 @@ def test_calls_take_their_scope(tmp_path: Path) -> None:
         for name, tenant, scopes in (
             ("draft", "a", {Scope.DRAFT}),
             ("delete", "a", {Scope.DELETE}),
-            ("both", "a", SCOPES_BEFORE),
+            ("both", "a", TENANT_SCOPES),
             ("admin", "", {Scope.ADMIN}),
         )
     }

@@ -17,7 +17,7 @@ from benchmarks.fuzz.fuzzing import CrashError, LeakError
 from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
 from retriever.replication import replicated_records as records
-from retriever.security.access import Grant
+from retriever.security.access import Grant, Scope
 from retriever.security.admission import Doorkeeper
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages
@@ -92,7 +92,7 @@ def test_a_planted_leak_between_pools_is_found(
 def test_a_planted_open_door_is_found(
     all_readers: dict[str, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Doorkeeper, "grant", lambda *_: Grant("a", "a"))
+    monkeypatch.setattr(Doorkeeper, "grant", lambda *_: Grant("a", "a", frozenset({Scope.DRAFT})))
     with pytest.raises(LeakError, match="lets in"):
         all_readers["headers"](seeds()["headers"][0])
 

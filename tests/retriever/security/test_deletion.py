@@ -15,7 +15,7 @@ from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, Unknow
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Generations, Output
-from retriever.security.access import SCOPES_BEFORE, add_token
+from retriever.security.access import TENANT_SCOPES, add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
@@ -30,7 +30,7 @@ def tenants(drafter: EmbeddedDrafter, folder: Path) -> Iterator[Clients]:
     """Serve two tenants during the block; give a client of each."""
     access = folder / "access"
     shown = {
-        tenant: Credentials(token=add_token(access, tenant, SCOPES_BEFORE)) for tenant in ("a", "b")
+        tenant: Credentials(token=add_token(access, tenant, TENANT_SCOPES)) for tenant in ("a", "b")
     }
     protection = Protection.of(ProtectionFiles(access=access))
     with (

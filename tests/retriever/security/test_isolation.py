@@ -13,7 +13,7 @@ from retriever.client.credentials import Credentials
 from retriever.limits import Limits
 from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
-from retriever.security.access import SCOPES_BEFORE, add_token
+from retriever.security.access import TENANT_SCOPES, add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service import servicer
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -112,7 +112,7 @@ class Tenant:
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tenant]]:
     folder = tmp_path_factory.mktemp("tenants")
     access = folder / "access"
-    shown = {name: Credentials(token=add_token(access, name, SCOPES_BEFORE)) for name in TENANTS}
+    shown = {name: Credentials(token=add_token(access, name, TENANT_SCOPES)) for name in TENANTS}
     protection = Protection.of(ProtectionFiles(access=access))
     drafter = EmbeddedDrafter(limits=Limits(max_tenant_deletions=1 << 20))
     with serving(drafter, f"unix:{folder}/s", protection) as address, ExitStack() as stack:

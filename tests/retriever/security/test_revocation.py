@@ -19,13 +19,11 @@ from retriever import AccessRefusedError, CredentialsError, NotPermittedError
 from retriever.commands import app
 from retriever.security import private_files, rewriting
 from retriever.security.access import (
-    SCOPES_BEFORE,
+    TENANT_SCOPES,
     Scope,
-    TokenHash,
     add_certificate,
     add_token,
     name_of,
-    new_token,
     read_access,
     remove,
     set_scopes,
@@ -378,14 +376,11 @@ def test_a_change_within_the_clocks_tick_is_noticed(
 
 
 def test_scopes_say_what_a_credential_is_for(access: Path) -> None:
-    old = new_token()
-    hashed = str(TokenHash.of(old))
-    access.touch(0o600)
-    access.write_text(json.dumps({"tenant": "old", "token": hashed}) + "\n")
+    both = add_token(access, "both", TENANT_SCOPES)
     ordinary = add_token(access, "new")
     admin = add_token(access, "", [Scope.ADMIN], "ops")
     doorkeeper = Doorkeeper(access)
-    for token, may in ((old, SCOPES_BEFORE), (ordinary, {Scope.DRAFT}), (admin, {Scope.ADMIN})):
+    for token, may in ((both, TENANT_SCOPES), (ordinary, {Scope.DRAFT}), (admin, {Scope.ADMIN})):
         for scope in Scope:
             if scope in may:
                 assert Caller(doorkeeper, token, None, scope).scopes == may
@@ -421,7 +416,7 @@ def test_a_scope_taken_away_ends_what_goes_on(
     access: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
-    token = add_token(access, "a", SCOPES_BEFORE)
+    token = add_token(access, "a", TENANT_SCOPES)
     caller = Caller(Doorkeeper(access), token, None, Scope.DELETE)
     set_scopes(access, named(token), [Scope.DRAFT])
     with pytest.raises(NotPermittedError, match="delete"):
@@ -432,13 +427,14 @@ def test_a_scope_taken_away_ends_what_goes_on(
     "line",
     [
         {"token": "", "scopes": ["admin", "draft"]},
+        {"tenant": "a", "certificate": "CN:x"},
         {"tenant": "a", "certificate": "CN:x", "scopes": []},
         {"tenant": "a", "certificate": "CN:x", "scopes": "draft"},
         {"tenant": "a", "certificate": "CN:x", "scopes": ["all"]},
         {"tenant": "a", "certificate": "CN:x", "scopes": [["draft"]]},
-        {"tenant": "a", "certificate": "CN:x", "name": "a b"},
-        {"tenant": "a", "certificate": "CN:x", "name": "0" * 16},
-        {"tenant": "a", "certificate": "CN:x", "name": None},
+        {"tenant": "a", "certificate": "CN:x", "scopes": ["draft"], "name": "a b"},
+        {"tenant": "a", "certificate": "CN:x", "scopes": ["draft"], "name": "0" * 16},
+        {"tenant": "a", "certificate": "CN:x", "scopes": ["draft"], "name": None},
     ],
 )
 def test_lines_of_wrong_scopes_or_names_are_named(access: Path, line: dict[str, object]) -> None:
@@ -454,9 +450,8 @@ def test_names_are_one_credentials_each(access: Path) -> None:
         add_token(access, "b", name="engine")
     with pytest.raises(CredentialsError, match="is no name"):
         add_token(access, "b", name="an engine")
-    access.write_text(
-        access.read_text() + '{"tenant": "b", "certificate": "CN:x", "name": "engine"}\n'
-    )
+    line = {"tenant": "b", "certificate": "CN:x", "scopes": ["draft"], "name": "engine"}
+    access.write_text(f"{access.read_text()}{json.dumps(line)}\n")
     with pytest.raises(CredentialsError, match="engine stands in line 1 as well"):
         read_access(access)
 
