@@ -31,7 +31,6 @@ from retriever.errors import (
     InvalidRequestError,
     InvalidTreeError,
     LimitExceededError,
-    NotPossibleError,
     RetrieverError,
     UnknownSessionError,
     VocabularyMismatchError,
@@ -267,7 +266,7 @@ class Follower:
         if added and isinstance(drafter, PredictionDrafter):
             try:
                 drafter.add_predictions(name, added)
-            except (LimitExceededError, NotPossibleError) as error:
+            except LimitExceededError as error:
                 _log.warning("drafts go on without more predictions: %s", error)
 
     def request(
@@ -357,7 +356,7 @@ most."""
 
 _FIRST_PAUSE_S: Final = 0.02
 """Longest pause in asking ahead after a first late answer, in seconds: a few steps. Pauses grow to
-seconds, so that a service of an older version is seldom asked in vain."""
+seconds, so that a drafter that is always late is seldom asked in vain."""
 
 _LEAST_PATIENCE_S: Final = 0.001
 """Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
@@ -705,7 +704,7 @@ class Followers:
             self._ahead_backoff.fail()
             self._fail(error, asked.began_s, asked.followers)
             return True
-        if not is_answered:  # as a service of an older version
+        if not is_answered:
             self._ahead_backoff.fail()
         elif not asked.is_late:
             self._ahead_backoff.succeed()

@@ -45,8 +45,8 @@ def _error_of(error: Any, address: str) -> RetrieverError:
     code = error.code()
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return DrafterUnavailableError(
-            f"{address} is not for operators, or of an older version: give the address that the "
-            "service has as --admin-address"
+            f"{address} is not for operators: give the address that the service has as "
+            "--admin-address"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DrafterUnavailableError(

@@ -21,7 +21,6 @@ from retriever.client.streams import (
     LOST_AFTER_S,
     SETTLED_S,
     StreamTable,
-    check_is_older,
     check_opens,
 )
 from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, without_outcomes
@@ -137,18 +136,13 @@ class AsyncLink:
 
 
 async def _check_phase(stub: Any) -> None:
-    """See that a service opens sessions; one of an older version does not say.
+    """See that a service opens sessions.
 
     Raises:
         DrafterUnavailableError: it starts, or is about to end.
         grpc.RpcError: it does not answer.
     """
-    try:
-        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-    except grpc.RpcError as error:
-        check_is_older(error)
-    else:
-        check_opens(info)
+    check_opens(await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S))
 
 
 class AsyncResilientDrafter(FailOpenClient):

@@ -256,7 +256,7 @@ class ResilientDrafter(FailOpenClient):
         """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
 
         Waits for `timeout_s` within a step's deadline and `LONGEST_AHEAD_S`. Where a server is
-        late, down or of an older version, no outcome is answered.
+        late or down, no outcome is answered.
         """
         self._start()
         deadline_s = self._pace.ahead(time.monotonic(), timeout_s)

@@ -116,29 +116,14 @@ def check_opens(info: pb.GetServerInfoResponse) -> None:
         raise DrafterUnavailableError(f"the service is {phase}: it opens no sessions now")
 
 
-def check_is_older(error: grpc.RpcError) -> None:
-    """See that a call of `GetServerInfo` failed because the service does not have it.
-
-    Raises:
-        grpc.RpcError: it failed for another reason.
-    """
-    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-        raise error
-
-
 def _check_phase(stub: Any) -> None:
-    """See that a service opens sessions; one of an older version does not say.
+    """See that a service opens sessions.
 
     Raises:
         DrafterUnavailableError: it starts, or is about to end.
         grpc.RpcError: it does not answer.
     """
-    try:
-        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-    except grpc.RpcError as error:
-        check_is_older(error)
-    else:
-        check_opens(info)
+    check_opens(stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S))
 
 
 OpenChannel = Callable[[str], grpc.Channel]

@@ -287,16 +287,15 @@ def outcome_trees_from(
 ) -> list[list[DraftTree]]:
     """Return the trees for the outcomes of each request, none for a request without any.
 
-    A response of a service that does not answer ahead has none for all of them.
-
     Raises:
-        InvalidTreeError: they are more than were asked for, or one is invalid.
+        InvalidTreeError: a request has no answer, or there are more trees than were asked for, or
+            one is invalid.
     """
     asked = [request for request in requests if request.outcomes]
     answers = response.outcome_trees
-    if answers and len(answers) != len(asked):
+    if len(answers) != len(asked):
         raise InvalidTreeError(f"{len(answers)} answers for {len(asked)} sequences asked ahead")
-    drafted = iter(answers or [pb.OutcomeTrees()] * len(asked))
+    drafted = iter(answers)
     return [_outcome_trees(next(drafted), each) if each.outcomes else [] for each in requests]
 
 

@@ -1,4 +1,4 @@
-"""Drafts ahead over the wire: those of the embedded drafter, bounded, and asked of any version."""
+"""Drafts ahead over the wire: those of the embedded drafter, and bounded."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,6 @@ from retriever.follower import Followers
 from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.sequences import TokenSequence
 from retriever.service.allowances import work_of_draft, work_of_steps
-from retriever.service.draft_stream import DraftStream
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import outcome_trees_from, padded_budgets, requests_from_message
@@ -94,26 +93,6 @@ def test_a_service_answers_as_the_embedded_drafter_does(
         assert tokens_of(drafter.draft(step)) == tokens_of(local.draft(step))
         drafter.close("s", ids(8))
         drafter.close("t")
-    service.shut_down()
-
-
-@clients
-def test_an_older_service_notes_the_tokens_and_answers_nothing(
-    connect: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def nothing(*_: object) -> None:
-        """Know of no outcomes."""
-
-    monkeypatch.setattr(DraftStream, "_draft_ahead", nothing)
-    service = EmbeddedDrafter()
-    with serving(service) as address, ready(connect(address)) as drafter:
-        drafter.open("s", ids(*PROMPT))
-        length = len(PROMPT)
-        drafter.draft([DraftRequest("s", ids(), length, 4)])
-        request = DraftRequest("s", ids(1), length + 1, 4, outcomes=(ids(2), ids(3)))
-        assert drafter.draft_ahead([request], _LONG_S) == [[]]
-        (tree,) = drafter.draft([DraftRequest("s", ids(2), length + 2, 4)])
-        assert tree.token_ids.tolist()[:2] == [3, 4]
     service.shut_down()
 
 
@@ -199,7 +178,7 @@ def test_answers_that_do_not_fit_the_request_are_no_trees() -> None:
     wrong = pb.DraftTree(
         token_ids=[1], parents=[3], probabilities=[0.5], sources=[pb.SOURCE_CONTEXT]
     )
-    for answers in ([[tree, tree]], [[tree], [tree]], [[wrong]]):
+    for answers in ([], [[tree, tree]], [[tree], [tree]], [[wrong]]):
         response = pb.DraftStreamResponse(
             trees=[tree], outcome_trees=[pb.OutcomeTrees(trees=each) for each in answers]
         )

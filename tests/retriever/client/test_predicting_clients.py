@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -23,12 +22,10 @@ from retriever import (
     UnknownSessionError,
 )
 from retriever.client.conversation import Conversation, SequenceStep
-from retriever.errors import NotPossibleError
 from retriever.follower import Followers
 from retriever.limits import Limits
 from retriever.sequences import SessionKey, TokenSequence
 from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
-from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import LONG_LIST, LongMessage, opened, parsed
@@ -236,25 +233,6 @@ def test_a_follower_tells_of_predictions_that_come_later() -> None:
     assert begins(follower.draft(8), FILE)
     sequence.extend(FILE[:5])
     assert begins(follower.draft(8), FILE[5:])
-
-
-def test_a_service_of_an_older_version_drafts_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def unknown(_: object, __: object, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "unknown method")
-
-    monkeypatch.setattr(RetrieverServicer, "AddPredictions", unknown)
-    service = EmbeddedDrafter()
-    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
-        drafter.open("s", ids(*PROMPT))
-        with pytest.raises(NotPossibleError, match="takes no predictions: update it"):
-            drafter.add_predictions("s", [Prediction(ids(*FILE))])
-        sequence = TokenSequence(ids(*[1, 2, 3] * 5))
-        follower = Followers(drafter).follow(sequence)
-        assert len(follower.draft(8)) == 8
-        sequence.expect([Prediction(ids(*FILE))])
-        assert len(follower.draft(8)) == 8
-        assert follower.num_failures == 0
-    service.shut_down()
 
 
 def test_bare_contexts_are_drafted_for_and_explained_with_predictions() -> None:
