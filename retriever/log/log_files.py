@@ -263,7 +263,7 @@ def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[
         The store, and the fingerprint of its tokenizer; empty if unknown.
 
     Raises:
-        StateError: the disk refuses, or a newer version wrote it.
+        StateError: the disk refuses, or the log is of another format version.
         VocabularyMismatchError: it holds outputs of another tokenizer.
     """
     files.make_whole()
@@ -318,7 +318,7 @@ def _check_format(store: LogStore, files: LogFiles) -> None:
     if version is not None and version != bytes([FORMAT_VERSION]):
         raise StateError(
             f"{files.data} has format version {version.hex()}, and this is version "
-            f"{FORMAT_VERSION}: upgrade foredraft, or choose another state directory"
+            f"{FORMAT_VERSION}: remove the state directory, or choose another one"
         )
 
 

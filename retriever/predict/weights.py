@@ -8,8 +8,7 @@ weights name the source of each row, so that they can be read when there are mor
     float32[network] | float32[rows, MATCH_BUCKETS, DEPTH_BUCKETS], all little-endian
 
 A source without a row gets the mean of the databases' rows in `prior.npy`. Rows of unregistered
-sources are skipped. Weights that begin with `weights2` have unnamed rows of the first six sources,
-in the order of their numbers.
+sources are skipped.
 """
 
 from collections.abc import Mapping
@@ -28,9 +27,6 @@ _PRIOR_FILE: Final = "prior.npy"
 
 _MARK: Final = b"weights3"
 """Begins stored weights; its number changes with the format."""
-
-_UNNAMED_MARK: Final = b"weights2"
-_UNNAMED: Final = ("UNSPECIFIED", "CONTEXT", "GENERATIONS", "PHRASES", "CORPUS", "MODEL")
 
 _ROW_SIZE: Final = MATCH_BUCKETS * DEPTH_BUCKETS
 _OFFSETS: Final[Mapping[str, Any]] = WEIGHTS.fields or {}
@@ -115,8 +111,6 @@ def _names_in(kept: bytes) -> tuple[tuple[str, ...], int]:
 
     No names if the form is unknown.
     """
-    if kept.startswith(_UNNAMED_MARK):
-        return _UNNAMED, len(_UNNAMED_MARK)
     if not kept.startswith(_MARK) or len(kept) == len(_MARK):
         return (), 0
     names, place = [], len(_MARK) + 1

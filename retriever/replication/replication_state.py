@@ -154,7 +154,7 @@ class Position:
             try:
                 position = cls._from_json(json.loads(kept))
             except (ValueError, TypeError, KeyError, AttributeError):
-                position = cls()  # of another version: a new replica, which reads everything
+                position = cls()  # a new replica, which reads everything
         position.epoch = max(position.epoch + 1, int(time.time()))
         return position
 

@@ -51,7 +51,7 @@ _WAS_CUT: Final = _ROW.index("was_cut")
 
 _FOREIGN: Final = (
     b"error: a file that is mapped into memory was cut, or its disk failed (SIGBUS). It is no "
-    b"index that is drafted from; data.mdb in the state directory is mapped as well\n"
+    b"index that is drafted from; generations.mdb in the state directory is mapped as well\n"
 )
 
 _HANDLER: Final = """

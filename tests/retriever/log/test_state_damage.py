@@ -159,10 +159,10 @@ sys.exit(salvage(source, Path("{tmp_path}/no/folder/copy")))
     assert kept(tmp_path) == list(range(NUM_OUTPUTS))
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+def test_another_format_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
     store = LogStore(tmp_path / "generations.mdb", LogOptions())
     store.put({records.FORMAT_KEY: b"\x02"})
     store.close()
-    with pytest.raises(StateError, match="upgrade foredraft"):
+    with pytest.raises(StateError, match="version 02, and this is version 1: remove"):
         GenerationsLog(tmp_path)

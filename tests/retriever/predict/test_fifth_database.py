@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +31,15 @@ def learned_weights() -> Weights:
     return from_values(values)
 
 
-def unnamed(weights: Weights) -> bytes:
-    """As weights were kept while there were six sources, which had no names."""
-    values = values_of(weights)
-    return b"weights2" + values[: len(values) - 35 * (len(Source) - 6)].tobytes()
-
-
-@pytest.fixture(scope="module", params=[unnamed, to_bytes])
-def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the program of the fifth database prints."""
-    keep: Callable[[Weights], bytes] = request.param
     kept = tmp_path_factory.mktemp("kept") / "weights"
-    kept.write_bytes(keep(learned_weights()))
+    kept.write_bytes(to_bytes(learned_weights()))
     command = [sys.executable, "-m", "tests.retriever.predict.toy_database", str(kept)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {**json.loads(done.stdout), "named": keep is to_bytes}
+    return json.loads(done.stdout)
 
 
 def test_a_fifth_database_is_drafted_from(shown: Any) -> None:
@@ -70,8 +62,7 @@ def test_a_fifth_database_is_seen_wherever_databases_are(shown: Any) -> None:
 def test_weights_from_before_a_database_open_with_all_that_they_learned(shown: Any) -> None:
     weights = learned_weights()
     learned = weights["escape"][0, : len(Source)].ravel().tolist()
-    known = len(shown["known"]) if shown["named"] else 6 * 35
-    assert shown["known"][:known] == learned[:known]
+    assert shown["known"] == learned
     assert shown["network"] == weights["evidence"].ravel().tolist()
 
 
@@ -82,8 +73,7 @@ def test_a_new_database_begins_with_what_holds_for_the_others_on_average(shown: 
 
 def test_weights_with_a_source_that_is_not_registered_open_without_it(shown: Any) -> None:
     weights, expected = from_bytes(bytes.fromhex(shown["by_old"])), learned_weights()
-    num_known = None if shown["named"] else -35 * (len(Source) - 6)
-    assert np.array_equal(values_of(weights)[:num_known], values_of(expected)[:num_known])
+    assert np.array_equal(values_of(weights), values_of(expected))
 
 
 def test_rows_belong_to_the_sources_that_they_name() -> None:
@@ -100,18 +90,8 @@ def test_rows_belong_to_the_sources_that_they_name() -> None:
     assert np.array_equal(opened["bias"], weights["bias"])
 
 
-def test_weights_from_before_predictions_open_with_all_that_they_learned() -> None:
-    """Predictions begin with what holds for other databases on average."""
-    weights, prior = learned_weights(), prior_weights()
-    values, before = values_of(weights), list(Source)[:6]
-    names = b"".join(bytes([len(each.name)]) + each.name.encode() for each in before)
-    stored = values[: len(values) - 35 * (len(Source) - len(before))].tobytes()
-    opened = from_bytes(b"weights3" + bytes([len(before)]) + names + stored)
-    assert np.array_equal(opened["evidence"], weights["evidence"])
-    assert np.array_equal(opened["escape"][0, :6], weights["escape"][0, :6])
-    assert np.array_equal(
-        opened["escape"][0, Source.PREDICTIONS], prior["escape"][0, Source.PREDICTIONS]
-    )
+def test_predictions_begin_with_what_holds_for_other_databases_on_average() -> None:
+    prior = prior_weights()
     databases = [Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS]
     mean = prior["escape"][0, databases].mean(axis=0)
     np.testing.assert_allclose(prior["escape"][0, Source.PREDICTIONS], mean, atol=1e-6)
