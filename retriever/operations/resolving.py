@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from indexer.flags import expected_by, flag_of, is_secret
 from retriever.client import credentials
 from retriever.errors import CredentialsError, SettingsError
-from retriever.operations.settings import REPLACED, ServerUrl
+from retriever.operations.settings import ServerUrl
 from retriever.security.private_files import read_file
 
 PREFIX: Final = "FOREDRAFT_"
@@ -231,9 +231,6 @@ def _shortened(text: str) -> str:
 
 def _nearest(name: str, written: Mapping[str, str]) -> str:
     """Return a hint for an unknown name: the nearest setting in the mapping's spelling."""
-    replacing = REPLACED.get(name, "")
-    if replacing in written:
-        return f" any more: {written[replacing]} replaces it, in bytes"
     near = get_close_matches(name.replace("-", "_"), written, n=1)
     return f": did you mean {written[near[0]]}?" if near else f": {_LIST} lists them"
 

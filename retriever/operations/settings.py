@@ -27,9 +27,6 @@ LogFormat = Literal["text", "json"]
 
 _DEFAULTS: Final = Limits()
 
-REPLACED: Final = {"max_total_tokens": "max_bytes", "max_tenant_tokens": "max_tenant_bytes"}
-"""Settings of earlier versions, and what replaces them."""
-
 
 class ServerUrl(SecretStr):
     """A URL whose name and password are never shown."""

@@ -19,7 +19,7 @@ from retriever import LimitExceededError, RemoteDrafter
 from retriever.commands import app
 from retriever.errors import InvalidRequestError, SettingsError
 from retriever.limits import Limits
-from retriever.operations.resolving import Resolved, as_toml, resolve, to_json, variable_of
+from retriever.operations.resolving import Resolved, as_toml, resolve, to_json
 from retriever.operations.settings import DraftSettings, Settings
 from tests.retriever.conftest import start_service, stop_service
 
@@ -377,16 +377,3 @@ def test_a_refused_value_is_shown_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as raised:
         resolved(tmp_path, 'max_batch = "http://me:hunter2@host"')
     assert "hunter2" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("max_total_tokens", "max_bytes"), ("max_tenant_tokens", "max_tenant_bytes")]
-)
-def test_a_replaced_setting_names_what_replaces_it(tmp_path: Path, old: str, new: str) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text(f"{old} = 1000000")
-    with pytest.raises(SettingsError, match=f"{old} is no setting any more: {new} replaces it"):
-        resolve(Settings, {}, {}, file)
-    variable = variable_of(new)
-    with pytest.raises(SettingsError, match=f"any more: {variable} replaces it, in bytes"):
-        resolve(Settings, {}, {variable_of(old): "1"})
