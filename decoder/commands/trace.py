@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -81,9 +81,9 @@ class TracedStep:
         target_us: microseconds in the target.
         host_us: microseconds in the loop itself.
         pieces: the text that each committed token adds; empty for one that ends within a character,
-            whose text comes with a later token. Older traces have none.
+            whose text comes with a later token.
         evidence: where an index holds the verified nodes, as far as it was asked.
-        prompt_text: what was asked, with the prompt's own pass.
+        prompt_text: what was asked, with the prompt's own pass; else empty.
     """
 
     prompt: int
@@ -96,9 +96,9 @@ class TracedStep:
     draft_us: float
     target_us: float
     host_us: float
-    pieces: list[str] = field(default_factory=list)
-    evidence: list[TracedEvidence] = field(default_factory=list)
-    prompt_text: str = ""
+    pieces: list[str]
+    evidence: list[TracedEvidence]
+    prompt_text: str
 
     @property
     def width(self) -> int:
@@ -134,12 +134,9 @@ class TracedStep:
             _finite(fields["draft_us"]),
             _finite(fields["target_us"]),
             _finite(fields["host_us"]),
-            pieces=list(map(str, fields.get("pieces", []))),
-            evidence=[
-                TracedEvidence.parsed(_object(each, "evidence"))
-                for each in fields.get("evidence", [])
-            ],
-            prompt_text=str(fields.get("prompt_text", "")),
+            list(map(str, fields["pieces"])),
+            [TracedEvidence.parsed(_object(each, "evidence")) for each in fields["evidence"]],
+            str(fields["prompt_text"]),
         )
         traced._check()
         return traced
@@ -153,7 +150,7 @@ class TracedStep:
             raise ValueError("it has evidence for a node outside of its tree")
         if not 0 <= self.num_kept <= num_nodes:
             raise ValueError("more nodes were verified than its tree has")
-        if self.pieces and len(self.pieces) != len(self.tokens):
+        if len(self.pieces) != len(self.tokens):
             raise ValueError("it has other pieces of text than tokens")
 
 

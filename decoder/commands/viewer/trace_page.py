@@ -64,7 +64,7 @@ class _Collected:
                 "step": step.step,
                 "kept": step.num_kept,
                 "path": step.path,
-                "pieces": self._texts.of_each(pieces_of(step)),
+                "pieces": self._texts.of_each(step.pieces),
                 "ids": tree.tokens,
                 "texts": self._texts.of_each(tree.texts),
                 "parents": tree.parents,
@@ -104,25 +104,6 @@ class _Collected:
             ],
             "passes": self._passes,
         }
-
-
-def pieces_of(step: TracedStep) -> list[str]:
-    """Return the text of each committed token; together they are what the pass added.
-
-    Older traces tell the text of a pass as a whole: there its beginning is cut as the accepted
-    nodes' own texts allow, and the last token has the remainder.
-    """
-    if step.pieces:
-        return step.pieces
-    pieces, rest = [""] * len(step.tokens), step.text
-    for place, node in enumerate(step.path[: len(step.tokens) - 1]):
-        text = step.tree.texts[node]
-        if not rest.startswith(text):
-            break
-        pieces[place], rest = text, rest[len(text) :]
-    if pieces:
-        pieces[-1] = rest
-    return pieces
 
 
 def page_of(steps: Iterable[TracedStep], title: str, note: str = "") -> str:

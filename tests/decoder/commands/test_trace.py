@@ -79,6 +79,9 @@ LINE = {
     "draft_us": 0,
     "target_us": 1.5,
     "host_us": 2,
+    "pieces": ["a"],
+    "evidence": [],
+    "prompt_text": "",
 }
 
 
@@ -93,6 +96,7 @@ LINE = {
         json.dumps({**LINE, "path": 3}).encode(),
         json.dumps({**LINE, "tree": {**LINE["tree"], "tokens": [1]}}).encode(),  # type: ignore[dict-item]
         json.dumps({**LINE, "step": float("inf")}).encode(),
+        json.dumps({**LINE, "pieces": []}).encode(),
         b"[" * 100_000,
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from decoder.commands.trace import TracedStep, TraceWriter, read_as_far, read_trace
-from decoder.commands.viewer.trace_page import page_of, pieces_of, written_passes
+from decoder.commands.viewer.trace_page import page_of, written_passes
 from decoder.commands.viewer.traced_documents import DocumentFinder
 from decoder.errors import CutTraceError, TraceFileError
 from indexer.build import build_from_texts, build_from_tokens
@@ -101,13 +101,6 @@ def test_nobodys_text_is_markup_and_the_policy_names_the_script() -> None:
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
     assert " " + NASTY in data_of(page_of(nasty_steps(), "t"))["texts"]
-
-
-def test_a_trace_without_pieces_is_cut_by_its_nodes() -> None:
-    for step in made_steps(200, seed=3):
-        assert pieces_of(replace(step, pieces=[])) == step.pieces
-    strange = replace(made_steps(1)[0], pieces=[], text="élan", tokens=[1, 2])
-    assert pieces_of(strange) == ["", "élan"]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
