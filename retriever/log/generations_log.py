@@ -54,7 +54,7 @@ class GenerationsLog:
         failures: outputs that could not be written.
 
     Raises:
-        StateError: the directory cannot be used, or a newer version wrote it.
+        StateError: the directory cannot be used, or its log is of another format version.
         VocabularyMismatchError: it holds outputs of another tokenizer.
     """
 
