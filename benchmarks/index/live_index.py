@@ -30,7 +30,10 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.comparison import circumstances
-from benchmarks.fuzz.planted_leaks import (
+from benchmarks.index.live_load import Drafted, Load, Span, keep_changing, keep_drafting
+from indexer.build import build_from_texts
+from retriever import RemoteDrafter
+from tests.oracles.fuzz.planted_leaks import (
     Life,
     judge,
     merge,
@@ -38,9 +41,6 @@ from benchmarks.fuzz.planted_leaks import (
     text_of,
     word_tokenizer,
 )
-from benchmarks.index.live_load import Drafted, Load, Span, keep_changing, keep_drafting
-from indexer.build import build_from_texts
-from retriever import RemoteDrafter
 
 _START_S: Final = 10.0
 """For all clients to start."""

@@ -13,7 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.fuzz.planted_leaks import (
+from indexer.change.changes import add_documents, compact, remove_documents
+from retriever import DraftRequest, RemoteDrafter, RetrieverError
+from retriever.drafter import TokenIds
+from tests.oracles.fuzz.planted_leaks import (
     Life,
     Pair,
     Seen,
@@ -22,9 +25,6 @@ from benchmarks.fuzz.planted_leaks import (
     planted_pairs,
     text_of,
 )
-from indexer.change.changes import add_documents, compact, remove_documents
-from retriever import DraftRequest, RemoteDrafter, RetrieverError
-from retriever.drafter import TokenIds
 
 PLANTED_AT_ONCE: Final = 4
 """Documents that are added in one go."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exactness import __main__ as command
-from benchmarks.exactness.fused_trees import (
+from tests.oracles.exactness import __main__ as command
+from tests.oracles.exactness.fused_trees import (
     DRAWING,
     MIXED_UP_CASE,
     PLANTED_CASE,
@@ -19,8 +19,8 @@ from benchmarks.exactness.fused_trees import (
     kind_of,
     run_fused,
 )
-from benchmarks.exactness.scripted_target import SETTINGS
-from benchmarks.exactness.trials import Case, corrected
+from tests.oracles.exactness.scripted_target import SETTINGS
+from tests.oracles.exactness.trials import Case, corrected
 
 DRAWS = 3000
 SHOWS_LEAST = "drawn nodes dropped by their value"

@@ -24,7 +24,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from benchmarks.exactness.tiny_models import tiny_model
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import CostSurface
 from decoder.drafters.asking import StepCosts
@@ -77,6 +76,7 @@ from tests.engines.transformers.test_streaming import Listener
 from tests.golden.byte_tokenizer import STOP, byte_tokenizer
 from tests.golden.record import MARGIN_TOLERANCE, Step, exact, output_step, rate_step
 from tests.golden.sections import Scope
+from tests.oracles.exactness.tiny_models import tiny_model
 
 NEW_TOKENS: Final = 32
 PROMPTS: Final = [

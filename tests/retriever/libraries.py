@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.fuzz.planted_leaks import text_of
 from indexer.build import BuildOptions, build_from_texts
 from indexer.change.changes import add_documents, compact, remove_documents
+from tests.oracles.fuzz.planted_leaks import text_of
 
 NUM_WORDS = 2000
 LENGTH = 60

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from benchmarks.fuzz.planted_leaks import Life, Seen, judge, merge, planted
 from benchmarks.index.live_index import Settings, measure
+from tests.oracles.fuzz.planted_leaks import Life, Seen, judge, merge, planted
 
 
 @pytest.mark.soak

@@ -9,14 +9,14 @@ import typer
 from transformers import GenerationMixin
 from typer.testing import CliRunner
 
-from benchmarks.exactness import architectures as command
-from benchmarks.exactness.architecture_check import REFUSED, UNABLE, Finding, examined
-from benchmarks.exactness.tiny_models import architectures, tiny_model
 from decoder.errors import UnsupportedModelError
 from decoder.model import target as target_module
 from decoder.model.compatibility import Capability, Compatibility
 from decoder.model.target import Target
 from tests.decoder.model.test_capability_check import siblings_visible
+from tests.oracles.exactness import architectures as command
+from tests.oracles.exactness.architecture_check import REFUSED, UNABLE, Finding, examined
+from tests.oracles.exactness.tiny_models import architectures, tiny_model
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "benchmarks/results/decoding/2026-11-23-architectures.json"

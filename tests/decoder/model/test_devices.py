@@ -13,7 +13,6 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignor
 from torch import nn
 from transformers import PreTrainedModel
 
-from benchmarks.decoding.elsewhere import NAME, Device, elsewhere, sent
 from decoder.budget.budget import FixedBudget
 from decoder.budget.cost_store import key_of
 from decoder.drafters.draft_model import DraftModel
@@ -34,6 +33,7 @@ from tests.decoder.decoding import (
     random_tree,
 )
 from tests.decoder.rounding import Rounding
+from tests.oracles.elsewhere import NAME, Device, elsewhere, sent
 
 FAR = torch.device(NAME)
 NEAR = torch.device("cpu")

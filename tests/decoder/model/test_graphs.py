@@ -26,8 +26,6 @@ from transformers import (
     masking_utils,
 )
 
-from benchmarks.decoding.pass_operations import SETTINGS, counted_steps
-from benchmarks.exactness.tiny_models import tiny_model
 from decoder.budget.budget import FixedBudget
 from decoder.budget.pass_timing import measure_costs
 from decoder.contenders.contender import DrawnByPrompt
@@ -92,6 +90,8 @@ from tests.decoder.decoding import (
 from tests.decoder.model.test_pretrained import TWO_LAYERS, tiny_bloom
 from tests.decoder.model.test_target import layers_of
 from tests.decoder.rounding import SHOWN, Rounding
+from tests.oracles.exactness.tiny_models import tiny_model
+from tests.oracles.pass_operations import SETTINGS, counted_steps
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LogitsProcessor, SuppressTokensLogitsProcessor, TopKLogitsWarper
 
-from benchmarks.decoding.elsewhere import elsewhere, sent
 from decoder.drafters.following import NoDrafter
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
@@ -27,6 +26,7 @@ from tests.decoder.decoding import (
     random_tree,
     tiny_llama,
 )
+from tests.oracles.elsewhere import elsewhere, sent
 
 NEW_TOKENS = 24
 SETTINGS = {

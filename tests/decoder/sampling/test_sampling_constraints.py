@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.exactness.trials import chi_square, survival
 from decoder.drafters.following import NoDrafter
 from decoder.errors import DeadEndError, InvalidConstraintError
 from decoder.sampling.constraint import ConstraintMemory, Grammar, check_regex
@@ -25,6 +24,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
+from tests.oracles.exactness.trials import chi_square, survival
 
 VOCABULARY = 48
 

@@ -8,11 +8,6 @@ import pytest
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from benchmarks.decoding.elsewhere import elsewhere, sent
-from benchmarks.exactness.drafts import SHAPES, Drafts
-from benchmarks.exactness.planted_errors import PLANTED, planted
-from benchmarks.exactness.scripted_target import PROMPT, SETTINGS, SIZE, distribution
-from benchmarks.exactness.trials import RULES, Case, all_cases, corrected, run
 from decoder.drafters.following import NoDrafter
 from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.rule import ProcessedRule, accept_rule
@@ -36,6 +31,11 @@ from tests.decoder.decoding import (
     tiny_llama,
     tree_of,
 )
+from tests.oracles.elsewhere import elsewhere, sent
+from tests.oracles.exactness.drafts import SHAPES, Drafts
+from tests.oracles.exactness.planted_errors import PLANTED, planted
+from tests.oracles.exactness.scripted_target import PROMPT, SETTINGS, SIZE, distribution
+from tests.oracles.exactness.trials import RULES, Case, all_cases, corrected, run
 
 DRAWS = 100_000
 FEWER_DRAWS = 20_000
@@ -47,7 +47,7 @@ def context_of(tokens: list[int], sequence: int = 0) -> PassContext:
 
 
 def test_sampling_keeps_the_targets_distribution() -> None:
-    """Some of the cases of benchmarks/exactness; the others are kept in its results."""
+    """Some of the cases of tests/oracles/exactness; the others are kept in its results."""
     cases = [
         Case("temperature 1", "mixed", "both", coupled=False),
         Case("top-p", "bush", "drawn", coupled=False),

@@ -9,11 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks.fuzz import fuzz_bytes
-from benchmarks.fuzz.byte_calls import METHODS, TENANTS, Call, CalledService, calls_in
-from benchmarks.fuzz.byte_readers import readers
-from benchmarks.fuzz.byte_seeds import seeds
-from benchmarks.fuzz.fuzzing import CrashError, LeakError
 from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
 from retriever.replication import replicated_records as records
@@ -21,6 +16,11 @@ from retriever.security.access import Grant, Scope
 from retriever.security.admission import Doorkeeper
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages
+from tests.oracles.fuzz import fuzz_bytes
+from tests.oracles.fuzz.byte_calls import METHODS, TENANTS, Call, CalledService, calls_in
+from tests.oracles.fuzz.byte_readers import readers
+from tests.oracles.fuzz.byte_seeds import seeds
+from tests.oracles.fuzz.fuzzing import CrashError, LeakError
 from tests.suite_parts import cases
 
 ROUNDS = {

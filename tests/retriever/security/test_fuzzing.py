@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.fuzzing import Fuzzer, LeakError
-from benchmarks.fuzz.raw_bytes import outcome_of, send_raw, send_to_socket
 from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
+from tests.oracles.fuzz.fuzzing import Fuzzer, LeakError
+from tests.oracles.fuzz.raw_bytes import outcome_of, send_raw, send_to_socket
 from tests.retriever.security.in_process import serving
 
 STATUSES = {

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.fuzz.planted_leaks import word_tokenizer
 from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever import DraftRequest, DraftTree, RemoteDrafter, Source
@@ -21,6 +20,7 @@ from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
+from tests.oracles.fuzz.planted_leaks import word_tokenizer
 from tests.patience import can_be_kept, free_address, free_port
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import NUM_WORDS, Library, document, text

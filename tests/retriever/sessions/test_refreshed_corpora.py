@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.fuzz.planted_leaks import word_tokenizer
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.predict.provenance import trace_nodes
 from retriever.sessions import embedded, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.oracles.fuzz.planted_leaks import word_tokenizer
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document
 

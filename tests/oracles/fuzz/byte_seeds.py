@@ -5,8 +5,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.fuzz.byte_calls import PROMPT, TENANTS, Call
-from benchmarks.fuzz.fuzzing import SESSION, VICTIM
 from retriever.log import log_store as log_records
 from retriever.predict.generations import Output, Scope, session_origin
 from retriever.predict.weights import prior_weights, to_bytes
@@ -14,6 +12,8 @@ from retriever.replication.replicated_records import Record, encode
 from retriever.replication.replication_state import Position
 from retriever.security.access import TokenHash, new_token
 from retriever.v1 import retriever_pb2 as pb
+from tests.oracles.fuzz.byte_calls import PROMPT, TENANTS, Call
+from tests.oracles.fuzz.fuzzing import SESSION, VICTIM
 
 _TOKENS: Final = np.arange(40, dtype=np.int32)
 _STREAM: Final = b"foredraft:{ab}:outputs"

@@ -2,9 +2,9 @@
 
 from typing import Any, Final
 
-from benchmarks.exactness.fused_trees import DRAWING, SHAPES_IN_LOOP, kind_of
-from benchmarks.exactness.scripted_target import SETTINGS
-from benchmarks.exactness.trials import RULES
+from tests.oracles.exactness.fused_trees import DRAWING, SHAPES_IN_LOOP, kind_of
+from tests.oracles.exactness.scripted_target import SETTINGS
+from tests.oracles.exactness.trials import RULES
 
 _FUSED: Final = [(shape, kind_of(drawing)) for shape in SHAPES_IN_LOOP for drawing in DRAWING]
 

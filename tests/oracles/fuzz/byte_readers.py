@@ -15,8 +15,6 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from benchmarks.fuzz.byte_calls import PROMPT, CalledService
-from benchmarks.fuzz.fuzzing import VICTIM, CrashError, LeakError
 from retriever.client.conversation import Conversation, SequenceStep
 from retriever.drafter import DraftRequest
 from retriever.errors import CredentialsError, InvalidTreeError
@@ -36,6 +34,8 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import explanation_from_message
+from tests.oracles.fuzz.byte_calls import PROMPT, CalledService
+from tests.oracles.fuzz.fuzzing import VICTIM, CrashError, LeakError
 
 _BUDGET: Final = 16
 _HIGHEST: Final = (1 << 31) - 1
@@ -105,7 +105,7 @@ def read_credentials(data: bytes, folder: Path) -> None:
 
 def read_record(data: bytes) -> None:
     """Read what Redis holds: alone, and as a drafter that learns from it."""
-    seal = records._START.pack(1, records._checksum(data, _OUTPUTS))  # noqa: SLF001
+    seal = records._START.pack(1, records._checksum(data, _OUTPUTS))
     for content in (data, seal + data):
         try:
             record = records.decode(content, _OUTPUTS)
@@ -122,7 +122,7 @@ def read_record(data: bytes) -> None:
 def read_log(data: bytes) -> None:
     """Read what a log holds: keys, sealed values, outputs, weights and notes."""
     key, value = data[:20], data[20:]
-    if len(key) > 8:  # noqa: PLR2004  (the number that ends it)
+    if len(key) > 8:
         log_records.number_of(key)
         log_records.tenant_prefix_of(key)
     log_records.unseal(key, value)
@@ -232,7 +232,7 @@ def _consume(contents: Sequence[bytes]) -> None:
     named = any(VICTIM.encode() in each for each in contents)
     if not named and (forgotten and VICTIM in {scope.tenant for scope in forgotten}):
         raise LeakError("a record that does not name a tenant deletes its outputs")
-    if not named and kept.generations.num_tokens != 21:  # noqa: PLR2004  (and an end)
+    if not named and kept.generations.num_tokens != 21:
         raise LeakError("a record that does not name a tenant is learned by it")
     if len(pools) > limits.max_tenants:
         raise CrashError("records take more tenants than there is room for")

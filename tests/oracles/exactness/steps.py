@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.exactness.drafts import PROPOSALS, Batch
 from decoder.sampling import rule as rules
 from decoder.sampling.choice import Choice, Draw, DrawnChildren, Rejection
 from decoder.sampling.rule import ProcessedRule
 from decoder.sampling.verification import CERTAIN, PassContext, drawn_numbers
 from retriever.tree import ROOT
+from tests.oracles.exactness.drafts import PROPOSALS, Batch
 
 
 def stepped(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]) -> list[list[int]]:

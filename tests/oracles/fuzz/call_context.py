@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc import aio
 
-from benchmarks.fuzz.fuzzing import SECRETS, CrashError, LeakError, check
+from tests.oracles.fuzz.fuzzing import SECRETS, CrashError, LeakError, check
 
 DOCUMENT: Final = "victim-document"
 """In an index that the victim alone drafts from."""

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.comparison import circumstances
-from benchmarks.decoding.elsewhere import Device, elsewhere, sent
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
 from decoder.drafters.fusion import FusedDrafter
@@ -34,6 +33,7 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree
+from tests.oracles.elsewhere import Device, elsewhere, sent
 
 VOCABULARY: Final = 96
 NUM_NODES: Final = 12
@@ -241,7 +241,7 @@ def counted_steps(
 
 def _on_the_stand_in(model: PreTrainedModel, capture: CaptureMaker) -> CountedTarget:
     """Return a target, though the stand-in's tensors look as if they were on no device."""
-    check = target_module._check_placing  # noqa: SLF001
+    check = target_module._check_placing
     setattr(target_module, "_check_placing", lambda _: None)  # noqa: B010
     try:
         return CountedTarget(model, capture=capture, verdicts=None)

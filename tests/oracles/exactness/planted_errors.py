@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.exactness.drafts import Drafts
-from benchmarks.exactness.trials import Case, TrialOutcome, run
 from decoder.sampling import choice, rule
 from decoder.sampling import processors as paths
 from decoder.sampling.verification import PassContext, uniforms
+from tests.oracles.exactness.drafts import Drafts
+from tests.oracles.exactness.trials import Case, TrialOutcome, run
 
 
 def _by_the_drafts_probability(

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.exactness.scripted_target import SIZE, logits_after
 from decoder.sampling.verification import CERTAIN, SampledTree
 from retriever.tree import ROOT
+from tests.oracles.exactness.scripted_target import SIZE, logits_after
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {
     "empty": (),

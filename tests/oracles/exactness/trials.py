@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.exactness.drafts import SHAPES, Drafts
-from benchmarks.exactness.scripted_target import LENGTH, PROMPT, SETTINGS, SIZE, expected
-from benchmarks.exactness.steps import stepped, stepped_together
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.verification import PassContext
+from tests.oracles.exactness.drafts import SHAPES, Drafts
+from tests.oracles.exactness.scripted_target import LENGTH, PROMPT, SETTINGS, SIZE, expected
+from tests.oracles.exactness.steps import stepped, stepped_together
 
 RULES: Final = (
     ("certain", True),

@@ -1,6 +1,6 @@
 """Send very many messages to a service that no well-meaning client would send.
 
-    python benchmarks/fuzz/fuzz_service.py --messages 1000000
+    python -m tests.oracles.fuzz.fuzz_service --messages 1000000
 
 Ends with status 1 at the first call that ends without a gRPC status, or whose answer holds a token
 of another tenant; the seed that is printed sends the same messages again. One message in a hundred
@@ -12,17 +12,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Annotated
 
 import grpc
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.fuzz.fuzzing import CrashError, Fuzzer, LeakError
-from benchmarks.fuzz.raw_bytes import send_raw, send_to_socket
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.oracles.fuzz.fuzzing import CrashError, Fuzzer, LeakError
+from tests.oracles.fuzz.raw_bytes import send_raw, send_to_socket
 
 _PART = 10_000
 

@@ -1,6 +1,6 @@
 """Decodes with every causal architecture that the installed transformers knows.
 
-    python -m benchmarks.exactness.architectures --output architectures.json
+    python -m tests.oracles.exactness.architectures --output architectures.json
 
 Of each, a tiny random model is made, which decodes with right, wrong, random, doubled and 200-node
 drafts, past its windows, in float32; its output must be that of `model.generate`. Where it takes no
@@ -25,9 +25,9 @@ from rich.progress import track
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.comparison import circumstances
-from benchmarks.exactness.architecture_check import REFUSED, UNABLE, UNMADE, Finding, examined
-from benchmarks.exactness.tiny_models import architectures
 from indexer.errors import reason_of
+from tests.oracles.exactness.architecture_check import REFUSED, UNABLE, UNMADE, Finding, examined
+from tests.oracles.exactness.tiny_models import architectures
 
 TOO_LONG: Final = "too long"
 BROKEN: Final = "examination fails"
@@ -104,7 +104,7 @@ def page(report: dict[str, Any]) -> str:
         "float32 with right, wrong, random, doubled and 200-node drafts, past its windows, and "
         "its output was compared with `model.generate`, token for token. "
         f"{_differing(report['different'])} Written by `python -m "
-        "benchmarks.exactness.architectures`."
+        "tests.oracles.exactness.architectures`."
     )
     head = ["# Architectures", "", introduction, ""]
     return "\n".join([*head, *(line for kind in _ORDER for line in _section(report, kind))])

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.fuzz.fuzzing import CrashError
 from retriever.v1 import retriever_pb2 as pb
+from tests.oracles.fuzz.fuzzing import CrashError
 
 _TIMEOUT_S: Final = 10.0
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"]
@@ -22,7 +22,7 @@ def send_raw(address: str, num_messages: int, seed: int) -> Counter[str]:
     Raises:
         CrashError: a call ended with the status that no server answers.
     """
-    chance = random.Random(seed)  # noqa: S311  (repeatable, and no secret)
+    chance = random.Random(seed)
     outcomes: Counter[str] = Counter()
     with grpc.insecure_channel(address) as channel:
         for _ in range(num_messages):
@@ -41,7 +41,7 @@ def send_to_socket(address: str, num_connections: int, seed: int) -> Counter[str
     Raises:
         OSError: the server no longer listens.
     """
-    chance = random.Random(seed)  # noqa: S311  (as above)
+    chance = random.Random(seed)
     host, _, port = address.rpartition(":")
     for _ in range(num_connections):
         with socket.create_connection((host, int(port)), _TIMEOUT_S) as connection:

@@ -19,8 +19,6 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from benchmarks.fuzz.call_context import DOCUMENT, CallContext, Details, Registered, check_response
-from benchmarks.fuzz.fuzzing import SECRETS, SESSION, VICTIM, CrashError, LeakError, integers_in
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
@@ -35,6 +33,14 @@ from retriever.sessions.bindings import Bound
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from tests.oracles.fuzz.call_context import (
+    DOCUMENT,
+    CallContext,
+    Details,
+    Registered,
+    check_response,
+)
+from tests.oracles.fuzz.fuzzing import SECRETS, SESSION, VICTIM, CrashError, LeakError, integers_in
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"]
 METHODS: Final = tuple(method.name for method in SERVICE.methods)
@@ -163,7 +169,7 @@ class CalledService:
         Raises:
             LeakError: it has not.
         """
-        sessions = dict(self.drafter._sessions.items())  # noqa: SLF001
+        sessions = dict(self.drafter._sessions.items())
         session = sessions.get(SessionKey(VICTIM, SESSION))
         if session is None or len(session.databases.context) != len(PROMPT) + len(SECRETS):
             raise LeakError("the victim's session is not as it was")
@@ -185,7 +191,7 @@ class CalledService:
 
     def _empty(self) -> None:
         """End the sessions of all but the victim; what is counted must be what there was."""
-        sessions = self.drafter._sessions  # noqa: SLF001
+        sessions = self.drafter._sessions
         if len(sessions) > LIMITS.max_sessions:
             raise CrashError(f"{len(sessions)} sessions are open, beyond the limit")
         others = [item for tenant in TENANTS for item in sessions.of(tenant)]

@@ -1,4 +1,4 @@
-"""Tests the rules' distributions: `python -m benchmarks.exactness --output results.json`.
+"""Tests the rules' distributions: `python -m tests.oracles.exactness --output results.json`.
 
 Every setting meets every rule, every shape of draft does, and fused trees of retrieval, recycled
 logits, a head and a draft model; `--full` takes all combinations. What stands in the output file
@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.comparison import circumstances
-from benchmarks.exactness.chi_square_table import tables
-from benchmarks.exactness.fused_trees import (
+from tests.oracles.exactness.chi_square_table import tables
+from tests.oracles.exactness.fused_trees import (
     SHAPES_IN_LOOP,
     fused_cases,
     run_fused,
     run_planted_in_trees,
 )
-from benchmarks.exactness.planted_errors import run_planted
-from benchmarks.exactness.trials import (
+from tests.oracles.exactness.planted_errors import run_planted
+from tests.oracles.exactness.trials import (
     SIGNIFICANCE,
     Case,
     TrialOutcome,

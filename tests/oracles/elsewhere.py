@@ -4,7 +4,6 @@ Tensors of the device say "meta" and hold their numbers on the CPU. As on CUDA, 
 mixes devices is an error, a tensor cannot become an array, and reading a number waits for the
 device.
 """
-# ruff: noqa: SLF001  what torch offers to subclasses of tensors has no public names
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

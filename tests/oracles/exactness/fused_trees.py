@@ -18,15 +18,6 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from benchmarks.exactness.scripted_target import (
-    LENGTH,
-    PROMPT,
-    SETTINGS,
-    SIZE,
-    Setting,
-    expected,
-)
-from benchmarks.exactness.trials import Case, TrialOutcome, chi_square, survival
 from decoder.budget.budget import FixedBudget
 from decoder.contenders.registry import FREE
 from decoder.drafters.draft_model import DraftModel
@@ -47,6 +38,15 @@ from decoder.speculators.speculator import Speculator
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
+from tests.oracles.exactness.scripted_target import (
+    LENGTH,
+    PROMPT,
+    SETTINGS,
+    SIZE,
+    Setting,
+    expected,
+)
+from tests.oracles.exactness.trials import Case, TrialOutcome, chi_square, survival
 
 SHAPE: Final = "fused"
 SHARED: Final = "fused, in shared passes"

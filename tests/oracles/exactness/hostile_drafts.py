@@ -5,9 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.exactness.tiny_models import FIRST_FREE, VOCABULARY
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.tree import ROOT, DraftTree, Source
+from tests.oracles.exactness.tiny_models import FIRST_FREE, VOCABULARY
 
 _DEPTH: Final = 6
 _MANY: Final = 200

@@ -1,12 +1,12 @@
 """Give bytes from strangers to all that reads such, guided by the code that they reach.
 
-    python -m benchmarks.fuzz.fuzz_bytes --runs 1000000 --seconds 180
+    python -m tests.oracles.fuzz.fuzz_bytes --runs 1000000 --seconds 180
 
 Readers: `calls` (messages of all calls, through all that stands around the servicer), `headers`
 (what is no token), `replies` and `explanations` (of servers that mean ill), `credentials` (access
 files, certificates), `records` (of Redis) and `log` (of the state directory). Each runs in a
 process of its own. Ends with status 1 at an input that a reader does not bear, which stays in
-`--corpus`; `python -m benchmarks.fuzz.byte_fuzzer READER FOLDER FILE` reads it once more.
+`--corpus`; `python -m tests.oracles.fuzz.byte_fuzzer READER FOLDER FILE` reads it once more.
 """
 
 import json
@@ -73,7 +73,7 @@ def fuzz(name: str, folder: Path, runs: int, seconds: int, seed: int) -> dict[st
     folder.mkdir(parents=True, exist_ok=True)
     options = [f"-runs={runs}", f"-max_total_time={seconds}", f"-seed={seed}", "-max_len=4096"]
     options += [f"-artifact_prefix={folder}/", "-print_final_stats=1", "-timeout=20"]
-    command = [sys.executable, "-m", "benchmarks.fuzz.byte_fuzzer", name, str(folder), *options]
+    command = [sys.executable, "-m", "tests.oracles.fuzz.byte_fuzzer", name, str(folder), *options]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
     return _told(done.stderr + done.stdout, done.returncode) | {

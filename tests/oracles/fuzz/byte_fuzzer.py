@@ -1,4 +1,4 @@
-"""`python -m benchmarks.fuzz.byte_fuzzer NAME FOLDER [libFuzzer's options, or a file to replay]`.
+"""`python -m tests.oracles.fuzz.byte_fuzzer NAME FOLDER [options of libFuzzer, or a file]`.
 
 What gives one reader inputs, guided by what of `retriever` they reach: see `fuzz_bytes`, which
 starts it. It ends as libFuzzer does: with 0, or with 77 and the input in a file.
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import atheris
 
-_KERNELS = Path(__file__).parents[2] / "retriever" / "kernels"
+_KERNELS = Path(__file__).parents[3] / "retriever" / "kernels"
 _COMPILED = [f"retriever.kernels.{each.stem}" for each in _KERNELS.glob("*.py")]
 _GENERATED = ["retriever.v1.retriever_pb2", "retriever.v1.retriever_pb2_grpc"]
 
 with atheris.instrument_imports(include=["retriever"], exclude=[*_COMPILED, *_GENERATED]):
-    from benchmarks.fuzz.byte_calls import CalledService
-    from benchmarks.fuzz.byte_readers import readers
-    from benchmarks.fuzz.byte_seeds import seeds
+    from tests.oracles.fuzz.byte_calls import CalledService
+    from tests.oracles.fuzz.byte_readers import readers
+    from tests.oracles.fuzz.byte_seeds import seeds
 
 
 def main() -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.exactness.hostile_drafts import HOSTILE, Foreteller, right_chain
-from benchmarks.exactness.tiny_models import FIRST_FREE, VOCABULARY, tiny_model
 from decoder.budget.budget import FixedBudget
 from decoder.errors import DecoderError
 from decoder.loop import Decoder
@@ -20,6 +18,8 @@ from decoder.model.compatibility import Capability, Compatibility, layers_of
 from decoder.model.target import Target
 from indexer.errors import reason_of
 from retriever.tree import DraftTree
+from tests.oracles.exactness.hostile_drafts import HOSTILE, Foreteller, right_chain
+from tests.oracles.exactness.tiny_models import FIRST_FREE, VOCABULARY, tiny_model
 
 LENGTHS: Final = ((3, 36), (30, 16))
 """Tokens of prompt and output: one crosses the windows while it decodes, one has them behind it."""

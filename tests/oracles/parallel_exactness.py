@@ -1,6 +1,6 @@
 """Outputs of many sequences in shared passes, beside those of `model.generate` one by one.
 
-    python -m benchmarks.decoding.parallel_exactness --prompts questions.jsonl --index my.index \
+    python -m tests.oracles.parallel_exactness --prompts questions.jsonl --index my.index \
         --per-category 10 --parallel 1 --parallel 4 --parallel 8 --output FILE
 
 In float32 and greedily each output must be that of `model.generate`, whatever shares its passes. So
@@ -122,7 +122,7 @@ def check(decoder: Decoder, wanted: Sequence[Wanted], parallel: int) -> Found:
         number = generation.number
         output = outputs.setdefault(number, [])
         output.extend(tokens)
-        if wanted[number].is_aborted and generation.statistics.num_passes >= 3:  # noqa: PLR2004
+        if wanted[number].is_aborted and generation.statistics.num_passes >= 3:
             generation.stop()
         if not generation.is_over:
             continue
