@@ -10,7 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from benchmarks.notebook import NOT_KEPT, NOTEBOOK, clean, kept, read
+from docs.site.notebook import NOT_KEPT, NOTEBOOK, clean, kept, read
 
 ROOT = Path(__file__).parents[1]
 MACHINE_PATH = re.compile(r"/(?:work|tmp|home|root|usr|var|Users)/|[A-Z]:\\\\|file://")
@@ -25,7 +25,7 @@ def is_kept(cell: Any) -> bool:
 
 
 def run_command(verb: str, path: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "benchmarks.notebook", verb, str(path)]
+    command = [sys.executable, "-m", "docs.site.notebook", verb, str(path)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

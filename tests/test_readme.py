@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from benchmarks.pictures import TERMINAL_WIDTH, WIDTH
+from docs.site.pictures import TERMINAL_WIDTH, WIDTH
 from foredraft.program import COMMANDS
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,6 @@
 """Pictures of what people see: the README, a page of the viewer, and a service's status page.
 
-`python -m benchmarks.page_pictures readme`, `trace` and `status` take them with a headless Chromium
+`python -m docs.site.page_pictures readme`, `trace` and `status` take them with a headless Chromium
 and write them to `docs/pictures/`. Look at each before it is kept.
 """
 
@@ -27,7 +27,7 @@ from decoder.commands.viewer.trace_page import page_of
 from foredraft import Credentials, DraftRequest, RemoteDrafter, TokenIds, load_tokenizer
 from indexer.tokenizer import DEFAULT_MODEL
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 PICTURES: Final = ROOT / "docs" / "pictures"
 TRACE: Final = PICTURES / "passes.jsonl.gz"
 BROWSERS: Final = ("chromium-headless-shell", "chromium", "chromium-browser")

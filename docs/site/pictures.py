@@ -1,7 +1,8 @@
 """The pictures of the README: a chart of kept results, and the demo as an animated terminal.
 
-`python -m benchmarks.pictures chart` and `terminal` draw them from files in `results/` and write
-them to `docs/pictures/`; `record` runs the demo and keeps its output with times, for `terminal`.
+`python -m docs.site.pictures chart` and `terminal` draw them from files in `benchmarks/results/`
+and write them to `docs/pictures/`; `record` runs the demo and keeps its output with times, for
+`terminal`.
 """
 
 import json
@@ -18,10 +19,10 @@ from xml.sax.saxutils import escape
 
 import typer
 
-HERE: Final = Path(__file__).parent
-PICTURES: Final = HERE.parent / "docs" / "pictures"
-RESULT: Final = HERE / "results" / "decoding" / "2026-11-22-spec-bench-bfloat16.json"
-RECORDING: Final = HERE / "results" / "decoding" / "2026-11-22-demo.jsonl"
+ROOT: Final = Path(__file__).parents[2]
+PICTURES: Final = ROOT / "docs" / "pictures"
+RESULT: Final = ROOT / "benchmarks" / "results" / "decoding" / "2026-11-22-spec-bench-bfloat16.json"
+RECORDING: Final = ROOT / "benchmarks" / "results" / "decoding" / "2026-11-22-demo.jsonl"
 
 # Names of Spec-Bench's categories in words; the others are words already.
 WORDS: Final = {
@@ -277,7 +278,7 @@ def record_command(
     output: Annotated[Path, typer.Option(help="Where the lines go.")] = RECORDING,
 ) -> None:
     """Run the demo, and keep what it prints and when."""
-    lines = list(record([sys.executable, str(HERE / "demo.py")]))
+    lines = list(record([sys.executable, str(ROOT / "benchmarks" / "demo.py")]))
     output.write_text("".join(json.dumps([line.at_s, line.words]) + "\n" for line in lines))
 
 

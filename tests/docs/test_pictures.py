@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks.pictures import (
+from docs.site.pictures import (
     PICTURES,
     RESULT,
     SHOWN_AT_END_S,

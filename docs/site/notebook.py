@@ -1,6 +1,6 @@
 """The notebook in `examples/`, run from top to bottom in a kernel of its own.
 
-`python -m benchmarks.notebook keep` runs it and keeps its outputs in the file, as readers on the
+`python -m docs.site.notebook keep` runs it and keeps its outputs in the file, as readers on the
 web see them; `check` runs it and keeps nothing. Either ends with an error where a cell raises.
 """
 
@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from traitlets.config import Config
 
-NOTEBOOK: Final = Path(__file__).parents[1] / "examples" / "first_index.ipynb"
+NOTEBOOK: Final = Path(__file__).parents[2] / "examples" / "first_index.ipynb"
 LONGEST_CELL_S: Final = 600
 LONGEST_START_S: Final = 120  # of a kernel, on a machine that is busy
 # Tag of cells whose output is seen where they run: a page of the viewer is larger than all else.

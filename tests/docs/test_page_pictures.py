@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page_pictures import PICTURES, ROOT, readme_page
+from docs.site.page_pictures import PICTURES, ROOT, readme_page
 from tests.headless import browser_tab, needs_browser
 
 MOST_BYTES = 150_000
