@@ -3,14 +3,22 @@
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from indexer.build import BuildOptions, build_from_texts
 from indexer.change.changes import add_documents, compact, remove_documents
-from tests.oracles.fuzz.planted_leaks import text_of
 
 NUM_WORDS = 2000
 LENGTH = 60
+
+
+def word_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer with a token for each of the words w0, w1 and so on."""
+    words = {f"w{number}": number for number in range(NUM_WORDS)}
+    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
 
 
 def document(number: int) -> list[int]:
@@ -21,7 +29,7 @@ def document(number: int) -> list[int]:
 
 def text(number: int) -> str:
     """Its text."""
-    return text_of(document(number))
+    return " ".join(f"w{token}" for token in document(number))
 
 
 class Library:
@@ -29,7 +37,7 @@ class Library:
 
     Args:
         folder: where the index and the documents go.
-        tokenizer: of `NUM_WORDS` words.
+        tokenizer: `word_tokenizer()`.
         numbers: of the documents that it begins with.
     """
 

@@ -20,10 +20,9 @@ from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
-from tests.oracles.fuzz.planted_leaks import word_tokenizer
 from tests.patience import can_be_kept, free_address, free_port
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.libraries import NUM_WORDS, Library, document, text
+from tests.retriever.libraries import Library, document, text, word_tokenizer
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.service.test_faults import assert_unharmed, drafter_on
 
@@ -185,7 +184,7 @@ def restarted(process: "subprocess.Popen[str]", *arguments: str) -> "subprocess.
 @pytest.mark.faults
 @can_be_kept
 def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -> None:
-    library = Library(tmp_path, word_tokenizer(NUM_WORDS))
+    library = Library(tmp_path, word_tokenizer())
     with Index.open(library.path) as index:
         fingerprint = index.vocabulary.fingerprint
     address = free_address()

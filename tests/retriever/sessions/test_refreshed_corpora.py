@@ -20,9 +20,8 @@ from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.predict.provenance import trace_nodes
 from retriever.sessions import embedded, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.oracles.fuzz.planted_leaks import word_tokenizer
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document
+from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document, word_tokenizer
 
 SEEN = 12
 """Tokens of a document that a sequence begins with."""
@@ -32,7 +31,7 @@ REFRESH_S = 0.02
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return word_tokenizer(NUM_WORDS)
+    return word_tokenizer()
 
 
 @pytest.fixture
