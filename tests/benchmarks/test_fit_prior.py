@@ -1,11 +1,8 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from benchmarks.fit_prior.network import (
     Network,
@@ -15,19 +12,17 @@ from benchmarks.fit_prior.network import (
     random_weights,
 )
 from benchmarks.fit_prior.outcomes import Outcome, Outcomes
-from benchmarks.fit_prior.recording import Recorder, record, variants
+from benchmarks.fit_prior.recording import Recorder, record
 from benchmarks.workloads import Workload
 from retriever.drafter import DraftRequest
 from retriever.kernels.layout import HIDDEN, Evidence, Traits
 from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_escape, to_shares
 from retriever.predict.weights import from_values, prior_weights
-from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.benchmarks.drafting import IndexMaker, ids
+from tests.benchmarks.conftest import Runner
+from tests.benchmarks.drafting import ids
 from tests.retriever.predict.blank import blank_weights
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def random_outcome(rng: np.random.Generator) -> Outcome:
@@ -49,21 +44,6 @@ def surprise_of(weights: Any, outcome: Outcome) -> float:
     return float(-np.log2(shares[outcome.chosen] if outcome.chosen >= 0 else 1 - shares.sum()))
 
 
-def test_what_is_added_for_sources_without_recordings_stays_as_it_began() -> None:
-    rng = np.random.default_rng(2)
-    start = random_weights(rng)
-    start["escape"] = rng.normal(size=start["escape"].shape)
-    outcomes = Outcomes.of(
-        [
-            each._replace(place=(each.place[0] % 3, *each.place[1:]))
-            for each in (random_outcome(rng) for _ in range(300))
-        ]
-    )
-    fitted = fit(outcomes, Schedule(epochs=4, batch=50), start)
-    np.testing.assert_allclose(fitted["escape"][0, 3:], start["escape"][0, 3:], atol=1e-2)
-    assert not np.allclose(fitted["escape"][0, :3], start["escape"][0, :3], atol=1e-2)
-
-
 def test_network_is_that_of_the_kernels() -> None:
     rng = np.random.default_rng(1)
     weights = random_weights(rng)
@@ -75,26 +55,6 @@ def test_network_is_that_of_the_kernels() -> None:
     assert Network(weights).to_weights().tobytes() == weights.tobytes()
 
 
-def test_outcomes_are_taken_in_the_order_that_is_asked_for() -> None:
-    rng = np.random.default_rng(2)
-    each = [random_outcome(rng) for _ in range(50)]
-    nodes = rng.permutation(50)[:20]
-    halves = Outcomes.joined([Outcomes.of(each[:30]), Outcomes.of(each[30:])])
-    taken, expected = halves.take(nodes), Outcomes.of([each[node] for node in nodes])
-    for name in ("features", "counts", "traits", "places", "chosen"):
-        np.testing.assert_array_equal(getattr(taken, name), getattr(expected, name))
-
-
-def test_sample_is_part_of_the_whole() -> None:
-    rng = np.random.default_rng(3)
-    outcomes = Outcomes.of([random_outcome(rng) for _ in range(50)])
-    drawn = {row.tobytes() for row in outcomes.sample(20, rng).traits}
-    assert len(drawn) == 20
-    assert drawn < {row.tobytes() for row in outcomes.traits}
-    assert len(outcomes.sample(99, rng)) == 50
-    assert len(Outcomes.of([])) == len(Outcomes.of([]).take(np.arange(0))) == 0
-
-
 def traces(count: int = 12) -> list[Trace]:
     """Outputs that go on with the prompt, but for every fourth token."""
     rng, made = np.random.default_rng(4), []
@@ -104,18 +64,6 @@ def traces(count: int = 12) -> list[Trace]:
         output[::4] = rng.integers(0, 40, 15)
         made.append(Trace(ids(*prompt), ids(*output)))
     return made
-
-
-def test_all_that_is_learned_from_is_noted() -> None:
-    recorder = Recorder(256, blank_weights())
-    drafter = EmbeddedDrafter(predictor=recorder)
-    replay(drafter, traces(), 8)
-    outcomes = recorder.outcomes()
-    assert len(outcomes) == drafter._pools.get("").learned > 100
-    assert outcomes.counts.sum() == len(outcomes.features)
-    assert np.all((outcomes.chosen >= -1) & (outcomes.chosen < outcomes.counts))
-    assert np.all(np.isfinite(outcomes.features))
-    assert 0.2 < np.mean(outcomes.chosen >= 0) < 0.9
 
 
 def test_nodes_on_the_path_are_noted_with_what_came_true() -> None:
@@ -138,13 +86,6 @@ def test_nodes_on_the_path_are_noted_with_what_came_true() -> None:
     assert outcomes.chosen[2] == -1
 
 
-def test_pools_begin_with_the_weights_that_are_given() -> None:
-    start = random_weights(np.random.default_rng(5))
-    drafter = EmbeddedDrafter(predictor=Recorder(256, start))
-    drafter.draft_context(ids(1, 2, 1), 4)
-    assert drafter._pools.get("").weights.tobytes() == start.tobytes()
-
-
 def test_fitting_lowers_the_surprise() -> None:
     outcomes = record(Workload("copying", traces(), [], []), blank_weights(), 8)
     nodes = np.random.default_rng(6).permutation(len(outcomes))
@@ -155,54 +96,22 @@ def test_fitting_lowers_the_surprise() -> None:
     assert weights.tobytes() == again.tobytes()
 
 
-def test_variants_leave_out_what_there_is(make_index: IndexMaker) -> None:
-    whole = Workload("w", traces(7), [ids(1)], [make_index([1, 2, 3, 4])])
-    shapes = [(len(v.traces), len(v.outputs), len(v.indexes)) for v in variants(whole)]
-    assert shapes == [(7, 1, 1), (3, 1, 0), (3, 0, 1), (3, 0, 0)]
-    assert [len(v.traces) for v in variants(Workload("w", traces(7), [], []))] == [7]
-
-
-def fit_prior(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "benchmarks.fit_prior", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 def write(path: Path, made: list[Trace]) -> Path:
     rows = [{"prompt_ids": t.prompt.tolist(), "output_ids": t.output.tolist()} for t in made]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@pytest.mark.programs
-def test_command_writes_weights_that_load(tmp_path: Path) -> None:
+def test_command_writes_weights_that_load(tmp_path: Path, run: Runner) -> None:
     one, other = write(tmp_path / "a.jsonl", traces(4)), write(tmp_path / "b.jsonl", traces(3))
     stated = ("--workload", f"one={one},warm={other}", "--workload", f"other={other}")
+    to = ("--output", tmp_path / "weights.npy")
     small = ("--budget", 8, "--rounds", 2, "--epochs", 2, "--nodes", 100)
-    done = fit_prior(*stated, *small, "--output", tmp_path / "weights.npy")
-    assert done.returncode == 0, done.stderr
+    done = run("benchmarks.fit_prior.__main__", *stated, *small, *to)
+    assert done.status == 0, done.stderr
     weights = from_values(np.load(tmp_path / "weights.npy"))
     assert weights.tobytes() != prior_weights().tobytes()
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines[:2]] == ["round 1", "round 2"]
     assert [line.split(" | ")[0] for line in lines[-2:]] == ["| one", "| other"]
     assert "-" not in lines[-1]  # there is another workload to fit to
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize(
-    ("workload", "folder", "reason"),
-    [
-        ("a=missing.jsonl", ".", "cannot be read"),
-        ("a={empty}", ".", "nothing to learn from"),
-        ("a={empty}", "missing", "no directory"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(
-    tmp_path: Path, workload: str, folder: str, reason: str
-) -> None:
-    empty = write(tmp_path / "empty.jsonl", [Trace(ids(1), ids())])
-    stated = workload.format(empty=empty)
-    done = fit_prior("--workload", stated, "--output", tmp_path / folder / "weights.npy")
-    assert done.returncode == 1
-    assert reason in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr

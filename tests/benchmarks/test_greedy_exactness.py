@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.decoding import greedy_exactness
 from decoder.contenders import registry
-from decoder.contenders.contender import PLAIN, OwnContender, Run
+from decoder.contenders.contender import OwnContender, Run
 from decoder.contenders.prompt_lookup import PromptLookup
-from decoder.contenders.registry import ENTRIES
 from decoder.model.pretrained import ModelOptions, Precision, load_model
 from decoder.sampling.verification import Acceptance, PassContext, accept_greedy
 from decoder.speculators.eagle import eagle_head
@@ -57,15 +56,6 @@ def test_a_run_that_was_cut_short_is_gone_on_with(
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["prompt"] for line in lines[1:]] == [0, 1, 2, 3]
     assert json.loads((tmp_path / "exact.summary.json").read_text()) == result
-
-
-def test_a_file_of_another_run_is_not_gone_on_with(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, *command, "--limit", "1") == 0
-    assert "is there already" in str(run(monkeypatch, *command))
-    other = [*command, "--resume", "--max-new-tokens", "5"]
-    assert "belongs to another run" in str(run(monkeypatch, *other))
 
 
 def test_a_difference_is_found_where_it_is(
@@ -133,21 +123,3 @@ def test_heads_and_draft_models_are_compared_and_what_is_wrong_with_one_is_found
     assert run(monkeypatch, *command, "--contender", "hd", "--contender", "speculator") == 1
     found = json.loads(capsys.readouterr().out)["identical_with"]
     assert found["hd"] == len(PROMPTS) > found["speculator"]
-
-
-def test_drawn_drafts_have_nothing_to_do_with_greedy_outputs(
-    command: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = ("--draft-model", str(tiny_model), "--draft-sampling")
-    assert "outputs are greedy" in str(run(monkeypatch, *command, *drawn))
-
-
-def test_all_contenders_that_have_something_to_draft_with_are_compared(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *command, "--contender", "all", "--nodes", "6") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["identical"] == len(PROMPTS)
-    drafting = [name for name, entry in ENTRIES.items() if not entry.needs and name != PLAIN]
-    assert result["contenders"] == drafting
-    assert result["passes"]["foredraft"] < result["passes"]["undrafted"]

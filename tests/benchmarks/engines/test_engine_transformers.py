@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines.engine_report import OVERALL, Run, Whose
+from benchmarks.engines.engine_report import OVERALL, Whose
 from benchmarks.engines.in_transformers import main
-from benchmarks.engines.kept_answers import KeptRuns, kept_answers
 from benchmarks.engines.lookup_settings import num_lookup_steps
 from benchmarks.engines.transformers_runs import Contender, Engine
-from decoder.commands.prompts import Prompt
 from decoder.model.pretrained import ModelOptions, load_model
 from tests.decoder.conftest import byte_tokenizer, model_directory  # noqa: F401  fixtures
 
@@ -36,7 +34,6 @@ def test_replayed_prompt_lookup_takes_the_steps_that_the_real_one_takes(
     assert saved
 
 
-@pytest.mark.programs
 def test_a_benchmark_reports_every_way_and_goes_on_where_it_was(
     model_directory: Path,  # noqa: F811
     tmp_path: Path,
@@ -63,18 +60,3 @@ def test_a_benchmark_reports_every_way_and_goes_on_where_it_was(
     main(**options)
     again = json.loads(options["output"].read_text())
     assert again["ways"] == report["ways"]  # the seconds, too: nothing was run again
-
-
-def test_answers_and_runs_are_kept(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def answer(text: str) -> list[int]:
-        asked.append(text)
-        return [len(text)]
-
-    prompts = [Prompt("sums", "one"), Prompt("sums", "three")]
-    for _ in range(2):
-        assert kept_answers(tmp_path / "answers.json", prompts, answer) == [[3], [5]]
-    assert asked == ["one", "three"]
-    KeptRuns(tmp_path / "runs.json").add("one", {"plain": Run([3], 1, 0.5)})
-    assert KeptRuns(tmp_path / "runs.json").done == {"one": {"plain": Run([3], 1, 0.5)}}

@@ -1,0 +1,42 @@
+"""Every command says what it takes, and the service's is run once, with few steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.conftest import Runner
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "benchmarks").rglob("*.py")
+    if "typer.run(" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_it_takes(command: str, run: Runner) -> None:
+    try:
+        ended = run(command, "--help")
+    except ModuleNotFoundError as error:
+        if error.name != "llama_cpp":
+            raise
+        pytest.skip("llama-cpp-python is not installed")
+    assert ended.status == 0, ended.stderr
+    assert "Usage" in ended.stdout
+    assert "--help" in ended.stdout
+
+
+def test_every_path_of_the_service_is_measured(tmp_path: Path, run: Runner) -> None:
+    output = tmp_path / "service.json"
+    few = ("--steps", 100, "--streams", 4, "--seconds", 0.4)
+    ended = run("benchmarks.serving.service", *few, "--json", "--output", output)
+    assert ended.status == 0, ended.stderr
+    figures = json.loads(output.read_text())
+    assert json.loads(ended.stdout.splitlines()[-1]) == figures
+    for part in ("one_sequence", "large_steps"):
+        assert figures[part]["failed"] == 0
+    for part in ("alone", "beside_wide", "streams"):
+        assert figures[part]["errors"] == 0
+        assert figures[part]["steps"] > 10
