@@ -8,10 +8,17 @@ import pytest
 from tests.benchmarks.conftest import Runner
 
 ROOT = Path(__file__).parents[2]
+
+
+def is_command(path: Path) -> bool:
+    text = path.read_text()
+    return path.name == "__main__.py" or ("typer.run(" in text and 'if __name__ == "__' in text)
+
+
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if "typer.run(" in path.read_text()
+    if is_command(path)
 )
 
 

@@ -47,14 +47,6 @@ def test_comparison_is_written_for_programs_and_people(
         WorkloadFiles.parse("a=b,warm=")
 
 
-def test_workload_names_its_files() -> None:
-    files = WorkloadFiles.parse("edits=a.jsonl,warm=b.jsonl,index=c,warm=d.jsonl")
-    assert files.name == "edits"
-    assert files.traces == Path("a.jsonl")
-    assert files.warm == (Path("b.jsonl"), Path("d.jsonl"))
-    assert files.indexes == (Path("c"),)
-
-
 LENGTH = 45
 BUDGET = 16
 

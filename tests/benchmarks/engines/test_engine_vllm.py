@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.engines.vllm_replay import Texts, num_steps, ours
+from benchmarks.engines.vllm_replay import num_steps
 from retriever.drafter import TokenIds
 
 PROMPT = [1, 2, 3]
@@ -21,9 +21,3 @@ def test_steps_are_those_of_a_verifier() -> None:
     # The prompt's step brings one token, every other one two accepted and one of the model's.
     assert num_steps(half_right, PROMPT, OUTPUT) == 1 + -(-(len(OUTPUT) - 1) // 3)
     assert seen[:3] == [(4, 1), (7, 3), (10, 3)]
-
-
-def test_outputs_seen_before_are_drafted() -> None:
-    pair = (PROMPT, OUTPUT)
-    assert ours(Texts([], [pair]), (), 8, 32) == 1.0
-    assert ours(Texts([pair], [pair]), (), 8, 32) > 2.0

@@ -1,21 +1,10 @@
 import json
-from itertools import islice, pairwise
 from pathlib import Path
 
-from benchmarks.stitching import MAX_SPAN_WORDS, MIN_SPAN_WORDS, SPANS, stitch
 from tests.benchmarks.conftest import Runner
 from tests.indexer.engines.corpora import save_byte_tokenizer
 
 DOCUMENTS = [" ".join(f"{name}{number}" for number in range(200)) for name in "abcdefghij"]
-
-
-def test_synthetic_documents_are_spans_of_the_given_ones() -> None:
-    for document in islice(stitch(DOCUMENTS, 3), 50):
-        words = document.split(" ")
-        assert SPANS * MIN_SPAN_WORDS <= len(words) <= SPANS * MAX_SPAN_WORDS
-        follow = pairwise(words)
-        breaks = sum(int(b[1:]) != int(a[1:]) + 1 or a[0] != b[0] for a, b in follow)
-        assert breaks <= SPANS - 1
 
 
 def test_growth_is_written_for_programs_and_people(tmp_path: Path, run: Runner) -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.peers.contestants import SLOW, Absent
-from benchmarks.peers.in_turns import Tally, TooManyNodesError, Turns, replay_in_turns
+from benchmarks.peers.in_turns import TooManyNodesError, Turns, replay_in_turns
 from benchmarks.peers.peer import Kind, path_of
 from benchmarks.peers.peer_report import PeerReport, Row, Times
-from benchmarks.peers.programs import TransformersPeer, quickest_of_the_best
+from benchmarks.peers.programs import TransformersPeer
 from decoder.contenders.prompt_lookup import PromptLookup
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.replay.traces import Trace
@@ -69,14 +69,6 @@ def test_more_nodes_than_asked_for_are_refused() -> None:
         replay_in_turns({"a": Knowing("a", OUTPUT, 3, [])}, [TRACE], 2, Turns.STEP)
 
 
-def test_of_settings_that_are_level_the_quickest_is_taken() -> None:
-    def tally(tokens: int, microseconds: float) -> Tally:
-        return Tally(steps=1000, tokens=tokens, draft_us=[microseconds])
-
-    reached = {"most": tally(2000, 90), "level": tally(1990, 30), "less": tally(1900, 1)}
-    assert quickest_of_the_best(reached) == "level"
-
-
 def test_our_reading_of_prompt_lookup_drafts_what_transformers_does() -> None:
     random = np.random.default_rng(7)
     for longest in (1, 2, 5):
@@ -93,7 +85,7 @@ def test_our_reading_of_prompt_lookup_drafts_what_transformers_does() -> None:
 
 def row(contender: str, kind: Kind, tokens: float, microseconds: float) -> Row:
     times = Times(microseconds, 3 * microseconds, [microseconds / 2, microseconds], 10, 10)
-    return Row("chat", contender, str(kind), "all", "", 8, 10, tokens, 8, times, 5)
+    return Row("chat", contender, str(kind), "all", "", 8, 10, tokens, 8, times, memory_mb=5)
 
 
 def report(*rows: Row) -> PeerReport:

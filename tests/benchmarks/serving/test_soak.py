@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from benchmarks.serving.soak.board import NUM_CELLS, Board, Counts
 from benchmarks.serving.soak.report import TOLERANCE, Soaked, verdicts_of
 from benchmarks.serving.soak.samples import level
 
@@ -33,15 +32,3 @@ def test_each_fault_fails_its_verdict() -> None:
     soaked = Soaked(samples(0.05), [quiet, quiet, bad])
     soaked.errors["NOT_FOUND"] += 1
     assert not any(verdicts_of(soaked).values())
-
-
-def test_latencies_of_all_processes_are_counted_together() -> None:
-    boards = [Board(at, [0] * NUM_CELLS) for at in range(2)]
-    for at in range(1, 101):
-        boards[at % 2].add(at / 1000, 3)
-    counts = Counts.read(boards)
-    assert (counts.steps, counts.drafts) == (100, 300)
-    p50_ms, p99_ms = counts.latencies_ms((50, 99))
-    assert p50_ms == pytest.approx(50, rel=0.04)
-    assert p99_ms == pytest.approx(99, rel=0.04)
-    assert Counts.read(boards).since(counts).latencies_ms((50,)) == [0.0]
