@@ -193,11 +193,6 @@ stubs-check: install
 	@diff --unified --recursive --exclude=__init__.py --exclude=__pycache__ build/stubs/retriever/v1 retriever/v1 \
 	  || { echo "run \`make stubs\` and commit" >&2; exit 1; }
 
-# The help of every command as text, for `foredraft/help_texts.py`: after an option has changed.
-.PHONY: help-texts
-help-texts: install
-	$(BIN)/python -m foredraft.help_texts
-
 # Lints the contract and compares it with proto/baseline.binpb, the contract that clients have: it may
 # only grow. Buf comes from npm, once; after that neither network nor history of git is needed.
 BUF_VERSION := 1.75.0

@@ -3,15 +3,14 @@
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Annotated
+from typing import Self
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import MeasuredBudget
@@ -25,9 +24,9 @@ from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.options import DraftOptions, check_trimming
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
-from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
 from decoder.model.capability_check import FOUND_HERE
 from decoder.model.pretrained import (
@@ -44,9 +43,8 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, SelectingRule, accept_greedy
 from decoder.speculators.head_files import check_head
-from decoder.speculators.online import DEFAULT_SHARE, LearningSpeculator
+from decoder.speculators.online import LearningSpeculator
 from decoder.speculators.speculator import load_speculator
-from indexer.flags import Metavar
 from indexer.reader import Index, Vocabulary
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter, connect
@@ -55,8 +53,7 @@ from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, FindingsStore, TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.follower import DraftLimits
-from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_OUTCOMES, Limits
-from retriever.operations.settings import DraftSettings
+from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, load_phrases
 
@@ -162,164 +159,24 @@ def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) 
     return np.union1d(frequent, np.array(target.stop_ids, np.int32)).astype(np.int32)
 
 
-def check_trimming(indexes: Sequence[Path]) -> None:
-    """Refuse a trimmed vocabulary without an index to rank tokens by.
-
-    Raises:
-        ContradictoryOptionsError: there are no indexes.
-    """
-    if not indexes:
-        raise ContradictoryOptionsError(
-            "--draft-vocabulary takes the most frequent tokens of an index: give one with --index"
-        )
-
-
 def _num_logits(target: LanguageModel) -> int:
     head: torch.nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
     return int(head.get_parameter("weight").shape[0])
 
 
-class DrafterSettings(DraftSettings):
-    """Where a decoder's drafts come from: services or databases here, a model, the target itself.
+class DrafterSettings(DraftOptions):
+    """The same, with what opens it."""
 
-    Raises:
-        InvalidRequestError: services and databases are given.
-        ContradictoryOptionsError: a vocabulary is trimmed for no model, or without an index, or
-            parts of a corpus are asked ahead.
-    """
-
-    model_config = ConfigDict(title="Drafts")
-
-    draft_model: Annotated[
-        str | None,
-        Metavar("MODEL"),
-        Field(description="A smaller model with the same tokenizer, to draft with."),
-    ] = None
-    speculator: Annotated[
-        Path | None,
-        Metavar("HEAD"),
-        Field(
-            description="A head that drafts from the model's own states: a folder or .safetensors "
-            "file with config.json beside it, of an EAGLE-3, EAGLE or MLP speculator that was made "
-            "for this model."
-        ),
-    ] = None
-    online: Annotated[
-        Path | None,
-        Metavar("DIR"),
-        Field(
-            description="With --speculator: let it go on learning from what it drafts for, in a "
-            "process of its own. What it learned is kept in DIR, which later starts go on with: "
-            "one for each tenant."
-        ),
-    ] = None
-    online_share: Annotated[
-        float,
-        Metavar("SHARE"),
-        Field(gt=0, le=1, description="With --online: most of one core's time for it."),
-    ] = DEFAULT_SHARE
-    draft_vocabulary: Annotated[
-        int | None,
-        Metavar("N"),
-        Field(
-            ge=1,
-            description="With --draft-model or --speculator: draft only the N most frequent "
-            "tokens of --index. Heads with a vocabulary of their own keep to that.",
-        ),
-    ] = None
-    draft_sampling: Annotated[
-        bool,
-        Field(
-            description="With sampling: draw drafts from the --draft-model's distributions, and "
-            "accept them by those. The output of a --seed then depends on the drafts."
-        ),
-    ] = False
-    recycle: Annotated[
-        bool, Field(description="Draft from the logits of the model's earlier passes, too.")
-    ] = True
-    draft_ahead: Annotated[
-        int,
-        Metavar("N"),
-        Field(
-            ge=0,
-            le=MAX_OUTCOMES,
-            description="While a pass of the model runs, have the --server or the databases here "
-            "draft for its N likeliest outcomes: decoding waits for no draft where one of them "
-            "comes. 5 to 16 for a server that is a millisecond or more away; 0: only drafts for "
-            "what has come.",
-        ),
-    ] = 0
-    state: Annotated[
-        Path | None,
-        Metavar("DIR"),
-        Field(
-            description="A folder that keeps outputs and what the model found likely, so that a "
-            "later start drafts as well as this one ends. For one process and one tokenizer at a "
-            "time. Default: memory only."
-        ),
-    ] = None
-    recycled_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="With --state or --server: logits of earlier passes to keep there, and to "
-            "take from there at the start, in bytes; 0: none.",
-        ),
-    ] = DEFAULT_RECYCLED_BYTES
-
-    def model_post_init(self, context: object, /) -> None:
-        """Refuse settings that contradict one another."""
-        super().model_post_init(context)
-        if self.server and self.state is not None:
-            raise ContradictoryOptionsError(
-                "--state and --server exclude each other: leave out --state, for a server keeps "
-                "its own (foredraft serve --state)"
-            )
-        if self.draft_ahead and len(self.server) > 1:
-            raise ContradictoryOptionsError(
-                "--draft-ahead and more than one --server exclude each other: services that each "
-                "hold a part of a corpus are asked only for what has come; leave out --draft-ahead"
-            )
-        if self.draft_sampling and not self.names_readers:
-            raise ContradictoryOptionsError(
-                "--draft-sampling needs a model to draw from: --draft-model or --speculator"
-            )
-        if self.online is not None and self.speculator is None:
-            raise ContradictoryOptionsError(
-                "--online needs a speculator that learns: give its --speculator"
-            )
-        if self.draft_vocabulary is None:
-            return
-        if not self.names_readers:
-            raise ContradictoryOptionsError(
-                "--draft-vocabulary needs a model to trim: --draft-model or --speculator"
-            )
-        check_trimming(self.index)
+    @classmethod
+    def of(cls, options: DraftOptions) -> Self:
+        """Return some options, to be opened."""
+        return cls.model_validate(dict(options))
 
     @property
     def drafting_model(self) -> DraftModelOptions | None:
         """Which model drafts; None where none does."""
         name = self.draft_model
         return None if name is None else DraftModelOptions(name, self.draft_vocabulary)
-
-    @property
-    def names_readers(self) -> bool:
-        """Whether a model is named that reads drafts."""
-        return self.draft_model is not None or self.speculator is not None
-
-    def sampling(self, chosen: SamplingSettings) -> SamplingSettings:
-        """Return settings by which drafts count as they are drafted.
-
-        Raises:
-            ContradictoryOptionsError: drafts shall be drawn, but the output is not.
-        """
-        if not self.draft_sampling:
-            return chosen
-        if chosen.is_greedy:
-            raise ContradictoryOptionsError(
-                "--draft-sampling has no effect at temperature 0: give a --temperature"
-            )
-        return replace(chosen, coupled=False)
 
     def draws(
         self, language_model: LanguageModel, sampling: SamplingSettings | None
@@ -358,25 +215,6 @@ class DrafterSettings(DraftSettings):
         check_files(self.index, self.phrases, vocabulary)
         if self.speculator is not None:
             check_head(self.speculator)
-
-    def describe(self) -> str:
-        """Return a few words for reports."""
-        if self.server:
-            parts = [f"server {', '.join(self.server)}"]
-        else:
-            parts = ["context", "generations", *map(str, [*self.phrases, *self.index])]
-        if self.state is not None:
-            parts.append(f"kept in {self.state}")
-        if self.recycle:
-            parts.append("recycled logits")
-        if self.draft_model is not None:
-            drawn = ", drawn from" if self.draft_sampling else ""
-            parts.append(f"draft model {self.draft_model}{drawn}")
-        if self.speculator is not None:
-            parts.append(f"speculator {self.speculator}")
-        if self.draft_ahead:
-            parts.append(f"{self.draft_ahead} outcomes ahead")
-        return ", ".join(parts)
 
     @contextmanager
     def connect(

@@ -50,16 +50,13 @@ from decoder.sampling.verification import (
     Selection,
     accept_greedy,
 )
-from decoder.stopping import StopRule, first_stop
+from decoder.stopping import DEFAULT_MAX_NEW_TOKENS, StopRule, first_stop
 from retriever.drafter import ALONE, Drafter, Kin, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Followers
 from retriever.limits import MAX_OUTCOMES, Limits, check_tenant_name
 from retriever.sequences import TokenSequence, checked_kin, checked_predictions
 from retriever.tree import DraftTree
-
-DEFAULT_MAX_NEW_TOKENS = 256
-"""A paragraph or two: short enough that a forgotten limit does not run for long."""
 
 DEFAULT_PARALLEL = 8
 """Sequences that a pass serves: on two cores, twice as many bring hardly more tokens a second."""

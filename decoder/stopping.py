@@ -1,12 +1,17 @@
 """Stopping a sequence before its limit: by tokens, and by rules such as strings in its text."""
 
 from collections.abc import Collection, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import ahocorasick
-from transformers import PreTrainedTokenizerBase
 
 from decoder.errors import StopStringError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_MAX_NEW_TOKENS: Final = 256
+"""A paragraph or two: short enough that a forgotten limit does not run for long."""
 
 INCOMPLETE: Final = "\ufffd"
 """Decoders put it in place of a character some bytes of which are missing."""
@@ -23,7 +28,7 @@ class TextStream:
         tokenizer: decodes the tokens; special tokens are left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._start = 0
@@ -49,7 +54,7 @@ class TextStream:
         return plain_text(self._tokenizer, self._tokens[self._start :])[len(shown) :]
 
 
-def plain_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+def plain_text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     """Return the text of tokens as it is, without special ones."""
     return str(
         tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -165,7 +170,7 @@ class StoppableText:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, strings: StopStrings, *, include: bool = False
+        self, tokenizer: "PreTrainedTokenizerBase", strings: StopStrings, *, include: bool = False
     ) -> None:
         self._stream = TextStream(tokenizer)
         self._search = StopSearch(strings, include=include)
@@ -199,7 +204,7 @@ class StoppableText:
         return self.take() + rest + self._search.finish()
 
 
-def check_stop_strings(strings: StopStrings, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_stop_strings(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Refuse stop strings that no text of a tokenizer can hold.
 
     A string that comes back from its own tokens is fine. For others, each character must be in
@@ -221,7 +226,7 @@ def check_stop_strings(strings: StopStrings, tokenizer: PreTrainedTokenizerBase)
             )
 
 
-def special_ids(strings: StopStrings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def special_ids(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the ids of stop strings that are special tokens: texts leave those out."""
     known = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
@@ -238,6 +243,6 @@ def _checked(string: str) -> str:
     return string
 
 
-def _returns(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+def _returns(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
     """Return whether a text comes back from its own tokens."""
     return text in plain_text(tokenizer, tokenizer.encode(text, add_special_tokens=False))

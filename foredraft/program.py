@@ -1,13 +1,13 @@
 """The command `foredraft`: which package has which command, and how it is started.
 
-Only the package of the command that was named is imported, and for help none.
+Only the package of the command that was named is imported, and what the command does only when it
+does it: help comes at once.
 """
 
 import sys
 from difflib import get_close_matches
 from typing import Final, NamedTuple
 
-from foredraft.help_texts import kept_help
 from foredraft.installation import EXTRAS
 from indexer.launch import launch, version_line, whole_output
 
@@ -63,22 +63,16 @@ def main() -> None:
     """
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     package = next((command.package for command in COMMANDS if command.name == word), None)
-    if package is not None and (text := kept_help(sys.argv[1:])) is not None:
-        _print_help(text)
-    elif package is not None:
+    if package is not None:
         launch(package, EXTRAS[package])
     elif word in ("--help", "-h", "help"):
-        _print_help(f"{help_text()}\n")
+        with whole_output():
+            print(help_text())  # noqa: T201  (for the user of a command)
     elif word == "--version":
         print(version_line())  # noqa: T201  (for the user of a command)
     else:
         print(unknown(word) if word else help_text(), file=sys.stderr)  # noqa: T201  (for the user of a command)
         sys.exit(_WRONG_USAGE)
-
-
-def _print_help(text: str) -> None:
-    with whole_output():
-        print(text, end="")  # noqa: T201  (for the user of a command)
 
 
 def help_text() -> str:

@@ -259,12 +259,13 @@ class CommandLine(typer.Typer):
         return super().command(name, cls=GroupedCommand)
 
 
-def command_line(help_: str, commands: Mapping[str, str]) -> typer.Typer:
-    """Return a command line whose commands are imported when they are named, or listed.
+def command_line(help_: str, commands: Mapping[str, str | Command]) -> typer.Typer:
+    """Return a command line of which commands may be imported when they are named, or listed.
 
     Args:
         help_: what the commands are for.
-        commands: of each name the place, `module:function`, or `module:app` of further commands.
+        commands: of each name the function, or the place of it, `module:function`, or of further
+            commands, `module:app`.
     """
 
     class Commands(Group):
@@ -279,9 +280,10 @@ def command_line(help_: str, commands: Mapping[str, str]) -> typer.Typer:
     return app
 
 
-def _imported(name: str, place: str) -> Any:
-    module, _, attribute = place.partition(":")
-    found = getattr(import_module(module), attribute)
+def _imported(name: str, found: Any) -> Any:
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
         alone = CommandLine()
         alone.command(name)(found)

@@ -2,13 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from itertools import product
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -18,7 +15,13 @@ from decoder.commands.answers import FORESEEN
 from decoder.commands.bench import Benchmark, BenchOptions
 from decoder.commands.bench_report import draw_standings, notes_of, table_of, tables_of
 from decoder.commands.generate import Interruption
-from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSettings
+from decoder.commands.options import (
+    AskedTurns,
+    ContestOptions,
+    MeasuredOutput,
+    MeasuredPrompts,
+    ModelSettings,
+)
 from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs
 from decoder.commands.parallel.parallel_report import (
     conclusions_of,
@@ -34,88 +37,21 @@ from decoder.contenders.registry import (
     ASKING_SERVERS,
     DEFAULT,
     ENTRIES,
-    TABLES,
     Contest,
     Setting,
     chosen,
     parallel_default,
 )
-from decoder.drafters.fusion import MAX_NODES
+from decoder.drafters.options import MAX_NODES, DraftOptions
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.estimate_plot import check_plot
 from decoder.model.pretrained import prepare_model
-from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
 
 
-class AskedTurns(StrEnum):
-    """Which turns of a question are asked."""
-
-    FIRST = "first"
-    BOTH = "both"
-
-
-class ContestSettings(BaseModel):
-    """Who is measured, and under what settings."""
-
-    model_config = ConfigDict(title="Contenders", extra="forbid", frozen=True)
-
-    contender: Annotated[
-        list[str],
-        Metavar("NAME"),
-        Field(
-            description="Who is measured; --contenders lists all. The report is then laid out as "
-            f"papers' tables. Repeatable. Default: {', '.join(DEFAULT)}."
-        ),
-    ] = []
-    nodes: Annotated[
-        list[int],
-        Metavar("N"),
-        Field(
-            description="Fix the nodes of every draft, at most "
-            f"{MAX_NODES}; 0 for as many as pay. Repeatable. Default: as many as pay."
-        ),
-    ] = []
-    temperature: Annotated[
-        list[float],
-        Metavar("T"),
-        Field(description="Of sampling; 0 decodes greedily. Repeatable. Default: 0."),
-    ] = []
-    seed: Annotated[
-        list[int],
-        Metavar("SEED"),
-        Field(description="Of sampling; several are counted together. Repeatable. Default: 0."),
-    ] = []
-    turns: Annotated[
-        AskedTurns,
-        Field(
-            description="Of questions with several turns: the first, or each behind the plain "
-            "answer to the one before."
-        ),
-    ] = AskedTurns.FIRST
-    over: Annotated[
-        str | None,
-        Metavar("NAME"),
-        Field(description="Also say how many times this contender's speed and tokens others have."),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        Metavar("FILE"),
-        Field(
-            description="Draw the figures of all contenders, as .png or .svg; with --parallel, "
-            "tokens per second by width and where a pass spends its time."
-        ),
-    ] = None
-    parallel: Annotated[
-        list[int],
-        Metavar("N"),
-        Field(
-            description="Decode N prompts at a time: our loop in shared passes, transformers in "
-            "padded batches. Repeatable. The contenders are then plain, undrafted and foredraft, "
-            f"and {TABLES} with --draft-model or --speculator. Default: one by one."
-        ),
-    ] = []
+class ContestSettings(ContestOptions):
+    """The same, with what is measured by it."""
 
     def names(self, drafts: DrafterSettings) -> list[str]:
         """Return the contenders; one to compare the others with is always there.
@@ -227,10 +163,8 @@ class ContestSettings(BaseModel):
             )
 
 
-def _list_contenders(value: bool) -> None:
-    """Print all contenders and end."""
-    if not value:
-        return
+def list_contenders() -> None:
+    """Print all contenders."""
     table = Table(box=SIMPLE_HEAD)
     for heading in ("contender", "what it is", "paper", "needs"):
         table.add_column(heading)
@@ -238,36 +172,21 @@ def _list_contenders(value: bool) -> None:
         needs = " or ".join("--" + each.replace("_", "-") for each in entry.needs)
         table.add_row(entry.name, entry.summary, entry.paper, needs)
     print_table(table)
-    raise typer.Exit
 
 
 @errors_in_one_line(*FORESEEN)
-@with_flags
-def run_bench(
-    *,
+def measure(
     given: MeasuredPrompts,
-    contest: ContestSettings,
+    options: ContestOptions,
     chosen: ModelSettings,
-    drafts: DrafterSettings,
+    asked: DraftOptions,
     output: MeasuredOutput,
-    as_json: AsJson = False,
-    contenders: Annotated[  # noqa: ARG001  its callback answers
-        bool,
-        typer.Option(
-            "--contenders",
-            help="List the contenders that --contender takes, and end.",
-            is_eager=True,
-            callback=_list_contenders,
-            rich_help_panel="Contenders",
-        ),
-    ] = False,
+    *,
+    as_json: bool,
 ) -> None:
-    """Measure against plain generation, prompt lookup and published rules, in one run.
-
-    With --parallel, by how many prompts share the passes; in float32 every output is compared with
-    that of its prompt alone then, and the status is 1 if one of ours is wrong. Ctrl-C ends it with
-    a report of what was measured until then.
-    """
+    """Measure contenders side by side; see `foredraft bench --help`."""
+    contest = ContestSettings.model_validate(dict(options))
+    drafts = DrafterSettings.of(asked)
     chosen.check_device()
     drafts.check()
     contest.check(drafts, output.repeat)
@@ -277,7 +196,7 @@ def run_bench(
     for line in found.describe():
         typer.echo(line, err=True)
     contest.check_count(selected)
-    options = BenchOptions(
+    bench_options = BenchOptions(
         output.max_new_tokens,
         output.repeat,
         others,
@@ -294,7 +213,7 @@ def run_bench(
     interruption = Interruption()
     with interruption.handled(), watching() as watcher:
         kind = ParallelBenchmark if contest.parallel else Benchmark
-        benchmark = kind(language_model, field.opened, selected, options, watcher)
+        benchmark = kind(language_model, field.opened, selected, bench_options, watcher)
         is_interrupted = not _measured(benchmark)
     report = benchmark.report()
     report["drafter"] = drafts.describe()

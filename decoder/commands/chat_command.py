@@ -7,31 +7,30 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Annotated, BinaryIO, Final, TextIO
+from typing import BinaryIO, Final, TextIO
 
 import typer
-from pydantic import ConfigDict, Field
 
 from decoder.assembly import DrafterSettings, assemble, own_rule
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, painted_answer
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption
 from decoder.commands.options import (
+    ChatSettings,
     ChoiceSettings,
-    Colour,
     ModelSettings,
-    OutputSettings,
     PromptSettings,
+    is_dumb,
 )
 from decoder.commands.prompts import checked_text
-from decoder.commands.terminal import Colouring, Painter, Palette, is_dumb
+from decoder.commands.terminal import Painter, Palette
+from decoder.drafters.options import DraftOptions
 from decoder.errors import InvalidPromptError, PromptFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import ObservedPass, Statistics
 from decoder.worth import Worth
 from indexer.errors import TokenizerError, reason_of
-from indexer.flags import Metavar, with_flags
 from indexer.launch import errors_in_one_line
 
 _LEAST_ROOM: Final = 64
@@ -46,34 +45,12 @@ _COMMANDS: Final = (
 )
 
 
-class ChatSettings(OutputSettings):
-    """How a conversation is held and shown."""
-
-    model_config = ConfigDict(title="Output", extra="forbid", frozen=True)
-
-    system: Annotated[
-        str | None,
-        Metavar("TEXT"),
-        Field(description="The system message. Default: the chat template's own."),
-    ] = None
-    colour: Colour = Colouring.AUTO
-
-
 @errors_in_one_line(*FORESEEN)
-@with_flags
-def run_chat(
-    *,
-    chosen: ModelSettings,
-    drafts: DrafterSettings,
-    output: ChatSettings,
-    choice: ChoiceSettings,
+def hold_conversation(
+    chosen: ModelSettings, asked: DraftOptions, output: ChatSettings, choice: ChoiceSettings
 ) -> None:
-    """Talk with a model: answers stream in the colours of the sources that drafted them.
-
-    Earlier answers are drafted from. Ctrl-C ends an answer, Ctrl-D or /exit the conversation, and
-    /clear begins a new one. Without a terminal each line of standard input is a message, and each
-    answer goes to standard output.
-    """
+    """Talk with a model; see `foredraft chat --help`."""
+    drafts = DrafterSettings.of(asked)
     drafts.check()
     settings = drafts.sampling(choice.sampling())
     prepared = prepare_model(chosen.options(PromptSettings(), drafts.index))

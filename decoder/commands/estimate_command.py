@@ -4,22 +4,18 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.progress import Progress
 
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
-from decoder.commands.options import ModelSettings
+from decoder.commands.options import CostSettings, EstimatedDrafts, LogSettings
 from decoder.commands.trace_command import print_table
 from decoder.contenders.drafting_rules import OWN, DraftingRule, drafting_rules
-from decoder.errors import ContradictoryOptionsError
 from decoder.estimate.cost_curve import (
-    DEFAULT_ROOFLINE,
-    ROOFLINES,
     CostCurve,
     from_file,
     measured,
@@ -35,17 +31,14 @@ from decoder.estimate.estimate_report import (
     tables,
     verdict,
 )
+from decoder.estimate.options import DEFAULT_ROOFLINE
 from decoder.estimate.projection import PAYING, Nodes, Outcome, project
-from decoder.estimate.token_log import KIND_FIELDS, NO_FIELD, Record, TokenLog, token_log
-from decoder.model.pretrained import ModelOptions, Precision, load_model
-from indexer.flags import AsJson, Metavar, with_flags
+from decoder.estimate.token_log import Record, TokenLog, token_log
+from decoder.model.pretrained import ModelOptions, load_model
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
-from indexer.tokenizer import DEFAULT_MODEL
 from retriever.replay.traces import ChatEncoder, stream_traces
-from retriever.sessions.options import DEFAULT_LIMITS, check_files, indexed_tokenizer
-
-BUDGETS: Final = (4, 8, 16, 32, 64)
+from retriever.sessions.options import check_files, indexed_tokenizer
 
 _CROWDED: Final = 32
 """Sequences in a pass of a busy server: what a gain for one alone is set against."""
@@ -61,208 +54,25 @@ _ASSUMPTIONS: Final = (
     ),
 )
 
-_OWN_MODEL: Final = ModelOptions(DEFAULT_MODEL)
-
-
-class LogSettings(BaseModel):
-    """What of the log is replayed."""
-
-    model_config = ConfigDict(title="Log", extra="forbid", frozen=True)
-
-    by: Annotated[
-        str | None,
-        Metavar("FIELD"),
-        Field(
-            description="A field of the records that tells kinds of traffic apart, or "
-            f"{NO_FIELD}. Default: the first of {', '.join(KIND_FIELDS)} that there is."
-        ),
-    ] = None
-    limit: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Replay only the first so many outputs. The more there are, the more "
-            "earlier ones there are to draft from, and the longer it takes.",
-        ),
-    ] = 200
-    tokenizer: Annotated[
-        str | None,
-        Metavar("MODEL"),
-        Field(
-            description="The tokenizer of texts: a hub id, a folder or a .gguf file. Default: "
-            f"that of --model, or else that of the index, or else {DEFAULT_MODEL}."
-        ),
-    ] = None
-
-
-class EstimatedDrafts(BaseModel):
-    """What is drafted, and from what."""
-
-    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
-
-    index: Annotated[
-        list[Path],
-        Metavar("DIR"),
-        Field(
-            description="An index to draft from, too. It should not hold the log's own outputs: "
-            "they would foretell themselves. Repeatable."
-        ),
-    ] = []
-    budget: Annotated[
-        list[int],
-        Metavar("N"),
-        Field(
-            description="Most nodes of a draft, from 1 to "
-            f"{DEFAULT_LIMITS.max_budget_nodes}. Repeatable. Default: "
-            f"{', '.join(map(str, BUDGETS))}."
-        ),
-    ] = []
-
-    @property
-    def budgets(self) -> list[int]:
-        """The budgets, rising."""
-        return sorted(set(self.budget or BUDGETS))
-
-    def check(self) -> None:
-        """Refuse budgets that no drafter takes.
-
-        Raises:
-            ContradictoryOptionsError: one is out of its range.
-        """
-        most = DEFAULT_LIMITS.max_budget_nodes
-        if not 1 <= self.budgets[0] <= self.budgets[-1] <= most:
-            raise ContradictoryOptionsError(f"--budget is from 1 to {most} nodes")
-
-
-class CostSettings(BaseModel):
-    """What passes of the model cost: one of --model, --costs and --roofline."""
-
-    model_config = ConfigDict(title="Costs of passes", extra="forbid", frozen=True)
-
-    model: Annotated[
-        str | None,
-        Metavar("MODEL"),
-        Field(
-            description="Measure the passes of this model on this machine: a hub id, a folder or "
-            "a .gguf file."
-        ),
-    ] = None
-    dtype: Annotated[Precision, Field(description="With --model: what the model computes in.")] = (
-        _OWN_MODEL.precision
-    )
-    device: Annotated[str, Metavar("DEVICE"), Field(description="With --model: where it runs.")] = (
-        _OWN_MODEL.device
-    )
-    cost_cache: Annotated[
-        str | None,
-        Metavar("DIR"),
-        Field(description="With --model: where costs are kept, none to measure always."),
-    ] = None
-    costs: Annotated[
-        Path | None,
-        Metavar("FILE"),
-        Field(
-            description="Read them: a report of `bench --json`, or JSON with `widths` (nodes and "
-            "one more) and `seconds`."
-        ),
-    ] = None
-    roofline: Annotated[
-        str | None,
-        Metavar("NAME"),
-        Field(
-            description="Compute them from data sheets, for a model in bfloat16 on a device: "
-            f"{', '.join(ROOFLINES)}. Default: {DEFAULT_ROOFLINE}."
-        ),
-    ] = None
-    batch: Annotated[
-        int, Field(ge=1, description="With --roofline: sequences that share a pass.")
-    ] = 1
-
-    def check(self) -> None:
-        """Refuse options that contradict one another.
-
-        Raises:
-            ContradictoryOptionsError: there is more than one source of costs, or a batch for
-                costs that have their own, or no such roofline.
-        """
-        named = {"--model": self.model, "--costs": self.costs, "--roofline": self.roofline}
-        given = [option for option, value in named.items() if value is not None]
-        if len(given) > 1:
-            raise ContradictoryOptionsError(
-                f"{' and '.join(given)} exclude each other: costs come from one place"
-            )
-        if self.batch != 1 and (self.model or self.costs):
-            raise ContradictoryOptionsError(
-                f"--batch is for --roofline: costs of {given[0]} hold for the batch that they "
-                "were measured with"
-            )
-        if self.roofline is not None and self.roofline not in ROOFLINES:
-            raise ContradictoryOptionsError(
-                f"--roofline {self.roofline}: there are {', '.join(ROOFLINES)}; for others, "
-                "measure with --model or give --costs"
-            )
-
-    def curve(self, max_nodes: int) -> CostCurve:
-        """Return what passes cost, up to so many nodes.
-
-        Raises:
-            DecoderError: the model or the file cannot be used.
-        """
-        if self.costs is not None:
-            return from_file(self.costs).reaching(max_nodes)
-        if self.model is None:
-            return roofline(self.roofline or DEFAULT_ROOFLINE, self.batch, max_nodes)
-        chosen = ModelSettings(model=self.model, dtype=self.dtype, device=self.device)
-        language_model = load_model(
-            ModelOptions(self.model, chosen.device, chosen.dtype, chosen.attention)
-        )
-        return measured(language_model, store_at(self.cost_cache)).reaching(max_nodes)
-
 
 @errors_in_one_line(*FORESEEN)
-@with_flags
-def run_estimate(
-    log: Annotated[
-        Path,
-        typer.Argument(
-            metavar="LOG",
-            help="Recorded traffic, of which each turn of the assistant is an output: .jsonl (.gz "
-            "too), .json, .csv or .parquet with `messages`, `conversations`, `prompt` and "
-            "`output`, `request` and `response` and the like; or `prompt_ids` and `output_ids`.",
-        ),
-    ],
-    *,
+def estimate(
+    log: Path,
     chosen: LogSettings,
     drafts: EstimatedDrafts,
     costs: CostSettings,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw it, too (.png or .svg).", rich_help_panel="Output"),
-    ] = None,
-    as_json_: AsJson = False,
+    plot: Path | None,
+    *,
+    is_json: bool,
 ) -> None:
-    """Say from recorded prompts and outputs whether drafts would help, and how much.
-
-    The log is replayed without a model: a draft changes no output, so the
-    tokens that each pass would have brought are known. Each record drafts
-    from its own prompt and from the outputs before it, as in service. Prompt
-    lookup and SuffixDecoding are replayed next to it.
-
-    Time follows from what a pass costs by the nodes that it verifies, and from
-    how long drafting takes here. Measure passes with --model where you would
-    run it. By default they are those of an 8B model on one H100, computed from
-    its data sheet.
-
-    What of the log cannot be read is skipped, and standard error says how much,
-    where and why. The last line is the answer. The status is 0 whatever it is.
-    """
+    """Say from recorded outputs whether drafts would help; see `foredraft estimate --help`."""
     drafts.check()
     costs.check()
     if plot is not None:
         check_plot(plot)
     check_files(drafts.index, [])
     encoder = ChatEncoder(chosen.tokenizer or costs.model, indexed_tokenizer(drafts.index))
-    curve = costs.curve(drafts.budgets[-1])
+    curve = _curve(costs, drafts.budgets[-1])
     console = Console(stderr=True)
     found = RecordingTally()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -275,10 +85,24 @@ def run_estimate(
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
             crowded = _crowded(records, rules, curve, drafts.budgets[-1])
-            estimate = _estimate(outcomes, records, curve, drafts, crowded, encoder.used_tokenizer)
+            estimated = _estimate(outcomes, records, curve, drafts, crowded, encoder.used_tokenizer)
     if plot is not None:
-        draw(estimate, plot)
-    _show(estimate, is_json=as_json_)
+        draw(estimated, plot)
+    _show(estimated, is_json=is_json)
+
+
+def _curve(costs: CostSettings, max_nodes: int) -> CostCurve:
+    """Return what passes cost, up to so many nodes.
+
+    Raises:
+        DecoderError: the model or the file cannot be used.
+    """
+    if costs.costs is not None:
+        return from_file(costs.costs).reaching(max_nodes)
+    if costs.model is None:
+        return roofline(costs.roofline or DEFAULT_ROOFLINE, costs.batch, max_nodes)
+    language_model = load_model(ModelOptions(costs.model, costs.device, costs.dtype))
+    return measured(language_model, store_at(costs.cost_cache)).reaching(max_nodes)
 
 
 class _Watched:

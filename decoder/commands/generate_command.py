@@ -16,6 +16,7 @@ from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
     ChoiceSettings,
+    Colouring,
     ModelSettings,
     ShownSettings,
 )
@@ -28,35 +29,31 @@ from decoder.commands.prompts import (
     read_prompts,
     read_text,
 )
-from decoder.commands.terminal import Colouring, Palette
+from decoder.commands.terminal import Palette
 from decoder.commands.trace import check_trace
 from decoder.commands.viewer.trace_page import written_passes
+from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from indexer.flags import AsJson, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import Kin
 
 
 @errors_in_one_line(*FORESEEN)
-@with_flags
-def run_generate(
-    *,
+def answer_prompts(
     chosen: ModelSettings,
-    drafts: DrafterSettings,
+    asked: DraftOptions,
     given: AnsweredPrompts,
     output: ShownSettings,
     choice: ChoiceSettings,
-    as_json: AsJson = False,
+    *,
+    as_json: bool,
 ) -> None:
-    """Answer a prompt, or each of a file; text goes to standard output, figures to standard error.
-
-    The text of one prompt streams. Those of a file are blocks, or (--json) an object a line, as
-    each is done; a prompt that fails is reported, the others go on, and the status is 1.
-    """
+    """Answer a prompt, or each of a file; see `foredraft generate --help`."""
+    drafts = DrafterSettings.of(asked)
     palette = _palette(output.colour, as_json=as_json)
     drafts.check()
     settings = drafts.sampling(choice.sampling())

@@ -1,12 +1,10 @@
 """What a terminal shows: text in the colours of the sources that drafted it, and progress."""
 
-import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import Final, TextIO
+from typing import Final
 
 import typer
 from rich.color import ColorSystem
@@ -40,29 +38,6 @@ _BAR_CHARACTERS: Final = 16
 """Of a bar, so that 80 characters have room for its stage and a few words about it."""
 
 _TIME_CHARACTERS: Final = len("0:00:00")
-
-
-class Colouring(StrEnum):
-    """When text is coloured."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-
-    def applies_to(self, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-        """Return whether text on a stream is coloured.
-
-        By itself on terminals alone, and not where `NO_COLOR` (https://no-color.org) is set.
-        """
-        if self is not Colouring.AUTO:
-            return self is Colouring.ALWAYS
-        is_wanted = not environment.get("NO_COLOR") and not is_dumb(environment)
-        return is_wanted and stream.isatty()
-
-
-def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the terminal knows no escape sequences, by its own word."""
-    return environment.get("TERM") == "dumb"
 
 
 class Palette:

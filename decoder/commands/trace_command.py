@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -19,7 +19,6 @@ from rich.text import Text
 
 from decoder.commands.trace import TracedStep, check_trace, read_as_far
 from decoder.commands.viewer.trace_page import write_page
-from indexer.flags import AsJson
 
 _UNBOUNDED: Final = 100_000
 """Characters of a line, wider than any table."""
@@ -125,25 +124,8 @@ _NUMBERS = ("prompt", "pass", "drafted", "width", "accepted", "draft µs", "targ
 _BAR_CHARACTERS = 40
 
 
-def run_trace(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `generate --trace` wrote (.gz too).")
-    ],
-    *,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PAGE",
-            help="Write a page for a browser instead: the text by source, and each pass's tree.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the passes of a trace and what they come to; --json gives the totals alone.
-
-    A trace that was cut in the middle of a line is shown as far as it goes.
-    """
+def show_trace(file: Path, html: Path | None, *, as_json: bool) -> None:
+    """Show the passes of a trace and what they come to; see `foredraft trace --help`."""
     if html is not None:
         check_trace(html, "page")
     steps, note = read_as_far(file)

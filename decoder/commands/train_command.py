@@ -3,16 +3,21 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from decoder.assembly import DrafterSettings
 from decoder.commands.answers import FORESEEN
-from decoder.commands.options import ModelChoice, PromptSettings
+from decoder.commands.options import (
+    GainSettings,
+    ModelChoice,
+    PromptSettings,
+    TaughtTexts,
+    TrainingSettings,
+)
 from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
 from decoder.contenders.fused_gain import MAX_PROMPTS, FusedGain, fused_gains
@@ -20,18 +25,15 @@ from decoder.errors import ContradictoryOptionsError
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import Watcher
-from decoder.training.course import Course, CourseOptions, Outcome
+from decoder.training.course import Course, Outcome
 from decoder.training.judging import RANKS
 from decoder.training.lessons import Lesson, from_outputs, read_lessons
-from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.reader import Vocabulary
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import TokenIds
 from retriever.errors import StateError
 from retriever.log.generations_log import GenerationsLog
-
-_DEFAULTS = CourseOptions()
 
 _MAX_TEXT_TOKENS = 512
 """Of a prompt, and of an output: more texts teach more than longer ones."""
@@ -49,65 +51,34 @@ _ABOUT_GAINS = (
 _INTERRUPTED = "interrupted: the same command goes on where it was"
 
 
-class TaughtTexts(BaseModel):
-    """What is taught."""
+def _check(compared: GainSettings, vocabulary: Vocabulary | None = None) -> None:
+    """Open the indexes once, so that errors in them show before an hour of training.
 
-    model_config = ConfigDict(title="Texts", extra="forbid", frozen=True)
+    Raises:
+        ContradictoryOptionsError: there are indexes, and nothing to draft from them for.
+        IndexerError: one cannot be opened or was built for another tokenizer.
+    """
+    if compared.index and not compared.gain:
+        raise ContradictoryOptionsError("--index has no effect with --no-gain: leave one out")
+    DrafterSettings(index=compared.index).check(vocabulary)
 
-    from_: Annotated[
-        list[Path],
-        Metavar("FILE"),
-        Field(
-            description="Conversations, prompts or documents: the model answers them itself, and "
-            "recorded answers are read, too. As `generate --prompts` takes them, and records "
-            "with a `text`. Repeatable.",
-        ),
-    ] = []
-    state: Annotated[
-        Path | None,
-        Metavar("DIR"),
-        Field(
-            description="The state directory of a service that is shut down, or a copy of it: the "
-            "model's outputs that it kept."
-        ),
-    ] = None
-    tenant: Annotated[
-        str, Field(description="With --state: whose outputs. A head never mixes tenants.")
-    ] = ""
-    limit: Annotated[int | None, Field(ge=1, description="Take only the first so many texts.")] = (
-        None
-    )
 
-    def check(self) -> None:
-        """Refuse texts that are missing or contradict one another.
+def _lessons(
+    texts: TaughtTexts, language_model: LanguageModel, tally: RecordingTally
+) -> list[Lesson]:
+    """Read what is taught.
 
-        Raises:
-            ContradictoryOptionsError: there are none, or a tenant without a state directory.
-        """
-        if not self.from_ and self.state is None:
-            raise ContradictoryOptionsError("there is nothing to teach: give --from or --state")
-        if self.tenant and self.state is None:
-            raise ContradictoryOptionsError("--tenant is for --state: it names whose outputs")
-
-    def lessons(self, language_model: LanguageModel, tally: RecordingTally) -> list[Lesson]:
-        """Read what is taught.
-
-        Raises:
-            TeachingTextError: a file cannot be read.
-            StateError: the state directory cannot be used.
-            VocabularyMismatchError: it holds outputs of another tokenizer.
-        """
-        most = _most_tokens(language_model)
-        found = list(read_lessons(self.from_, language_model, tally, most))
-        if self.state is not None:
-            outputs = _outputs_of(self.state, self.tenant, language_model)
-            found.extend(from_outputs(outputs, language_model, most))
-        return found[: self.limit]
-
-    def names(self) -> list[str]:
-        """Return what the texts are called in the head's file."""
-        kept = [] if self.state is None else ["outputs of a service"]
-        return [*(path.name for path in self.from_), *kept]
+    Raises:
+        TeachingTextError: a file cannot be read.
+        StateError: the state directory cannot be used.
+        VocabularyMismatchError: it holds outputs of another tokenizer.
+    """
+    most = _most_tokens(language_model)
+    found = list(read_lessons(texts.from_, language_model, tally, most))
+    if texts.state is not None:
+        outputs = _outputs_of(texts.state, texts.tenant, language_model)
+        found.extend(from_outputs(outputs, language_model, most))
+    return found[: texts.limit]
 
 
 def _most_tokens(language_model: LanguageModel) -> int:
@@ -132,111 +103,23 @@ def _outputs_of(state: Path, tenant: str, language_model: LanguageModel) -> list
         log.close()
 
 
-class TrainingSettings(BaseModel):
-    """How long is taught, and what."""
-
-    model_config = ConfigDict(title="Training", extra="forbid", frozen=True)
-
-    output: Annotated[
-        Path,
-        Metavar("HEAD"),
-        Field(
-            description="Folder for the head, for --speculator. What was recorded stays in "
-            "HEAD.training, so that the same command goes on after an interruption."
-        ),
-    ]
-    minutes: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="Most time for recording, training and judging together. Loading the model "
-            "and the comparison at the end come on top.",
-        ),
-    ] = _DEFAULTS.minutes
-    tokens: Annotated[
-        int, Field(ge=1, description="Tokens to record, if half of the time suffices.")
-    ] = _DEFAULTS.num_tokens
-    own_share: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="Share of them that the model writes itself; the others are read.",
-        ),
-    ] = _DEFAULTS.own_share
-    draft_vocabulary: Annotated[
-        int, Field(ge=8, description="Tokens that the head drafts, the most frequent ones.")
-    ] = _DEFAULTS.num_columns
-    seed: Annotated[int, Field(ge=0, description="Of all that is random.")] = _DEFAULTS.seed
-
-    def course(self) -> CourseOptions:
-        """Return the options of the training."""
-        return CourseOptions(
-            minutes=self.minutes,
-            num_tokens=self.tokens,
-            own_share=self.own_share,
-            num_columns=self.draft_vocabulary,
-            seed=self.seed,
-        )
-
-
-class GainSettings(BaseModel):
-    """Whether drafts with the head are compared with drafts without it, and on what index."""
-
-    model_config = ConfigDict(title="Comparison", extra="forbid", frozen=True)
-
-    gain: Annotated[
-        bool,
-        Field(
-            description="At the end decode a few held-out prompts with the head and without, at 5 "
-            "to 64 nodes. Takes up to two minutes."
-        ),
-    ] = True
-    index: Annotated[
-        list[Path],
-        Metavar("DIR"),
-        Field(description="An index to draft from in that, with and without. Repeatable."),
-    ] = []
-
-    def check(self, vocabulary: Vocabulary | None = None) -> None:
-        """Open the indexes once, so that errors in them show before an hour of training.
-
-        Raises:
-            ContradictoryOptionsError: there are indexes, and nothing to draft from them for.
-            IndexerError: one cannot be opened or was built for another tokenizer.
-        """
-        if self.index and not self.gain:
-            raise ContradictoryOptionsError("--index has no effect with --no-gain: leave one out")
-        DrafterSettings(index=self.index).check(vocabulary)
-
-
 @errors_in_one_line(*FORESEEN)
-@with_flags
-def run_train(
-    *,
+def teach(
     chosen: ModelChoice,
     texts: TaughtTexts,
     given: TrainingSettings,
     compared: GainSettings,
-    as_json: AsJson = False,
+    *,
+    as_json: bool,
 ) -> None:
-    """Have a model teach a speculator: a small head that drafts from the model's own states.
-
-    The model answers the prompts itself and its states are recorded; then a
-    head of EAGLE-3's layout is trained on them, and judged on prompts that it
-    was not taught: what it foretells, what it adds to fused drafts, and what a
-    draft costs. Draft with it by --speculator.
-
-    It drafts for this model and its revision alone, and best for texts like
-    those that it was taught. An interrupted training goes on where it was.
-    """
+    """Have a model teach a speculator; see `foredraft train --help`."""
     texts.check()
-    compared.check()
+    _check(compared)
     prepared = prepare_model(chosen.options(PromptSettings(), compared.index))
-    compared.check(prepared.vocabulary)
+    _check(compared, prepared.vocabulary)
     language_model = prepared.load()
     tally = RecordingTally()
-    lessons = texts.lessons(language_model, tally)
+    lessons = _lessons(texts, language_model, tally)
     for line in tally.describe():
         typer.echo(line, err=True)
     try:

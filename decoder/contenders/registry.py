@@ -30,9 +30,10 @@ from decoder.contenders.rasd import RasdDrafter
 from decoder.contenders.token_recycling import TokenRecycling
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified, states_of
-from decoder.drafters.fusion import MAX_NODES, FusedDrafter, FusedSequence
+from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.siblings import Hints
 from decoder.drafters.model_drafter import DraftingOptions
+from decoder.drafters.options import MAX_NODES
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder

@@ -34,6 +34,7 @@ from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings
+from decoder.drafters.options import MAX_NODES
 from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
@@ -52,9 +53,6 @@ from retriever.tree import ROOT, DraftTree, Source
 
 RATE: Final = 0.2
 """Size of a step of learning, before it is divided by the root of the squared gradients."""
-
-MAX_NODES: Final = 256
-"""Most nodes of a fused tree, and of each tree that goes into it."""
 
 _CONSIDERED: Final = 1.5
 """Nodes that a reader may read, to those of the budget: a reading moves nodes across the cut."""

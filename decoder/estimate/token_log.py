@@ -5,15 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from decoder.estimate.options import KIND_FIELDS, NO_FIELD
 from retriever.errors import TraceError
 from retriever.replay.trace_spool import TraceSpool, trace_spool
 from retriever.replay.traces import Trace
-
-KIND_FIELDS: Final = ("category", "kind", "task", "model")
-"""Fields that say what kind of traffic a record is, the first that the log has."""
-
-NO_FIELD: Final = "none"
-"""In place of a field: do not tell kinds apart."""
 
 ALL: Final = "all"
 OTHERS: Final = "others"

@@ -1,4 +1,7 @@
-"""Loading target models and their tokenizers."""
+"""Loading target models and their tokenizers.
+
+torch and transformers are imported by what loads: commands show the options without them.
+"""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -7,22 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from logging import ERROR, getLogger
-from typing import Any, Final
-
-import gguf
-import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import logging
+from typing import TYPE_CHECKING, Any, Final
 
 from decoder.errors import ContradictoryOptionsError, DeviceError, ModelLoadError
-from decoder.model.compatibility import position_limit
-from decoder.model.target import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     Vocabulary,
@@ -33,6 +23,10 @@ from indexer.tokenizer import (
     vocabulary_of,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 # Functions that transformers calls repeatedly with equal arguments: for the tokenizer, the
 # configuration, the weights and each of their layers. Their results are only read.
 _COSTLY: Final = ("GGUFReader", "get_tensor_name_map")
@@ -42,11 +36,15 @@ class SharedReading:
     """Caches what loaders read of GGUF files, for as long as it exists."""
 
     def __init__(self) -> None:
+        import gguf  # noqa: PLC0415  (as transformers, below)
+
         self._shared = {name: cache(getattr(gguf, name)) for name in _COSTLY}
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Have loaders use the cache during the block."""
+        import gguf  # noqa: PLC0415  (as above)
+
         own = {name: getattr(gguf, name) for name in _COSTLY}
         _replace(self._shared)
         try:
@@ -56,6 +54,8 @@ class SharedReading:
 
 
 def _replace(functions: Mapping[str, object]) -> None:
+    import gguf  # noqa: PLC0415  (as above)
+
     for name, function in functions.items():
         setattr(gguf, name, function)
 
@@ -72,8 +72,10 @@ class Precision(StrEnum):
     FLOAT64 = "float64"
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """The type as torch names it."""
+        import torch  # noqa: PLC0415  (takes seconds to import)
+
         dtype: torch.dtype = getattr(torch, self.value)
         return dtype
 
@@ -101,8 +103,8 @@ class LanguageModel:
     """
 
     name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
     vocabulary: Vocabulary
     stop_ids: tuple[int, ...]
     use_chat_template: bool = True
@@ -169,8 +171,8 @@ class PreparedModel:
     """
 
     options: ModelOptions
-    config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    config: "PreTrainedConfig"
+    tokenizer: "PreTrainedTokenizerBase"
     vocabulary: Vocabulary
     _location: str = field(repr=False)
     _arguments: dict[str, Any] = field(repr=False)
@@ -184,6 +186,9 @@ class PreparedModel:
             TokenizerError: the chat template does not take it.
             UnsupportedModelError: the model's limit is not known.
         """
+        from decoder.model.compatibility import position_limit  # noqa: PLC0415  (loads torch)
+        from decoder.model.target import check_prompt_length  # noqa: PLC0415  (the same)
+
         options = self.options
         tokens = _encode(self.tokenizer, prompt, options.use_chat_template, options.system)
         check_prompt_length(len(tokens), position_limit(self.config))
@@ -194,6 +199,8 @@ class PreparedModel:
         Raises:
             ModelLoadError: they cannot be found or read.
         """
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import)
+
         name = self.options.name
         with _loading(name), self._reading.used():
             model = AutoModelForCausalLM.from_pretrained(
@@ -223,6 +230,8 @@ def prepare_model(options: ModelOptions) -> PreparedModel:
         ModelLoadError: the files cannot be found or read.
         TokenizerError: the tokenizer cannot be loaded.
     """
+    from transformers import AutoConfig  # noqa: PLC0415  (takes seconds to import)
+
     check_device(options.device)
     files = locate_model(options.name)
     reading = SharedReading()
@@ -252,6 +261,8 @@ def check_device(name: str) -> None:
     Raises:
         DeviceError: torch does not know it, or the machine has none.
     """
+    import torch  # noqa: PLC0415  (takes seconds to import)
+
     try:
         torch.zeros(1, device=name).item()
     # torch raises a different error for each kind of device, some of them failed assertions.
@@ -260,7 +271,7 @@ def check_device(name: str) -> None:
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt: str,
     is_chat: bool,  # noqa: FBT001  both callers name it
     system: str | None,
@@ -283,7 +294,7 @@ def _loading(name: str) -> Iterator[None]:
         raise ModelLoadError(f"cannot load the model {name!r}: {reason_of(error)}") from error
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _stop_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     stated = getattr(model.generation_config, "eos_token_id", None)
     if stated is None:
         stated = tokenizer.eos_token_id
@@ -295,6 +306,8 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tup
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep loaders' progress bars and advice off the terminal; errors still raise."""
+    from transformers.utils import logging  # noqa: PLC0415  (takes seconds to import)
+
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(ERROR)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library gives no types

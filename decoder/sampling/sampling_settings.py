@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
-
-from transformers import GenerationConfig
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 _MIN_TEMPERATURE: Final = 1e-5
 """At this temperature a difference of 0.001 between two logits is a factor of e^100 already: lower
@@ -69,7 +70,7 @@ class SamplingSettings:
             )
 
     @classmethod
-    def of(cls, config: GenerationConfig) -> Self:
+    def of(cls, config: "GenerationConfig") -> Self:
         """Return what a model's generation_config asks for.
 
         Raises:
@@ -85,7 +86,7 @@ class SamplingSettings:
         """Whether the most probable token is taken."""
         return self.temperature == 0
 
-    def completed(self, config: GenerationConfig) -> Self:
+    def completed(self, config: "GenerationConfig") -> Self:
         """Fill the settings that are `None`, except the seed, from a generation_config."""
         names = _STATED_PENALTIES if self.is_greedy else (*_STATED_PENALTIES, *_TRUNCATIONS)
         stated: dict[str, Any] = {

@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 from transformers import PreTrainedModel
 
 from decoder.drafters.following import Verified
+from decoder.drafters.options import DEFAULT_SHARE
 from decoder.drafters.reading import SequenceReader
 from decoder.errors import DecoderError, UnsupportedModelError
 from decoder.model.states import FINAL
@@ -34,9 +35,6 @@ from decoder.speculators.speculator import Speculator, TrueStates, load_speculat
 from indexer.tokenizer import Vocabulary
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
-
-DEFAULT_SHARE: Final = 0.25
-"""Of one core's time; what decodes comes first all the same, by its priority."""
 
 _NICENESS: Final = 19
 """The lowest priority: what decodes is hardly held up, even where all cores are busy."""

@@ -31,6 +31,7 @@ from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingMo
 from decoder.training.judging import Agreement, agreement
 from decoder.training.layer_check import check_last_layer
 from decoder.training.lessons import Lesson, held_out
+from decoder.training.options import CourseOptions
 from decoder.training.taught_store import TaughtStore
 from decoder.training.teacher import Taught, Teacher
 from indexer.errors import reason_of
@@ -69,29 +70,6 @@ _LEAST_TRAINING_SHARE: Final = 0.5
 
 _LEAST_SECONDS: Final = 1.0
 """Of a stage: a few steps at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class CourseOptions:
-    """How much is taught, and for how long.
-
-    Attributes:
-        minutes: for recording, starting, training and judging a head together.
-        num_tokens: tokens of outputs to record, if half of the time suffices.
-        own_share: share of them that the target writes itself, where there are other outputs.
-        max_new_tokens: of an answer that it writes.
-        held_out_share: of the prompts that judge and are not taught.
-        num_columns: tokens that the head may draft, the most frequent ones.
-        seed: of all that is random.
-    """
-
-    minutes: float = 50.0
-    num_tokens: int = 1_000_000
-    own_share: float = 0.7
-    max_new_tokens: int = 224
-    held_out_share: float = 0.05
-    num_columns: int = 8192
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import numpy as np
 import typer
@@ -15,18 +15,15 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from indexer.errors import reason_of
-from indexer.flags import AsJson, with_flags
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.commands.options import clear_errors, progress
+from retriever.commands.options import progress
 from retriever.drafter import Prediction
 from retriever.errors import InvalidRequestError
-from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import (
-    DEFAULT_LIMITS,
     check_files,
     indexed_tokenizer,
     load_phrases,
@@ -152,73 +149,24 @@ def _evidence(provenance: NodeProvenance) -> str:
 _PATIENCE_S: Final = 10.0
 
 
-@clear_errors()
-@with_flags
-def explain(
-    *,
+def explain_draft(
     source: DraftSettings,
     texts: TokenizerSettings,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="What comes before the draft, as text.", rich_help_panel="Context"
-        ),
-    ] = None,
-    context_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The same, in a file of UTF-8.", rich_help_panel="Context"
-        ),
-    ] = None,
-    context_ids: Annotated[
-        str | None,
-        typer.Option(
-            metavar="IDS", help="The same, as token ids: 12,7,401.", rich_help_panel="Context"
-        ),
-    ] = None,
-    prediction: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="A text that is expected to follow, in UTF-8: drafts come from it, too. "
-            "Repeatable.",
-            rich_help_panel="Context",
-        ),
-    ] = None,
-    budget: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=DEFAULT_LIMITS.max_budget_nodes,
-            help="Nodes in the tree.",
-            rich_help_panel="Context",
-        ),
-    ] = 32,
-    documents: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=MAX_DOCUMENTS,
-            help="Most documents to name for a node.",
-            rich_help_panel="Output",
-        ),
-    ] = DEFAULT_DOCUMENTS,
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Show the whole tree, node by node.", rich_help_panel="Output"),
-    ] = False,
-    as_json: AsJson = False,
+    context: str | None,
+    context_file: Path | None,
+    context_ids: str | None,
+    prediction: Sequence[Path],
+    budget: int,
+    documents: int,
+    *,
+    full: bool,
+    as_json: bool,
 ) -> None:
-    """Show the draft for a context, and where it comes from.
-
-    First come the paths that bring most tokens, as text, with their databases and the documents
-    that they stand in, licences included. With --full each token is shown by itself: its database,
-    after how many equal tokens, how often and where it was found.
-    """
+    """Show the draft for a context; see `foredraft explain --help`."""
     check_files(source.index, source.phrases)
     encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     tokens = _tokens(encoder, context, context_file, context_ids)
-    expected = [_prediction(encoder, path) for path in prediction or ()]
+    expected = [_prediction(encoder, path) for path in prediction]
     with ExitStack() as stack:
         drafter: EmbeddedDrafter | RemoteDrafter
         if source.server:

@@ -3,73 +3,34 @@
 import json
 import sys
 from contextlib import closing
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from indexer.flags import AsJson
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer, vocabulary_of
-from retriever.commands.options import clear_errors, progress
+from retriever.commands.options import ExportForm, progress
 from retriever.errors import ExportError, VocabularyMismatchError
 from retriever.exports.exllamav3 import AutomatonReport, export_exllamav3, tokenizer_digests
 from retriever.exports.exported_documents import token_documents
 from retriever.exports.sglang_corpus import (
-    DEFAULT_MAX_TOKENS,
     CorpusReport,
     export_sglang_corpus,
 )
 
 
-class Form(StrEnum):
-    """What an index can be written as."""
-
-    SGLANG_CORPUS = "sglang-corpus"
-    EXLLAMAV3 = "exllamav3"
-
-
-@clear_errors()
-def export(
-    index: Annotated[Path, typer.Argument(metavar="INDEX", help="The index.")],
+def write_corpus(
+    index: Path,
+    to: ExportForm,
+    output: Path,
+    tokenizer: str | None,
+    max_tokens: int,
     *,
-    to: Annotated[
-        Form,
-        typer.Option(
-            help="sglang-corpus: texts for SGLang's own NGRAM, by its endpoint "
-            "/add_external_corpus or at its start. exllamav3: its frozen automaton, for "
-            "--ngram_corpus."
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where it goes.")],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The tokenizer that the index was built with: a hub id, a folder or a .gguf "
-            "file; for exllamav3 the folder of the model that it runs. "
-            f"Default: {DEFAULT_MODEL}.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Write no more; SGLang's own limit is "
-            "--speculative-ngram-external-corpus-max-tokens, for all its corpora together.",
-        ),
-    ] = DEFAULT_MAX_TOKENS,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file that is there.")
-    ] = False,
-    as_json: AsJson = False,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
-    """Write an index as a corpus that an engine drafts from by itself, without this project.
-
-    Documents are written in order, up to the first that has no room.
-    """
-    files = _tokenizer_files(tokenizer) if to is Form.EXLLAMAV3 else {}
+    """Write an index as an engine's own corpus; see `foredraft export --help`."""
+    files = _tokenizer_files(tokenizer) if to is ExportForm.EXLLAMAV3 else {}
     with closing(Index.open(index)) as opened:
         named = load_tokenizer(tokenizer or DEFAULT_MODEL)
         if vocabulary_of(named) != opened.vocabulary:
@@ -78,7 +39,7 @@ def export(
             )
         documents = progress(token_documents(opened), "writing", opened.num_documents)
         report: CorpusReport | AutomatonReport
-        if to is Form.SGLANG_CORPUS:
+        if to is ExportForm.SGLANG_CORPUS:
             report = export_sglang_corpus(documents, named, output, max_tokens, overwrite=overwrite)
         else:
             report = export_exllamav3(

@@ -1,11 +1,9 @@
-"""What the commands share: errors in one line, and progress of what is loaded."""
+"""What the commands share: errors in one line, what an index is written as, and progress."""
 
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from functools import partial
 from typing import Any
-
-from rich.console import Console
-from rich.progress import track
 
 from indexer.errors import IndexerError
 from indexer.launch import errors_in_one_line
@@ -13,6 +11,13 @@ from retriever.errors import RetrieverError
 
 clear_errors = partial(errors_in_one_line, RetrieverError, IndexerError)
 """Prints an error of ours as one line and ends with status 1; for a block or a command."""
+
+
+class ExportForm(StrEnum):
+    """What an index can be written as."""
+
+    SGLANG_CORPUS = "sglang-corpus"
+    EXLLAMAV3 = "exllamav3"
 
 
 def progress(items: Iterable[Any], doing: str, total: int | None = None) -> Iterator[Any]:
@@ -23,5 +28,8 @@ def progress(items: Iterable[Any], doing: str, total: int | None = None) -> Iter
         doing: what is done with them.
         total: how many there are, where they come one by one.
     """
+    from rich.console import Console  # noqa: PLC0415  (help needs none)
+    from rich.progress import track  # noqa: PLC0415  (the same)
+
     console = Console(stderr=True)
     yield from track(items, doing, total=total, console=console, disable=not console.is_terminal)

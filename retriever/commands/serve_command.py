@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from indexer.flags import Given, with_flags
-from retriever.commands.config_command import ConfigFile
-from retriever.commands.options import clear_errors, progress
+from indexer.flags import Given
+from retriever.commands.options import progress
 from retriever.operations.audit import AuditLog
 from retriever.operations.live_settings import LiveSettings
 from retriever.operations.logs import log_event, log_to_standard_error
@@ -35,16 +35,8 @@ from retriever.sessions.options import check_files, indexed_tokenizer, load_phra
 _logger = logging.getLogger(__name__)
 
 
-@clear_errors()
-@with_flags
-def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
-    """Serve drafts over gRPC until interrupted.
-
-    Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
-    --certificate and --key, and --access or --client-ca. Each flag can be set in the file of
-    --config, too, and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows what is
-    in force.
-    """
+def serve_drafts(config: Path | None, flags: Given[Settings]) -> None:
+    """Serve drafts over gRPC until interrupted; see `foredraft serve --help`."""
     resolve_again = partial(resolve, Settings, flags, os.environ, config)
     live = LiveSettings(resolve_again(), resolve_again)
     settings = live.settings

@@ -2,17 +2,18 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from foredraft import help_texts, program
-from foredraft.help_texts import all_commands, kept_help
+from decoder.contenders.registry import DEFAULT, TABLES
 from foredraft.installation import EXTRAS
 from indexer.flags import flag_of
 from retriever.operations.settings import Settings
@@ -20,8 +21,18 @@ from retriever.operations.settings import Settings
 MANY_OPTIONS = 8
 
 
-ALL = all_commands(tuple(EXTRAS))
-HEAVY = {"torch", "transformers", "numba", "numpy", "typer", "pydantic", "rich", "indexer.flags"}
+def below(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All commands of a group by their whole names, those of groups in it included."""
+    for name in group.list_commands(None):
+        command, whole = group.get_command(None, name), f"{path} {name}".strip()
+        yield whole, command
+        if hasattr(command, "list_commands"):
+            yield from below(command, whole)
+
+
+APPS = [import_module(f"{package}.commands").app for package in EXTRAS]
+ALL = {name: command for app in APPS for name, command in below(get_command(app))}
+HEAVY = {"torch", "transformers", "numba"}
 
 
 @pytest.fixture(params=ALL, ids=lambda name: name.replace(" ", "-"))
@@ -37,37 +48,33 @@ def shown(
     return request.param, capsys.readouterr().out
 
 
-def test_what_is_kept_is_what_the_command_prints(shown: tuple[str, str]) -> None:
-    name, text = shown
-    assert kept_help([*name.split(), "--help"]) == text, "run `make help-texts`"
-
-
-def test_no_help_is_kept_of_commands_that_are_gone() -> None:
-    names = {path.stem for path in Path(help_texts.__file__).with_name("help").iterdir()}
-    assert names == {name.replace(" ", "-") for name in ALL}
-
-
-def test_help_is_kept_for_help_alone_and_for_terminals_that_are_wide_enough(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for columns, is_kept in (("79", False), ("80", True), ("200", True)):
-        monkeypatch.setenv("COLUMNS", columns)
-        assert (kept_help(["build", "--help"]) is not None) == is_kept
-    for words in ([], ["build"], ["--help"], ["build", "x", "--help"], ["../build", "--help"]):
-        assert kept_help(words) is None
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_help_loads_no_library(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["foredraft", *name.split(), "--help"])
-    monkeypatch.setattr(program, "launch", None)
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGPIPE)]
-    program.main()
-    assert f"Usage: foredraft {name} " in capsys.readouterr().out
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGPIPE)] == before
+def test_help_of_every_command_comes_without_libraries_that_compute() -> None:
+    script = (
+        "import sys\n"
+        "from contextlib import suppress\n"
+        "from foredraft.program import main\n"
+        "for line in sys.stdin.read().splitlines():\n"
+        "    sys.argv = ['foredraft', *line.split(), '--help']\n"
+        "    with suppress(SystemExit):\n"
+        "        main()\n"
+        "    print('loaded', line, *sys.modules, sep='\\t')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input="\n".join(ALL),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    lines = done.stdout.splitlines()
+    loaded = [line.split("\t")[1:] for line in lines if line.startswith("loaded\t")]
+    assert {name: HEAVY & set(modules) for name, *modules in loaded} == {
+        name: set() for name in ALL
+    }
+    assert [line for line in lines if line.startswith("Usage: ")] == [
+        line for line in lines if line.startswith("Usage: foredraft ")
+    ]
 
 
 def test_a_reader_that_leaves_ends_help_in_silence() -> None:
@@ -83,19 +90,6 @@ def test_a_reader_that_leaves_ends_help_in_silence() -> None:
         process.stdout.close()
         assert not process.stderr.read()
     assert process.returncode == 1
-
-
-def test_the_program_loads_no_library_for_help() -> None:
-    script = "import sys, foredraft.program as p; p.main(); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "generate", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-    assert "--temperature " in done.stdout
-    assert not HEAVY & set(done.stdout.splitlines()[-1].split())
 
 
 def told_default(flag: str, value: object) -> str:
@@ -161,3 +155,9 @@ def test_options_stand_below_the_title_of_their_group(
     assert "--model " in sections["Model"]
     assert "--temperature " in sections["Sampling"]
     assert "--json " in sections["Output"]
+
+
+def test_help_names_what_is_measured_where_nothing_is_named() -> None:
+    bench = {option.name: option.help for option in ALL["bench"].params}
+    assert f"Default: {', '.join(DEFAULT)}." in bench["contender"]
+    assert f"{TABLES} with" in bench["parallel"]

@@ -118,10 +118,9 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest(word: str, meant
     ],
 )
 def test_a_command_has_its_own_name_and_starts_what_it_needs(
-    name: str, not_loaded: set[str], monkeypatch: pytest.MonkeyPatch
+    name: str, not_loaded: set[str]
 ) -> None:
     command = next(each for each in COMMANDS if each.name == name)
-    monkeypatch.setenv("COLUMNS", "60")  # narrower than what is kept
     shown, loaded = shown_and_loaded(name, "--help")
     assert f"Usage: foredraft {name} [OPTIONS]" in shown
     assert "python -m" not in shown

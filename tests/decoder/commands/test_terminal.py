@@ -10,7 +10,8 @@ from rich.console import Console
 from decoder.commands import terminal
 from decoder.commands.answers import together
 from decoder.commands.generate import AnswerOptions, answer
-from decoder.commands.terminal import Colouring, Painter, Palette, sources_of, watching
+from decoder.commands.options import Colouring
+from decoder.commands.terminal import Painter, Palette, sources_of, watching
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import ObservedPass
 from decoder.stopping import StopStrings

@@ -11,15 +11,12 @@ from decoder.errors import CostFileError, UnsupportedModelError
 from decoder.estimate.cost_curve import (
     ARITHMETIC_SHARE,
     BANDWIDTH_SHARE,
-    DEFAULT_ROOFLINE,
-    DEVICES,
-    ROOFLINES,
-    SIZES,
     CostCurve,
     from_file,
     measured,
     roofline,
 )
+from decoder.estimate.options import DEFAULT_ROOFLINE, DEVICES, ROOFLINES, SIZES
 from decoder.model.pretrained import LanguageModel
 from indexer.reader import Vocabulary
 from tests.decoder.decoding import tiny_llama, tiny_mamba

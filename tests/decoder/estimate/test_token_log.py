@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoder.estimate.token_log import MAX_KINDS, NO_FIELD, OTHERS, token_log
+from decoder.estimate.options import NO_FIELD
+from decoder.estimate.token_log import MAX_KINDS, OTHERS, token_log
 from retriever.errors import TraceError
 from retriever.replay.traces import Trace
 

@@ -13,11 +13,12 @@ from decoder.errors import HeadMismatchError, TeachingTextError, TrainingError
 from decoder.model.pretrained import LanguageModel
 from decoder.speculators.head_files import HeadTarget, load_head
 from decoder.training import course
-from decoder.training.course import Course, CourseOptions
+from decoder.training.course import Course
 from decoder.training.head_start import started_head
 from decoder.training.head_trainer import STAGES, HeadTrainer, Stage
 from decoder.training.judging import agreement
 from decoder.training.lessons import Lesson
+from decoder.training.options import CourseOptions
 from decoder.training.taught_store import TaughtStore
 from decoder.training.teacher import Teacher
 from tests.decoder.decoding import tiny_llama

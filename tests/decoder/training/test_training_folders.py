@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.errors import HeadFileError, TeachingTextError
 from decoder.speculators.head_folders import folder_lock
-from decoder.training.course import Course, CourseOptions
+from decoder.training.course import Course
 from decoder.training.lessons import Lesson
+from decoder.training.options import CourseOptions
 from decoder.training.teacher import Teacher
 from tests.decoder.decoding import tiny_llama
 from tests.decoder.training.teaching import language_model_of, prompts_of

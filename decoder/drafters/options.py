@@ -1,0 +1,192 @@
+"""Where a decoder's drafts come from, as users say it: what opens them is in `decoder.assembly`.
+
+Loads no library for tensors, so that a command can show its options at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import ConfigDict, Field
+
+from decoder.errors import ContradictoryOptionsError
+from decoder.sampling.sampling_settings import SamplingSettings
+from indexer.flags import Metavar
+from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_OUTCOMES
+from retriever.operations.settings import DraftSettings
+
+MAX_NODES: Final = 256
+"""Most nodes of a fused tree, and of each tree that goes into it."""
+
+DEFAULT_SHARE: Final = 0.25
+"""Of one core's time, for a speculator that goes on learning; what decodes comes first all the
+same, by its priority."""
+
+
+def check_trimming(indexes: Sequence[Path]) -> None:
+    """Refuse a trimmed vocabulary without an index to rank tokens by.
+
+    Raises:
+        ContradictoryOptionsError: there are no indexes.
+    """
+    if not indexes:
+        raise ContradictoryOptionsError(
+            "--draft-vocabulary takes the most frequent tokens of an index: give one with --index"
+        )
+
+
+class DraftOptions(DraftSettings):
+    """Where a decoder's drafts come from: services or databases here, a model, the target itself.
+
+    Raises:
+        InvalidRequestError: services and databases are given.
+        ContradictoryOptionsError: a vocabulary is trimmed for no model, or without an index, or
+            parts of a corpus are asked ahead.
+    """
+
+    model_config = ConfigDict(title="Drafts")
+
+    draft_model: Annotated[
+        str | None,
+        Metavar("MODEL"),
+        Field(description="A smaller model with the same tokenizer, to draft with."),
+    ] = None
+    speculator: Annotated[
+        Path | None,
+        Metavar("HEAD"),
+        Field(
+            description="A head that drafts from the model's own states: a folder or .safetensors "
+            "file with config.json beside it, of an EAGLE-3, EAGLE or MLP speculator that was made "
+            "for this model."
+        ),
+    ] = None
+    online: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="With --speculator: let it go on learning from what it drafts for, in a "
+            "process of its own. What it learned is kept in DIR, which later starts go on with: "
+            "one for each tenant."
+        ),
+    ] = None
+    online_share: Annotated[
+        float,
+        Metavar("SHARE"),
+        Field(gt=0, le=1, description="With --online: most of one core's time for it."),
+    ] = DEFAULT_SHARE
+    draft_vocabulary: Annotated[
+        int | None,
+        Metavar("N"),
+        Field(
+            ge=1,
+            description="With --draft-model or --speculator: draft only the N most frequent "
+            "tokens of --index. Heads with a vocabulary of their own keep to that.",
+        ),
+    ] = None
+    draft_sampling: Annotated[
+        bool,
+        Field(
+            description="With sampling: draw drafts from the --draft-model's distributions, and "
+            "accept them by those. The output of a --seed then depends on the drafts."
+        ),
+    ] = False
+    recycle: Annotated[
+        bool, Field(description="Draft from the logits of the model's earlier passes, too.")
+    ] = True
+    draft_ahead: Annotated[
+        int,
+        Metavar("N"),
+        Field(
+            ge=0,
+            le=MAX_OUTCOMES,
+            description="While a pass of the model runs, have the --server or the databases here "
+            "draft for its N likeliest outcomes: decoding waits for no draft where one of them "
+            "comes. 5 to 16 for a server that is a millisecond or more away; 0: only drafts for "
+            "what has come.",
+        ),
+    ] = 0
+    state: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="A folder that keeps outputs and what the model found likely, so that a "
+            "later start drafts as well as this one ends. For one process and one tokenizer at a "
+            "time. Default: memory only."
+        ),
+    ] = None
+    recycled_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="With --state or --server: logits of earlier passes to keep there, and to "
+            "take from there at the start, in bytes; 0: none.",
+        ),
+    ] = DEFAULT_RECYCLED_BYTES
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse settings that contradict one another."""
+        super().model_post_init(context)
+        if self.server and self.state is not None:
+            raise ContradictoryOptionsError(
+                "--state and --server exclude each other: leave out --state, for a server keeps "
+                "its own (foredraft serve --state)"
+            )
+        if self.draft_ahead and len(self.server) > 1:
+            raise ContradictoryOptionsError(
+                "--draft-ahead and more than one --server exclude each other: services that each "
+                "hold a part of a corpus are asked only for what has come; leave out --draft-ahead"
+            )
+        if self.draft_sampling and not self.names_readers:
+            raise ContradictoryOptionsError(
+                "--draft-sampling needs a model to draw from: --draft-model or --speculator"
+            )
+        if self.online is not None and self.speculator is None:
+            raise ContradictoryOptionsError(
+                "--online needs a speculator that learns: give its --speculator"
+            )
+        if self.draft_vocabulary is None:
+            return
+        if not self.names_readers:
+            raise ContradictoryOptionsError(
+                "--draft-vocabulary needs a model to trim: --draft-model or --speculator"
+            )
+        check_trimming(self.index)
+
+    @property
+    def names_readers(self) -> bool:
+        """Whether a model is named that reads drafts."""
+        return self.draft_model is not None or self.speculator is not None
+
+    def sampling(self, chosen: SamplingSettings) -> SamplingSettings:
+        """Return settings by which drafts count as they are drafted.
+
+        Raises:
+            ContradictoryOptionsError: drafts shall be drawn, but the output is not.
+        """
+        if not self.draft_sampling:
+            return chosen
+        if chosen.is_greedy:
+            raise ContradictoryOptionsError(
+                "--draft-sampling has no effect at temperature 0: give a --temperature"
+            )
+        return replace(chosen, coupled=False)
+
+    def describe(self) -> str:
+        """Return a few words for reports."""
+        if self.server:
+            parts = [f"server {', '.join(self.server)}"]
+        else:
+            parts = ["context", "generations", *map(str, [*self.phrases, *self.index])]
+        if self.state is not None:
+            parts.append(f"kept in {self.state}")
+        if self.recycle:
+            parts.append("recycled logits")
+        if self.draft_model is not None:
+            drawn = ", drawn from" if self.draft_sampling else ""
+            parts.append(f"draft model {self.draft_model}{drawn}")
+        if self.speculator is not None:
+            parts.append(f"speculator {self.speculator}")
+        if self.draft_ahead:
+            parts.append(f"{self.draft_ahead} outcomes ahead")
+        return ", ".join(parts)
