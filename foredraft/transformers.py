@@ -2,7 +2,7 @@
 
 from foredraft.installation import needing
 
-with needing("transformers"):
+with needing("decoder"):
     from decoder.engines.transformers.assisted import DrafterCandidates, assisted_generate
     from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 

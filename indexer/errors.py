@@ -1,5 +1,7 @@
 """The errors of building, opening and checking an index, as one tree."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from textwrap import shorten
 from typing import Final
 
@@ -48,3 +50,23 @@ class DamagedIndexError(IndexerError):
 
 class FormatVersionError(IndexerError):
     """An index was written in another format than this version reads."""
+
+
+@contextmanager
+def needing_transformers(what: str) -> Iterator[None]:
+    """Say what to install where the block does not find transformers; most indexes need none.
+
+    Args:
+        what: takes it.
+
+    Raises:
+        TokenizerError: transformers is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise TokenizerError(
+            f"{what} takes transformers: run `pip install 'foredraft[server]'`"
+        ) from error

@@ -1,7 +1,9 @@
 """What is installed is what is here."""
 
+import os
 import subprocess
 import sys
+import time
 import tomllib
 from fnmatch import fnmatch
 from importlib import import_module
@@ -65,9 +67,9 @@ def test_what_the_project_names_is_there() -> None:
 
 # What an extra of its own installs, and commands that do not use it go without.
 OPTIONAL = {
-    "indexer": {"datasets", "kingfisher", "pyarrow", "ray"},
-    "retriever": {"cryptography", "grpc_reflection", "opentelemetry", "prometheus_client", "redis"},
-    "decoder": {"cryptography", "llguidance", "prometheus_client", "redis"},
+    "indexer": {"datasets", "gguf", "kingfisher", "ray", "transformers"},
+    "retriever": {"opentelemetry", "redis"},
+    "decoder": {"llguidance", "redis"},
 }
 
 
@@ -76,6 +78,67 @@ def test_commands_start_with_what_their_extra_installs(package: str) -> None:
     missing = dict.fromkeys(OPTIONAL[package])  # which makes importing it an error
     script = f"import sys; sys.modules.update({missing}); import {package}.commands"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=300)
+
+
+def test_an_index_is_built_without_transformers_and_what_takes_it_says_so(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+sys.modules.update(dict.fromkeys(("torch", "transformers")))
+from indexer.commands import app, main
+folder = Path(sys.argv[1])
+(folder / "a.txt").write_text("to be or not to be")
+(folder / "model").mkdir()
+(folder / "model" / "tokenizer_config.json").write_text("{}")
+build = ["build", str(folder / "a.txt"), "--output"]
+app([*build, str(folder / "built")], standalone_mode=False)
+main([*build, str(folder / "other"), "--tokenizer", str(folder / "model")])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert (done.returncode, (tmp_path / "built").is_dir()) == (1, True), done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"error: the tokenizer '{tmp_path / 'model'}' takes transformers: "
+        "run `pip install 'foredraft[server]'`"
+    )
+
+
+def made(place: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Runs make in a folder."""
+    return subprocess.run(["make", *words], capture_output=True, text=True, check=False, cwd=place)
+
+
+def test_installing_depends_on_metadata_and_not_on_comments(tmp_path: Path) -> None:
+    project, kept = tmp_path / "pyproject.toml", tmp_path / ".cache" / "metadata.json"
+    stated = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
+    begun = int(time.time())
+    found = []
+    for minute, text in enumerate(
+        (stated, f"{stated}\n# a comment\n", stated.replace('"grpcio>=', '"grpcio>1.0,>='))
+    ):
+        project.write_text(text)
+        os.utime(project, (begun + 60 * minute, begun + 60 * minute))
+        done = made(tmp_path, ".cache/metadata.json", f"PYTHON={sys.executable}")
+        assert not done.returncode, done.stderr
+        found.append((kept.read_bytes(), kept.stat().st_mtime_ns))
+    assert found[0] == found[1]
+    assert found[1][0] != found[2][0]
+
+
+def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    old = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[2])"
+    done = made(tmp_path, "install", f"PYTHON={sys.executable} -c '{old}'")
+    assert done.returncode
+    assert "is Python 3.9, and 3.11 or newer is needed: install one" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "pyproject.toml"}
 
 
 def test_weights_to_begin_with_are_numbers_for_this_layout() -> None:

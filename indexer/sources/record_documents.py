@@ -7,7 +7,7 @@ from textwrap import shorten
 from typing import Any, Final
 
 from indexer.build_report import BuildTally, ConversationTally
-from indexer.errors import SourceError, reason_of
+from indexer.errors import SourceError, needing_transformers, reason_of
 from indexer.sources.blocks import SourceDocument, SourceFile, UnusableError
 from indexer.sources.conversations import (
     TURN_LISTS,
@@ -166,10 +166,10 @@ def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple
 def _together(conversation: Conversation, options: SourceOptions) -> str:
     if options.template is None:
         return plain_text(conversation.turns)
-    from transformers.utils.chat_template_utils import (  # noqa: PLC0415  (takes a second)
-        render_jinja_template,
-    )
-
+    with needing_transformers("a chat template"):
+        from transformers.utils.chat_template_utils import (  # noqa: PLC0415  (takes a second)
+            render_jinja_template,
+        )
     special: dict[str, Any] = dict(options.template.special_tokens)
     messages: Any = [messages_of(conversation.turns)]
     try:

@@ -86,7 +86,7 @@ class Rows:
 
 def _checked(column: "Array") -> "Array":
     """Return a column with sound offsets; strings as bytes, so that each may be wrong alone."""
-    import pyarrow as pa  # noqa: PLC0415  (an optional extra)
+    import pyarrow as pa  # noqa: PLC0415  (for tables alone)
 
     bytes_of = {
         pa.string(): pa.binary(),
@@ -111,7 +111,7 @@ def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     Raises:
         TableError: there is no column of texts.
     """
-    from pyarrow import ArrowException  # noqa: PLC0415  (an optional extra)
+    from pyarrow import ArrowException  # noqa: PLC0415  (for tables alone)
 
     counts: list[int] = []
     with _opened_arrow(file, options) as found:
@@ -130,7 +130,7 @@ def arrow_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["Recor
 
 @contextmanager
 def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator["RecordBatch"]]:
-    from pyarrow import ipc, memory_map  # noqa: PLC0415  (an optional extra)
+    from pyarrow import ipc, memory_map  # noqa: PLC0415  (for tables alone)
 
     with memory_map(os.fsencode(file.path)) as source:
         is_indexed = source.read(len(_INDEXED_MAGIC)) == _INDEXED_MAGIC
@@ -202,7 +202,7 @@ def _batch_rows(table: "ParquetFile", group: int) -> int:
 
 @contextmanager
 def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
-    from pyarrow import OSFile  # noqa: PLC0415  (an optional extra)
+    from pyarrow import OSFile  # noqa: PLC0415  (for tables alone)
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (as above)
 
     settings: dict[str, Any] = {"pre_buffer": False, "page_checksum_verification": True}
@@ -271,7 +271,7 @@ def _batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatc
 
 
 def _holds_texts(batch: "RecordBatch", options: SourceOptions) -> bool:
-    from pyarrow import types  # noqa: PLC0415  (an optional extra)
+    from pyarrow import types  # noqa: PLC0415  (for tables alone)
 
     names = batch.schema.names
     if options.field not in names:
@@ -333,11 +333,10 @@ def _pieces(file: SourceFile, num_rows: Sequence[int], block_bytes: int) -> list
 def _translated(file: SourceFile) -> Iterator[None]:
     form = file.format.form
     try:
-        from pyarrow import ArrowException  # noqa: PLC0415  (an optional extra)
+        from pyarrow import ArrowException  # noqa: PLC0415  (for tables alone)
     except ImportError as error:
-        extra = "parquet" if form == FileForm.PARQUET else "datasets"
         raise TableError(
-            f"reading {form} takes pyarrow", f"run `pip install 'foredraft[{extra}]'`"
+            f"reading {form} takes pyarrow", "run `pip install 'foredraft[index]'`"
         ) from error
     try:
         yield

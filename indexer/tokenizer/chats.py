@@ -61,6 +61,8 @@ def _rendered(
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
+    except TokenizerError:
+        raise
     # Templates come with models, and each refuses messages with its own errors.
     except Exception as error:
         roles = " and ".join(dict.fromkeys(message["role"] for message in messages))

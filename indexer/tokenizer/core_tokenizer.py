@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from indexer.errors import needing_transformers
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -54,11 +56,12 @@ class CoreTokenizer:
 
         Raises:
             ValueError: there is no template, or ids are asked for.
+            TokenizerError: transformers is not installed.
         """
-        from transformers.utils.chat_template_utils import (  # noqa: PLC0415  (takes a second)
-            render_jinja_template,
-        )
-
+        with needing_transformers("a chat template"):
+            from transformers.utils.chat_template_utils import (  # noqa: PLC0415  (takes a second)
+                render_jinja_template,
+            )
         if self.chat_template is None or tokenize or not messages:
             raise ValueError("a conversation is written as text, by a template, from its messages")
         conversations: Any = [messages]

@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,9 +43,10 @@ def load_core(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     if files.is_on_hub:
         return load_tokenizer(name)
     core = direct_core(files, name)
+    if core is not None:
+        return core
     kept = _kept_core(files)
-    if core is None and kept is not None:
-        core = _read_core(kept, name)
+    core = None if kept is None else _read_core(kept, name)
     if core is not None:
         return core
     if kept is not None:
@@ -106,7 +108,7 @@ def _kept_core(files: ModelFiles) -> Path | None:
     import platformdirs  # noqa: PLC0415  (a reader of an index needs none)
 
     stated = os.environ.get(CACHE_VARIABLE)
-    if stated == NOWHERE:
+    if stated == NOWHERE or find_spec("transformers") is None:
         return None
     folder = Path(files.location)
     states = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())

@@ -3,7 +3,7 @@
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
-from indexer.errors import TokenizerError, reason_of
+from indexer.errors import TokenizerError, needing_transformers, reason_of
 from indexer.tokenizer.model_files import locate_model
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     files = locate_model(name)
     _log.info("loading the tokenizer %s", name)
     options = files.options()
-    try:
+    with needing_transformers(f"the tokenizer {name!r}"):
         from transformers import AutoTokenizer  # noqa: PLC0415  (takes seconds to import)
-
+    try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             files.location, **options
         )

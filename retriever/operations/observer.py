@@ -273,6 +273,6 @@ def _reflect(server: aio.Server) -> None:
         from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"--reflection: {error.name} is missing: run `pip install 'foredraft[operations]'`"
+            f"--reflection: {error.name} is missing: run `pip install 'foredraft[server]'`"
         ) from error
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME), server)

@@ -150,7 +150,7 @@ def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:
         from retriever.operations.metrics import registry_of  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"--metrics-address: {error.name} is missing: run `pip install 'foredraft[operations]'`"
+            f"--metrics-address: {error.name} is missing: run `pip install 'foredraft[server]'`"
         ) from error
     registry = registry_of(service)
 

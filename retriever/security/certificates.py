@@ -133,7 +133,7 @@ def library() -> Any:
     except ImportError as error:
         raise CredentialsError(
             "certificates are read with a library that is missing: run "
-            "`pip install 'foredraft[secure]'`"
+            "`pip install 'foredraft[server]'`"
         ) from error
     return cryptography
 

@@ -10,7 +10,7 @@ from indexer.errors import SourceError
 from indexer.sources import SourceDocument, SourceOptions, plan, read
 from tests.indexer.sources.source_reading import read_all, read_blocks, texts, write
 
-pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: run pip install '.[parquet]'")
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: run pip install '.[index]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="this pyarrow has no Parquet")
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 7), "by": "MIT"} for number in range(100)]
@@ -145,9 +145,8 @@ def test_without_pyarrow_a_table_says_what_to_install(
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    extra = {"parquet": "parquet", "arrow": "datasets"}[suffix]
     with pytest.raises(
-        SourceError, match=rf"takes pyarrow: run `pip install 'foredraft\[{extra}\]'`$"
+        SourceError, match=r"takes pyarrow: run `pip install 'foredraft\[index\]'`$"
     ):
         read_all(path)
     write(tmp_path, b_md="b")

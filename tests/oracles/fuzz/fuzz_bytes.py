@@ -52,7 +52,7 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
 ) -> None:
     """Give each reader inputs; print how many, and what of the code they reached."""
     if find_spec(_LIBRARY) is None:
-        raise typer.BadParameter(f"{_LIBRARY} is missing: run `pip install 'foredraft[fuzz]'`")
+        raise typer.BadParameter(f"{_LIBRARY} is missing: run `pip install atheris`")
     if unknown := set(target) - set(READERS):
         raise typer.BadParameter(f"no reader {min(unknown)}: there are {', '.join(READERS)}")
     told = {}

@@ -209,5 +209,5 @@ def test_a_missing_library_is_answered_with_what_to_install() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 1
-    assert "pip install 'foredraft[operations]'" in done.stderr
+    assert "pip install 'foredraft[server]'" in done.stderr
     assert "Traceback" not in done.stderr
