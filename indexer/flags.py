@@ -3,7 +3,8 @@
 A schema is a pydantic model. A parameter of a command that is annotated with a schema stands for
 one flag per field: a field `name` is `--name`, with the field's description as help and its type
 and bounds as check. With `Given[Schema]` the command gets only the flags that were given, for
-settings that a file and the environment may set as well.
+settings that a file and the environment may set as well. What checks a schema is built when it is
+first used (`defer_build`), so that help of a command waits for none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -42,7 +42,7 @@ _PROMPT_FILE: Final = (
 class PromptSettings(BaseModel):
     """What of a file of prompts is answered, and how it is read."""
 
-    model_config = ConfigDict(title="Prompt", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Prompt", extra="forbid", frozen=True, defer_build=True)
 
     limit: Annotated[
         int | None, Field(ge=1, description="Most prompts, spread evenly over categories.")
@@ -155,7 +155,7 @@ def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
 class ModelChoice(BaseModel):
     """Which model computes, and where; see `ModelOptions`."""
 
-    model_config = ConfigDict(title="Model", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Model", extra="forbid", frozen=True, defer_build=True)
 
     model: Annotated[
         str | None,
@@ -252,7 +252,7 @@ def _model_of(indexes: Sequence[Path]) -> str:
 class OutputSettings(BaseModel):
     """How long answers get."""
 
-    model_config = ConfigDict(title="Output", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Output", extra="forbid", frozen=True, defer_build=True)
 
     max_new_tokens: Annotated[
         int, Field(ge=1, description="Most tokens to generate for a prompt.")
@@ -316,7 +316,7 @@ class ShownSettings(AnswerSettings):
 class ChatSettings(OutputSettings):
     """How a conversation is held and shown."""
 
-    model_config = ConfigDict(title="Output", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Output", extra="forbid", frozen=True, defer_build=True)
 
     system: Annotated[
         str | None,
@@ -337,7 +337,7 @@ class MeasuredOutput(OutputSettings):
 class ChoiceSettings(BaseModel):
     """How tokens are chosen; see `SamplingSettings`."""
 
-    model_config = ConfigDict(title="Sampling", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Sampling", extra="forbid", frozen=True, defer_build=True)
 
     temperature: Annotated[float, Field(ge=0, description="0 decodes greedily.")] = (
         _SAMPLING.temperature
@@ -412,7 +412,7 @@ class AskedTurns(StrEnum):
 class ContestOptions(BaseModel):
     """Who is measured, and under what settings."""
 
-    model_config = ConfigDict(title="Contenders", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Contenders", extra="forbid", frozen=True, defer_build=True)
 
     contender: Annotated[
         list[str],
@@ -474,7 +474,7 @@ class ContestOptions(BaseModel):
 class LogSettings(BaseModel):
     """What of the log is replayed."""
 
-    model_config = ConfigDict(title="Log", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Log", extra="forbid", frozen=True, defer_build=True)
 
     by: Annotated[
         str | None,
@@ -505,7 +505,7 @@ class LogSettings(BaseModel):
 class EstimatedDrafts(BaseModel):
     """What is drafted, and from what."""
 
-    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
     index: Annotated[
         list[Path],
@@ -543,7 +543,9 @@ class EstimatedDrafts(BaseModel):
 class CostSettings(BaseModel):
     """What passes of the model cost: one of --model, --costs and --roofline."""
 
-    model_config = ConfigDict(title="Costs of passes", extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        title="Costs of passes", extra="forbid", frozen=True, defer_build=True
+    )
 
     model: Annotated[
         str | None,
@@ -612,7 +614,7 @@ class CostSettings(BaseModel):
 class TaughtTexts(BaseModel):
     """What is taught."""
 
-    model_config = ConfigDict(title="Texts", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Texts", extra="forbid", frozen=True, defer_build=True)
 
     from_: Annotated[
         list[Path],
@@ -658,7 +660,7 @@ class TaughtTexts(BaseModel):
 class TrainingSettings(BaseModel):
     """How long is taught, and what."""
 
-    model_config = ConfigDict(title="Training", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Training", extra="forbid", frozen=True, defer_build=True)
 
     output: Annotated[
         Path,
@@ -706,7 +708,7 @@ class TrainingSettings(BaseModel):
 class GainSettings(BaseModel):
     """Whether drafts with the head are compared with drafts without it, and on what index."""
 
-    model_config = ConfigDict(title="Comparison", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Comparison", extra="forbid", frozen=True, defer_build=True)
 
     gain: Annotated[
         bool,

@@ -35,7 +35,7 @@ SOURCE_HELP: Final = (
 class SourceSettings(BaseModel):
     """How sources are found and read; see `SourceOptions`."""
 
-    model_config = ConfigDict(title="Sources", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Sources", extra="forbid", frozen=True, defer_build=True)
 
     field: Annotated[
         str,
@@ -98,7 +98,7 @@ class SourceSettings(BaseModel):
 class ScreenSettings(BaseModel):
     """Phrases and secrets to screen for; see `ScreenOptions`."""
 
-    model_config = ConfigDict(title="Screening", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Screening", extra="forbid", frozen=True, defer_build=True)
 
     exclude_phrases: Annotated[
         Path | None,
@@ -138,7 +138,7 @@ class ScreenSettings(BaseModel):
 class SegmentSettings(BaseModel):
     """How an index is divided."""
 
-    model_config = ConfigDict(title="Index", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Index", extra="forbid", frozen=True, defer_build=True)
 
     segment_tokens: Annotated[
         int,
@@ -200,7 +200,7 @@ class BuiltSettings(AddedSettings):
 class WorkSettings(BaseModel):
     """Where the work is done."""
 
-    model_config = ConfigDict(title="Engine", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Engine", extra="forbid", frozen=True, defer_build=True)
 
     engine: Annotated[
         str,

@@ -1,4 +1,7 @@
-"""Client credentials: what is sent to a service, and which authorities are trusted."""
+"""Client credentials: what is sent to a service, and which authorities are trusted.
+
+gRPC is imported to open a channel, and not to state credentials: commands show their options so.
+"""
 
 import ipaddress
 import os
@@ -8,94 +11,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
-
-import grpc
-from grpc import aio
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from retriever.errors import CredentialsError
 
-
-class _CallDetails(NamedTuple):
-    """The details of a call that gRPC reads."""
-
-    method: str
-    timeout: float | None
-    metadata: Sequence[tuple[str, str | bytes]] | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
-class Bearer(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    """Adds a token to every call."""
-
-    def __init__(self, token: str) -> None:
-        self._metadata = ("authorization", f"Bearer {token}")
-
-    def intercept_unary_unary(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        """See gRPC's interface of this name."""
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_unary_stream(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        """See gRPC's interface of this name."""
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_stream_stream(
-        self, continuation: Any, client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        """See gRPC's interface of this name."""
-        return continuation(self._with_token(client_call_details), request_iterator)
-
-    def _with_token(self, details: Any) -> _CallDetails:
-        return _CallDetails(
-            details.method,
-            details.timeout,
-            (*(details.metadata or ()), self._metadata),
-            details.credentials,
-            getattr(details, "wait_for_ready", None),
-            getattr(details, "compression", None),
-        )
-
-
-class _AsyncBearer:
-    """Adds a token to every call of an asyncio channel."""
-
-    def __init__(self, token: str) -> None:
-        self._value = f"Bearer {token}"
-
-    def _with_token(self, details: Any) -> Any:
-        metadata = aio.Metadata(*(details.metadata or ()))
-        metadata.add("authorization", self._value)
-        return details._replace(metadata=metadata)
-
-
-class _AsyncUnaryBearer(_AsyncBearer, aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        return await continuation(self._with_token(client_call_details), request)
-
-
-class _AsyncStreamBearer(_AsyncBearer, aio.StreamStreamClientInterceptor):
-    async def intercept_stream_stream(
-        self, continuation: Any, client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        return await continuation(self._with_token(client_call_details), request_iterator)
-
-
-def async_bearers(token: str) -> list[Any]:
-    """Return interceptors that add a token to every call of an asyncio channel."""
-    return [_AsyncUnaryBearer(token), _AsyncStreamBearer(token)]
-
+if TYPE_CHECKING:
+    import grpc
+    from grpc import aio
 
 VARIABLES: Final = {
     "FOREDRAFT_REMOTE_CA": "ca",
@@ -191,20 +113,28 @@ class Credentials:
             values["token"] = _read(token_file).decode("ascii", "replace").strip()
         return cls(**values)
 
-    def channel(self, address: str, options: _Options) -> grpc.Channel:
+    def channel(self, address: str, options: _Options) -> "grpc.Channel":
         """Return a channel to a service; it connects when it is first used.
 
         Raises:
             CredentialsError: a file cannot be used.
         """
+        import grpc  # noqa: PLC0415  (for a channel alone)
+
+        from retriever.client.bearers import Bearer  # noqa: PLC0415  (the same)
+
         bearer: list[Any] = [] if self.token is None else [Bearer(self.token)]
         if not self._encrypts(address):
             return grpc.intercept_channel(grpc.insecure_channel(address, options), *bearer)
         channel = grpc.secure_channel(address, self._for_tls(), self._with_name(options))
         return grpc.intercept_channel(channel, *bearer)
 
-    def aio_channel(self, address: str, options: _Options) -> aio.Channel:
+    def aio_channel(self, address: str, options: _Options) -> "aio.Channel":
         """Return a channel as `channel` does, for asyncio."""
+        from grpc import aio  # noqa: PLC0415  (for a channel alone)
+
+        from retriever.client.bearers import async_bearers  # noqa: PLC0415  (the same)
+
         bearer: Any = [] if self.token is None else async_bearers(self.token)
         if not self._encrypts(address):
             return aio.insecure_channel(address, options, interceptors=bearer)
@@ -230,7 +160,9 @@ class Credentials:
         name = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
         return [*options, *name]
 
-    def _for_tls(self) -> grpc.ChannelCredentials:
+    def _for_tls(self) -> "grpc.ChannelCredentials":
+        import grpc  # noqa: PLC0415  (for a channel alone)
+
         if find_spec("cryptography") is not None:
             self._check()
         ca, key, chain = (
@@ -249,12 +181,16 @@ class Credentials:
             certificates.read_pair(self.certificate, self.key, now)
 
 
-def open_channel(address: str, credentials: Credentials | None, options: _Options) -> grpc.Channel:
+def open_channel(
+    address: str, credentials: Credentials | None, options: _Options
+) -> "grpc.Channel":
     """Return a channel to a service; without credentials it is not encrypted.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
     """
+    import grpc  # noqa: PLC0415  (for a channel alone)
+
     if credentials is None:
         return grpc.insecure_channel(address, options)
     return credentials.channel(address, options)

@@ -56,7 +56,7 @@ class EndpointUrl(ServerUrl):
 class TokenizerSettings(BaseModel):
     """The tokenizer."""
 
-    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
     tokenizer: Annotated[
         str | None,
@@ -71,7 +71,7 @@ class TokenizerSettings(BaseModel):
 class DatabaseSettings(BaseModel):
     """Databases in this process, in addition to the sequence itself."""
 
-    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
     index: Annotated[
         list[Path],
@@ -91,7 +91,7 @@ class DatabaseSettings(BaseModel):
 class EmbeddedSettings(DatabaseSettings):
     """What a drafter in this process keeps, and how it refreshes."""
 
-    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
     generations_tokens: Annotated[
         int,
@@ -139,7 +139,7 @@ class EmbeddedSettings(DatabaseSettings):
 class CredentialSettings(BaseModel):
     """Credentials for services."""
 
-    model_config = ConfigDict(title="Service", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Service", extra="forbid", frozen=True, defer_build=True)
 
     credentials: Annotated[
         Path | None,
@@ -165,7 +165,7 @@ class CredentialSettings(BaseModel):
 class ClientSettings(CredentialSettings):
     """Which services draft."""
 
-    model_config = ConfigDict(title="Service", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Service", extra="forbid", frozen=True, defer_build=True)
 
     server: Annotated[
         list[str],
@@ -199,7 +199,7 @@ class DraftSettings(ClientSettings, DatabaseSettings):
 class NetworkSettings(BaseModel):
     """Where a service listens, and which callers it admits."""
 
-    model_config = ConfigDict(title="Network", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Network", extra="forbid", frozen=True, defer_build=True)
 
     address: Annotated[
         str,
@@ -290,7 +290,7 @@ class NetworkSettings(BaseModel):
 class LimitSettings(BaseModel):
     """Upper limits of a service; see `Limits`."""
 
-    model_config = ConfigDict(title="Limits", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Limits", extra="forbid", frozen=True, defer_build=True)
 
     generations_age_s: Annotated[
         float, Field(ge=1, description="Forget outputs that are older than this, in seconds.")
@@ -370,7 +370,7 @@ class LimitSettings(BaseModel):
 class ReportSettings(BaseModel):
     """Logs, metrics and traces of a service."""
 
-    model_config = ConfigDict(title="Reports", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Reports", extra="forbid", frozen=True, defer_build=True)
 
     model: Annotated[
         list[str],
@@ -416,7 +416,7 @@ class ReportSettings(BaseModel):
 class AdminSettings(BaseModel):
     """Where operators administer a running service, and what is recorded of it."""
 
-    model_config = ConfigDict(title="Administration", extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Administration", extra="forbid", frozen=True, defer_build=True)
 
     admin_address: Annotated[
         str | None,
