@@ -13,7 +13,8 @@ from decoder.loop import Decoder
 from decoder.model.target import Target
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import RemoteDrafter, Source
+from retriever.client.strict import RemoteDrafter
+from retriever.tree import Source
 from tests.decoder.decoding import VOCABULARY, plainly, prompt_of, tiny_llama
 from tests.retriever.conftest import start_service, stop_service
 

@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from retriever import DraftRequest, DraftTree, FailOpen, ResilientDrafter
+from retriever.client.conversation import FailOpen
 from retriever.client.planner import ranked
-from retriever.tree import ROOT
+from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import DraftRequest
+from retriever.tree import ROOT, DraftTree
 
 LATE: Final = 1.2
 """Share of the deadline after which a step counts as late."""

@@ -29,7 +29,8 @@ import typer
 
 from benchmarks.comparison import circumstances
 from benchmarks.serving.replica_engines import Counts, Load, decode, waits
-from retriever import RemoteDrafter, RetrieverError
+from retriever.client.strict import RemoteDrafter
+from retriever.errors import RetrieverError
 
 _DRAIN_S: Final = 8.0  # sessions move within some steps, so it ends earlier
 _START_S: Final = 120.0  # compiling kernels, where there is no cache of them

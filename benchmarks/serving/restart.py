@@ -27,10 +27,12 @@ import numpy as np
 import typer
 from numpy.typing import ArrayLike
 
-from retriever import DraftRequest, DraftTree, RemoteDrafter, TokenIds
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.predict.stores import ring_capacity
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs
+from retriever.tree import DraftTree
 
 _BUDGET_NODES: Final = 32
 _NUM_PIECES: Final = 5000

@@ -24,8 +24,8 @@ from grpc import aio
 from numpy.typing import NDArray
 
 from benchmarks.comparison import circumstances
-from retriever import Drafter, DraftRequest, TokenIds
 from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub

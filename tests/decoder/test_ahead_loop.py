@@ -20,8 +20,8 @@ from decoder.errors import InvalidSettingsError
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import ObservedPass
-from retriever import RemoteDrafter
 from retriever.backoff import Backoff
+from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits

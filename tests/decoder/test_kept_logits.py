@@ -20,7 +20,7 @@ from decoder.drafters.recycling import NUM_LIKELY, RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.fingerprint import fingerprint_of
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
-from retriever import RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.drafter import FINDING_BYTES, Findings, FoundPage
 from retriever.errors import DrafterUnavailableError, NotPossibleError, StateError
 from retriever.follower import DraftLimits

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import DraftRequest
+from retriever.drafter import DraftRequest
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever.conftest import index, service, vocabulary  # noqa: F401  fixtures

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retriever import ROOT, DraftTree, InvalidTreeError, Source
+from retriever.errors import InvalidTreeError
+from retriever.tree import ROOT, DraftTree, Source
 
 
 @st.composite

@@ -7,23 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import (
-    AheadDrafter,
-    DraftRequest,
-    DraftTree,
-    LimitExceededError,
-    RemoteDrafter,
-    ResilientDrafter,
-    ShardedDrafter,
-    TokenIds,
-)
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
-from retriever.errors import InvalidTreeError
+from retriever.client.resilient import ResilientDrafter
+from retriever.client.sharded import ShardedDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import AheadDrafter, DraftRequest, TokenIds
+from retriever.errors import InvalidTreeError, LimitExceededError
 from retriever.follower import Followers
 from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.sequences import TokenSequence
 from retriever.service.allowances import work_of_draft, work_of_steps
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import outcome_trees_from, padded_budgets, requests_from_message
 from tests.retriever.client.test_clients import Awaited

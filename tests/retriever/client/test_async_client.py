@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from retriever import DraftRequest
 from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.conversation import FailOpen
+from retriever.drafter import DraftRequest
 from tests.patience import can_be_kept
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.service.decodes import PROMPT, plain

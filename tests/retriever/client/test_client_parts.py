@@ -10,7 +10,6 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, OutOfSequenceError, Source, TokenIds, UnknownSessionError
 from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.conversation import (
     EACH_TOKENS,
@@ -23,11 +22,13 @@ from retriever.client.conversation import (
 from retriever.client.local import LocalDrafter
 from retriever.client.planner import LocalSide, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
-from retriever.errors import InvalidRequestError
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import InvalidRequestError, OutOfSequenceError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.sequences import TokenSequence
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 

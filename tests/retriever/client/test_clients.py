@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from retriever import (
-    AsyncResilientDrafter,
-    Credentials,
-    CredentialsError,
-    DraftRequest,
-    DraftTree,
-    ResilientDrafter,
-    Source,
-)
+from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
+from retriever.client.credentials import Credentials
+from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import CredentialsError
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sequences import TokenSequence
 from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
 from retriever.sessions.draft_counts import DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import pad_request
 from tests.patience import can_be_kept, free_address

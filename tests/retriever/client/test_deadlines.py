@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from retriever import DraftRequest
 from retriever.client.conversation import FailOpen
 from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import DraftRequest
 from tests.patience import ROUNDS, can_be_kept
 from tests.retriever.service.decodes import PROMPT, proxy_to, wait_until
 

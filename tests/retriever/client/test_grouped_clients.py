@@ -6,17 +6,14 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import (
-    DraftRequest,
-    GroupDrafter,
-    InvalidRequestError,
-    LocalDrafter,
-    ResilientDrafter,
-    Source,
-)
+from retriever.client.local import LocalDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import DraftRequest, GroupDrafter
+from retriever.errors import InvalidRequestError
 from retriever.follower import Followers
 from retriever.sequences import SessionKey, TokenSequence, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.client.test_predicting_clients import clients, ids, ready

@@ -6,27 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import (
-    DraftRequest,
-    DraftTree,
+from retriever.client.conversation import Conversation, SequenceStep
+from retriever.client.local import LocalDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.client.sharded import ShardedDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest, Prediction, PredictionDrafter, TokenIds
+from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
-    LocalDrafter,
-    Prediction,
-    PredictionDrafter,
-    RemoteDrafter,
-    ResilientDrafter,
-    ShardedDrafter,
-    Source,
-    TokenIds,
     UnknownSessionError,
 )
-from retriever.client.conversation import Conversation, SequenceStep
 from retriever.follower import Followers
 from retriever.limits import Limits
 from retriever.sequences import SessionKey, TokenSequence
 from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import LONG_LIST, LongMessage, opened, parsed
 from retriever.wire.messages import addition_message, opening_message

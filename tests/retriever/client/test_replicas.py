@@ -9,10 +9,12 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, RemoteDrafter, ResilientDrafter
 from retriever.client.conversation import FailOpen
 from retriever.client.planner import Planner, ranked
+from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import connect
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
 from retriever.errors import DrainingError, InvalidRequestError, LimitExceededError
 from retriever.limits import Limits
 from retriever.operations.observer import ServiceObserver

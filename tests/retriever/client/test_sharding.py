@@ -13,24 +13,22 @@ import pytest
 from typer.testing import CliRunner
 
 from indexer.reader import Vocabulary
-from retriever import (
-    Drafter,
-    DraftRequest,
-    DraftTree,
+from retriever.client.merging import merge_trees
+from retriever.client.sharded import ShardedDrafter, connect
+from retriever.client.strict import RemoteDrafter
+from retriever.commands import app
+from retriever.drafter import Drafter, DraftRequest
+from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
     OutOfSequenceError,
     SessionExistsError,
-    ShardedDrafter,
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.client.merging import merge_trees
-from retriever.client.sharded import connect
-from retriever.client.strict import RemoteDrafter
-from retriever.commands import app
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from tests.patience import can_be_kept
 from tests.retriever.client.shard_servers import SlowServicer, planted_index, served
 from tests.retriever.conftest import start_service, stop_service

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from indexer.reader import Vocabulary
-from retriever import Credentials, RemoteDrafter
+from retriever.client.credentials import Credentials
 from retriever.client.shared_findings import SharedFindings
+from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Findings
 from retriever.errors import (
     DrafterUnavailableError,

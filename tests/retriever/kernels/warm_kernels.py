@@ -16,7 +16,7 @@ def compile_all(folder: Path) -> None:
 
     from indexer.build import build_from_tokens  # noqa: PLC0415
     from indexer.reader import Vocabulary  # noqa: PLC0415
-    from retriever import DraftRequest  # noqa: PLC0415
+    from retriever.drafter import DraftRequest  # noqa: PLC0415
     from retriever.sessions.embedded import EmbeddedDrafter  # noqa: PLC0415
 
     phrase = list(range(1, 30))

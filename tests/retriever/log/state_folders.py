@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.serving.durability import output_of
 from indexer.reader import Vocabulary
-from retriever import TokenIds
+from retriever.drafter import TokenIds
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.serving import durability
-from retriever import DraftRequest, RemoteDrafter, TokenIds
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.predict.generations import Output
 from tests.retriever.conftest import start_service, stop_service
 

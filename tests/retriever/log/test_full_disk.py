@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from benchmarks.serving import durability
-from retriever import DraftRequest, StateError, TokenIds
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import StateError
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output

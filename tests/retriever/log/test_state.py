@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 
 from indexer.reader import Vocabulary
-from retriever import (
-    DraftRequest,
-    StateError,
-    TokenIds,
-    VocabularyMismatchError,
-)
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import StateError, VocabularyMismatchError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output

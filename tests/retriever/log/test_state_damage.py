@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.serving import durability
-from retriever import StateError, TokenIds
+from retriever.drafter import TokenIds
+from retriever.errors import StateError
 from retriever.log import log_store as records
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.log_store import LogStore

@@ -20,7 +20,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import DrafterUnavailableError
 from retriever.operations.lifecycle import LIVENESS, SERVICE
 from retriever.operations.logs import JsonLines
 from retriever.operations.observer import End, ServiceObserver

@@ -11,7 +11,9 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, InvalidRequestError, OutOfSequenceError, RemoteDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import InvalidRequestError, OutOfSequenceError
 from retriever.operations.logs import JsonLines, TextLines, log_event
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import DrafterUnavailableError
 from retriever.log.generations_log import GenerationsLog
 from tests.patience import free_port
 from tests.retriever.conftest import start_service

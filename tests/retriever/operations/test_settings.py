@@ -15,9 +15,9 @@ from pydantic import BaseModel, SecretStr
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from retriever import LimitExceededError, RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.commands import app
-from retriever.errors import InvalidRequestError, SettingsError
+from retriever.errors import InvalidRequestError, LimitExceededError, SettingsError
 from retriever.limits import Limits
 from retriever.operations.resolving import Resolved, as_toml, resolve, to_json
 from retriever.operations.settings import DraftSettings, Settings

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, DraftTree, TokenIds
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.predict.pool import Pool
 from retriever.predict.weights import (
     Weights,
@@ -15,6 +15,7 @@ from retriever.predict.weights import (
     values_of,
 )
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from tests.retriever.log.state_folders import drafter_on, ids, log_on, output
 from tests.retriever.predict.blank import blank_weights
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, DraftTree, Prediction, TokenIds
+from retriever.drafter import DraftRequest, Prediction, TokenIds
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.entries import step_sequence
 from retriever.kernels.layout import MAX_MATCH, Scratch
@@ -19,6 +19,7 @@ from retriever.predict.predictor import DEFAULT_PRIOR
 from retriever.predict.question import Question
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from tests.retriever import repeating
 
 SESSIONS = 24

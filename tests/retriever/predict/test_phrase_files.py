@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from retriever import DraftRequest, InvalidRequestError, RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.commands import app
-from retriever.errors import PhrasesError
+from retriever.drafter import DraftRequest
+from retriever.errors import InvalidRequestError, PhrasesError
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service

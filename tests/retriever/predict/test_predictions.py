@@ -9,19 +9,8 @@ import numpy as np
 import pytest
 
 from indexer.reader import Vocabulary
-from retriever import (
-    DraftRequest,
-    DraftTree,
-    InvalidRequestError,
-    LimitExceededError,
-    PredictedPlace,
-    Prediction,
-    PredictionDrafter,
-    Source,
-    TokenIds,
-    UnknownSessionError,
-    predictions_of,
-)
+from retriever.drafter import DraftRequest, Prediction, PredictionDrafter, TokenIds, predictions_of
+from retriever.errors import InvalidRequestError, LimitExceededError, UnknownSessionError
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.limits import MAX_PREDICTIONS, Limits
@@ -31,6 +20,7 @@ from retriever.predict.question import Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sequences import SessionKey, checked_predictions
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree, PredictedPlace, Source
 from tests.retriever.kernels.test_cursors import (
     AHEAD,
     EDITS,

@@ -17,19 +17,14 @@ from typer.testing import CliRunner
 
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens
 from indexer.reader import Document, Index, Vocabulary
-from retriever import (
-    InvalidRequestError,
-    LimitExceededError,
-    RemoteDrafter,
-    Source,
-    VocabularyMismatchError,
-)
+from retriever.client.strict import RemoteDrafter
 from retriever.commands import app
 from retriever.commands.explain_command import paths_of, shown_paths
+from retriever.errors import InvalidRequestError, LimitExceededError, VocabularyMismatchError
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.provenance import find_ngram
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance
+from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service
 
 BEGINNING = [1, 2, 3, 4, 5, 6]

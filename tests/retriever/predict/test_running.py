@@ -8,16 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import (
-    DraftRequest,
-    DraftTree,
-    GroupDrafter,
-    InvalidRequestError,
-    LimitExceededError,
-    Source,
-    TokenIds,
-)
-from retriever.drafter import Kin
+from retriever.drafter import DraftRequest, GroupDrafter, Kin, TokenIds
+from retriever.errors import InvalidRequestError, LimitExceededError
 from retriever.kernels.chains import FADING, LEAST_FADED
 from retriever.kernels.entries import append_to_lane, collect_running, move_lanes, withdraw_lane
 from retriever.kernels.layout import LANE_BLOCK, MAX_MATCH, Scratch
@@ -37,6 +29,7 @@ from retriever.predict.running import (
 )
 from retriever.sequences import SessionKey, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.lane_twin import LaneTwin, RunningTwin
 from tests.suite_parts import cases
 

@@ -8,7 +8,7 @@ import pytest
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.change.verify import verify_index
 from indexer.reader import Index, Vocabulary
-from retriever import DraftRequest
+from retriever.drafter import DraftRequest
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.repeating import text
 

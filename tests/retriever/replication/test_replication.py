@@ -10,7 +10,8 @@ import pytest
 
 import retriever.replication
 from indexer.reader import Vocabulary
-from retriever import DraftRequest, RemoteDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
 from retriever.errors import ReplicationError
 from retriever.limits import Limits
 from retriever.replication.options import ReplicationOptions, without_credentials

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import DraftRequest
+from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError, StateError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.predict.generations import Generations, Scope, session_origin

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from retriever import AccessRefusedError, CredentialsError, InvalidRequestError
 from retriever.commands import app
+from retriever.errors import AccessRefusedError, CredentialsError, InvalidRequestError
 from retriever.security import access as tokens
 from retriever.security import private_files
 from retriever.security.access import add_certificate, add_token, read_access, remove

@@ -18,13 +18,10 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from retriever import (
-    AccessRefusedError,
-    Credentials,
-    DraftRequest,
-    NotPermittedError,
-    RemoteDrafter,
-)
+from retriever.client.credentials import Credentials
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.operations import lifecycle
 from retriever.operations.lifecycle import HealthStatuses
 from retriever.security.access import (

@@ -8,19 +8,17 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import (
-    Credentials,
-    DraftRequest,
-    DraftTree,
-    InvalidRequestError,
-    RemoteDrafter,
-)
+from retriever.client.credentials import Credentials
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import InvalidRequestError
 from retriever.predict.phrases import ListedPhrases
 from retriever.security.access import add_token
 from retriever.sequences import SessionKey
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import CheckedRequest
+from retriever.tree import DraftTree
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.state_folders import ids
 

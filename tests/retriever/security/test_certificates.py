@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
-from retriever import CredentialsError, InsecureAddressError
+from retriever.errors import CredentialsError, InsecureAddressError
 from retriever.security import private_files
 from retriever.security.protection import (
     Protection,

@@ -14,19 +14,18 @@ import grpc
 import pytest
 from cryptography.x509 import DNSName
 
-from retriever import (
+from retriever.client import credentials
+from retriever.client.credentials import VARIABLES, Credentials
+from retriever.client.sharded import ShardedDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import (
     AccessRefusedError,
-    Credentials,
     CredentialsError,
     DrafterUnavailableError,
-    DraftRequest,
     NotPermittedError,
-    RemoteDrafter,
     RetrieverError,
-    ShardedDrafter,
 )
-from retriever.client import credentials
-from retriever.client.credentials import VARIABLES
 from retriever.security import private_files
 from retriever.security.access import add_certificate, add_token, name_of, new_token, remove
 from retriever.security.protection import Protection, ProtectionFiles

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, UnknownSessionError
+from retriever.client.credentials import Credentials
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import UnknownSessionError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Generations, Output

@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import LimitExceededError, RemoteDrafter
-from retriever.errors import InvalidRequestError, RetrieverError, StateError
+from retriever.client.strict import RemoteDrafter
+from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError, StateError
 from retriever.limits import Limits
 from retriever.predict.databases import context_bytes
 from retriever.predict.generations import POOL_BYTES, generations_bytes

@@ -15,8 +15,8 @@ from threading import Event
 import pytest
 from typer.testing import CliRunner
 
-from retriever import AccessRefusedError, CredentialsError, NotPermittedError
 from retriever.commands import app
+from retriever.errors import AccessRefusedError, CredentialsError, NotPermittedError
 from retriever.security import private_files, rewriting
 from retriever.security.access import (
     TENANT_SCOPES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from retriever import Drafter, DraftRequest, TokenIds
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 
 _PHRASE = [7, 3, 41, 18, 2, 30, 3, 11, 26, 9, 41, 5, 33, 14, 2, 19, 8, 44, 21]
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6] * 4, np.int32)

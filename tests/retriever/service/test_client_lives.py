@@ -7,8 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import LimitExceededError
-from retriever.errors import InvalidRequestError, StaleClientError
+from retriever.errors import InvalidRequestError, LimitExceededError, StaleClientError
 from retriever.limits import Limits
 from retriever.sequences import SessionKey
 from retriever.sessions import client_lives

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from retriever import RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.limits import Limits
 from retriever.operations.observer import ServiceObserver
 from retriever.service.serving import start

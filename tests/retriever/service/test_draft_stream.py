@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import LimitExceededError, UnknownSessionError
 from retriever.drafter import DraftRequest
+from retriever.errors import LimitExceededError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.predict.databases import context_bytes
 from retriever.predict.generations import POOL_BYTES, generations_bytes

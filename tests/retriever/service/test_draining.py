@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from retriever import RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.errors import DrainingError
 from retriever.operations.lifecycle import Lifecycle
 from retriever.service.open_streams import OpenStreams

@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever import DraftRequest
 from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import DraftRequest
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import free_address
@@ -27,7 +27,7 @@ TOLERATED_BYTES = 4 << 20
 HOLDER = """
 import sys, time
 import numpy as np
-from retriever import DraftRequest
+from retriever.drafter import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 drafter = ResilientDrafter(sys.argv[1], deadline_s=10)
 assert drafter.wait(60)
@@ -163,7 +163,7 @@ AWAY = """
 import sys
 from pathlib import Path
 import numpy as np
-from retriever import DraftRequest
+from retriever.drafter import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 drafter = ResilientDrafter("127.0.0.1:1", deadline_s=0.1)
 def resident():

@@ -11,9 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, RemoteDrafter, Source
 from retriever.client.conversation import FailOpen
 from retriever.client.resilient import ResilientDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.tree import Source
 from tests.patience import can_be_kept, free_address, must_hold
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.service.decodes import PROMPT, Decoded, decode, plain, proxy_to, wait_until
@@ -171,7 +173,7 @@ def test_network_cut_that_resets(service: str) -> None:
 FORKED = """
 import os, sys, time
 import numpy as np
-from retriever import DraftRequest
+from retriever.drafter import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 is_supported = "GRPC_ENABLE_FORK_SUPPORT" in os.environ
 drafter = ResilientDrafter(sys.argv[1], deadline_s=2 if is_supported else 0.2)

@@ -17,20 +17,19 @@ import numpy as np
 import pytest
 
 from indexer.reader import Index
-from retriever import (
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import (
     DrafterUnavailableError,
-    DraftRequest,
-    DraftTree,
     InvalidRequestError,
     LimitExceededError,
     OutOfSequenceError,
-    RemoteDrafter,
     SessionExistsError,
-    Source,
     UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub

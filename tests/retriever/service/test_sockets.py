@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from retriever import RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.commands import app
 from retriever.errors import SettingsError
 from retriever.operations.resolving import resolve

@@ -13,13 +13,15 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
-from retriever import DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.client.conversation import FailOpen
 from retriever.client.resilient import ResilientDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
+from retriever.tree import DraftTree, Source
 from tests.patience import can_be_kept, free_address, free_port
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import Library, document, text, word_tokenizer

@@ -7,18 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever import (
-    DraftRequest,
-    DraftTree,
-    InvalidRequestError,
-    LimitExceededError,
-    Prediction,
-    TokenIds,
-)
+from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.errors import InvalidRequestError, LimitExceededError
 from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.predict.phrases import ListedPhrases
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from tests.retriever.repeating import NUM_TOKENS, index_of_text, text
 
 

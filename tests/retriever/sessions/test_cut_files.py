@@ -18,7 +18,7 @@ import pytest
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever import RemoteDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import free_port

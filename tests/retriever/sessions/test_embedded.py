@@ -8,21 +8,19 @@ import pytest
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import TokenizerMismatchError
 from indexer.reader import Vocabulary
-from retriever import (
-    DraftRequest,
-    DraftTree,
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
     OutOfSequenceError,
     SessionExistsError,
-    Source,
-    TokenIds,
     UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.limits import Limits
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.cursor_twin import without_cursor
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever import DraftRequest, LimitExceededError
+from retriever.drafter import DraftRequest
+from retriever.errors import LimitExceededError
 from retriever.limits import Limits
 from retriever.predict.databases import SEQUENCE_BYTES, Context, context_bytes
 from retriever.predict.generations import POOL_BYTES, Generations, generations_bytes

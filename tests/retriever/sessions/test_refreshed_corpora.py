@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import Drafter, DraftRequest
 from retriever.predict.provenance import trace_nodes
 from retriever.sessions import embedded, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree, Source
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document, word_tokenizer
 

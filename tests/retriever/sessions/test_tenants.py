@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from retriever import (
-    DraftRequest,
-    InvalidRequestError,
-)
+from retriever.drafter import DraftRequest
+from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.sessions.embedded import EmbeddedDrafter
