@@ -1,7 +1,6 @@
 """When a model is asked to read a draft, and for how many passes."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -106,22 +105,11 @@ class GainEstimate:
             sureness: probability of the tree's first node, 0 where it is empty.
             token_s: seconds that a token takes at the present pace; 0 where that is not known.
         """
-        return self.pays_together([sureness], token_s)
-
-    def pays_together(self, surenesses: Sequence[float], token_s: float) -> bool:
-        """Return whether to ask once for all sequences of a step; each call counts as a step.
-
-        Args:
-            surenesses: of each sequence's tree; see `pays`.
-            token_s: seconds that a token of any of them takes at the present pace; 0 where that is
-                not known.
-        """
         self._gains.fade()
         seconds = self._seconds.value()
         if seconds is None or self._untimed > 0 or token_s == 0:
             return True
-        gain = sum(map(self.gain, surenesses))
-        return self._trials.allow(pays=gain * token_s >= seconds)
+        return self._trials.allow(pays=self.gain(sureness) * token_s >= seconds)
 
     def gain(self, sureness: float) -> float:
         """Return the tokens that asking is expected to add."""
@@ -138,15 +126,7 @@ class GainEstimate:
             seconds: that asking took.
             is_typical: whether other drafts take that, too; if not, they take no more.
         """
-        self.learn_gain(sureness, gain)
-        self.learn_seconds(seconds, is_typical=is_typical)
-
-    def learn_gain(self, sureness: float, gain: float) -> None:
-        """Take in what asking added for one sequence; see `learn`."""
         self._gains.add(sureness, gain)
-
-    def learn_seconds(self, seconds: float, *, is_typical: bool = True) -> None:
-        """Take in how long asking took, for all sequences of a step together; see `learn`."""
         if is_typical or seconds < (self._seconds.value() or 0.0):
             self._untimed -= is_typical
             self._seconds.add(seconds)

@@ -17,7 +17,6 @@ sentence that says what changed:
 
 import inspect
 from collections.abc import Iterable
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature
 from typing import Any, Final
@@ -75,11 +74,10 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
     parameters: Iterable[str] = (),
     passed: int | None = None,
     named: Iterable[str] = (),
-    members: Iterable[str] | None = None,
     implemented_by: type | None = None,
     called: str | None = None,
 ) -> list[str]:
-    """Return what an engine's class, function, enum or object lacks, or has in addition.
+    """Return what an engine's class, function or object lacks, or has in addition.
 
     Args:
         thing: of the engine; `None` for what was looked up and not found.
@@ -89,7 +87,6 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
         passed: arguments that we pass to it by position; `None` where we do not call it. Of a
             function that is looked up in a class, without its `self`.
         named: arguments that we pass to it by name, where we call it.
-        members: of an enum, all that the adapter knows: others are told as well.
         implemented_by: our subclass of it: it must have all abstract methods, and each method that
             both classes define must take what the engine's signature passes.
         called: its name in the sentences; its own if not given.
@@ -107,8 +104,6 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
         found += [f"{shown} has no parameter `{each}`" for each in parameters if each not in known]
     if passed is not None or named:
         found += _call_differences(thing, passed or 0, list(named), shown)
-    if members is not None:
-        found += _member_differences(thing, set(members), shown)
     if implemented_by is not None:
         found += _hook_differences(thing, implemented_by, shown)
     return found
@@ -165,17 +160,6 @@ def _call_differences(thing: Any, num_passed: int, named: list[str], shown: str)
         and each.name not in named
     ]
     return found
-
-
-def _member_differences(enum: Any, known: set[str], shown: str) -> list[str]:
-    """Return members that are missing, and those that the adapter does not know."""
-    if isinstance(enum, type) and issubclass(enum, Enum):
-        have = set(enum.__members__)
-    else:  # a compiled enum, which is no `Enum`
-        have = set(getattr(enum, "__members__", ())) or {n for n in known if hasattr(enum, n)}
-    return [f"{shown} has no member `{each}`" for each in sorted(known - have)] + [
-        f"{shown} has a new member `{each}`" for each in sorted(have - known)
-    ]
 
 
 def _hook_differences(base: type, ours: type, shown: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What engines' own metrics cannot tell: acceptance by position and by whose token it was.
 
-SGLang and vLLM count accepted drafts under their own names, ours among them. What is added here has
-names of our own, in the registry that the engine exposes.
+vLLM counts accepted drafts under its own names, ours among them. What is added here has names of
+our own, in the registry that the engine exposes.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,6 @@ class DraftingMetrics:
         self._drafted_of = self._counter(
             "draft_tokens", "Drafted tokens that were verified, by who drafted them.", "source"
         )
-        self._steps: Any = None
-        self._asked = self._skipped = 0
 
     def add(self, counts: "Statistics") -> None:
         """Add what was counted since the last call."""
@@ -51,20 +49,6 @@ class DraftingMetrics:
             self._accepted_at.labels(str(min(position, _MOST_POSITIONS - 1))).inc(count)
         _add(self._accepted_of, counts.accepted)
         _add(self._drafted_of, counts.drafted)
-
-    def count_steps(self, num_asked: int, num_skipped: int) -> None:
-        """Count steps of an engine whose own drafter is beside ours.
-
-        Args:
-            num_asked: steps in which the engine's drafter was run, from the start.
-            num_skipped: those in which it was not.
-        """
-        if self._steps is None:
-            told = "Steps, by whether the engine's own drafter was run or skipped."
-            self._steps = self._counter("steps", told, "drafter")
-        self._steps.labels("run").inc(num_asked - self._asked)
-        self._steps.labels("skipped").inc(num_skipped - self._skipped)
-        self._asked, self._skipped = num_asked, num_skipped
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Any:
         from prometheus_client import Counter  # noqa: PLC0415  (as above)
@@ -84,4 +68,4 @@ def process_metrics() -> DraftingMetrics | None:
 
 def _add(counter: Any, counts: Mapping[Source, int]) -> None:
     for source, count in counts.items():
-        counter.labels("drafter" if source == Source.MODEL else source.label).inc(count)
+        counter.labels(source.label).inc(count)

@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
+from typing import Final
 
 from decoder.engines.engine_options import chain_for
-from decoder.engines.engine_sessions import DrafterSessions, HeldSequence
+from decoder.engines.engine_sessions import DrafterSessions
 from decoder.engines.request_fields import PLAIN, RequestFields
 from retriever.drafter import Drafter, TokenIds
-from retriever.follower import DraftLimits
+from retriever.follower import DraftLimits, Follower
 from retriever.tree import DraftTree
 
-DEFAULT_BUDGET_NODES = 64
-"""Nodes of the tree that a path is taken from: a usual path and its main alternatives."""
-
+_BUDGET_NODES: Final = 64
+"""Most nodes of the tree that a path is taken from: a usual path and its main alternatives."""
 
 _log = getLogger(__name__)
 
@@ -56,24 +56,15 @@ class NamedSequences:
         model_vocabulary: drafts end before a token that is not below it.
         drafter_vocabulary: a token beyond it ends the drafts for its request; None where the
             drafter takes all tokens.
-        deadline_s: see `DrafterSessions`.
-        budget_nodes: most nodes of the tree that a path is chosen from.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        model_vocabulary: int,
-        *,
-        drafter_vocabulary: int | None = None,
-        deadline_s: float | None = None,
-        budget_nodes: int = DEFAULT_BUDGET_NODES,
+        self, drafter: Drafter, model_vocabulary: int, *, drafter_vocabulary: int | None = None
     ) -> None:
         limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
-        self._sessions = DrafterSessions(drafter, deadline_s, limits=limits)
+        self._sessions = DrafterSessions(drafter, limits=limits)
         self._model_vocabulary = model_vocabulary
-        self._budget_nodes = budget_nodes
-        self._held: dict[int, HeldSequence] = {}
+        self._held: dict[int, Follower] = {}
         self._num_errors = 0
 
     def __len__(self) -> int:
@@ -99,12 +90,10 @@ class NamedSequences:
 
     def _drafts(self, running: Mapping[int, NamedSequence]) -> dict[int, DraftTree]:
         followed = {
-            name: self._follow(name, each).follower
-            for name, each in running.items()
-            if each.fields.drafts
+            name: self._follow(name, each) for name, each in running.items() if each.fields.drafts
         }
         asked = [name for name in followed if running[name].most_drafted > 0]
-        trees = self._sessions.draft([(followed[name], self._budget_nodes) for name in asked])
+        trees = self._sessions.draft([(followed[name], _BUDGET_NODES) for name in asked])
         chains = dict.fromkeys(running, DraftTree.empty())
         for name, tree in zip(asked, trees, strict=True):
             most = running[name].most_drafted
@@ -124,23 +113,18 @@ class NamedSequences:
         if tokens is not None and held.sequence.begins(tokens):
             held.sequence.extend(tokens[len(held.sequence) :])
         try:
-            held.follower.close()
+            held.close()
         except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
 
-    def close(self) -> None:
-        """End all requests."""
-        for name in list(self._held):
-            self.end(name)
-
-    def _follow(self, name: int, row: NamedSequence) -> HeldSequence:
+    def _follow(self, name: int, row: NamedSequence) -> Follower:
         held = self._held.get(name)
         if held is not None and not held.sequence.begins(row.tokens):
             self.end(name)
             held = None
         if held is None:
-            follower = self._sessions.follow(row.tokens, row.num_prompt, row.fields)
-            held = self._held[name] = HeldSequence(follower)
+            held = self._sessions.follow(row.tokens, row.num_prompt, row.fields)
+            self._held[name] = held
         else:
             held.sequence.extend(row.tokens[len(held.sequence) :])
         return held
@@ -150,5 +134,5 @@ class NamedSequences:
         self._num_errors += 1
         if self._num_errors == 1:
             _log.warning("the engine goes on without drafts for now: %s", error)
-        self._sessions.abandon(held.follower for held in self._held.values())
+        self._sessions.abandon(self._held.values())
         self._held.clear()

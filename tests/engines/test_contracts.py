@@ -1,6 +1,5 @@
 """A changed engine is refused with what changed."""
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +28,6 @@ class Ours(Drafts):
     def load(self, path: str) -> None: ...
 
 
-class Kind(enum.Enum):
-    CHAIN = 1
-    TREE = 2
-
-
 def changed(propose: Callable[..., Any], **more: Callable[..., Any]) -> type:
     """Return the abstract class of another version."""
     methods = {"propose": abstractmethod(propose), **more}
@@ -47,7 +41,6 @@ def ours_of(base: type) -> type:
 def test_the_version_that_an_adapter_was_written_for_has_no_differences() -> None:
     assert differences(Drafts, implemented_by=Ours, attributes=("propose", "load")) == []
     assert differences(Drafts.propose, passed=2, named=["seed"]) == []
-    assert differences(Kind, members=("CHAIN", "TREE")) == []
     check_contract(("numpy",), ">=1", [])
 
 
@@ -126,11 +119,6 @@ def test_what_an_adapter_calls_is_compared_with_how_it_calls_it() -> None:
 
 def test_what_cannot_be_seen_is_no_difference() -> None:
     assert differences(min, passed=9) == []
-
-
-def test_members_that_came_or_went_are_told() -> None:
-    assert differences(Kind, members=("CHAIN", "TREE", "GRAPH")) == ["Kind has no member `GRAPH`"]
-    assert differences(Kind, members=("CHAIN",)) == ["Kind has a new member `TREE`"]
 
 
 def test_a_refusal_names_version_change_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,22 +16,19 @@ def test_counts_are_exposed_by_position_and_source() -> None:
     registry = CollectorRegistry()
     metrics = DraftingMetrics(registry)
     tree = DraftTree.checked(
-        [1, 2, 3], [ROOT, 0, 1], [0.9, 0.8, 0.7], [Source.MODEL, Source.CONTEXT, Source.CONTEXT]
+        [1, 2, 3], [ROOT, 0, 1], [0.9, 0.8, 0.7], [Source.CORPUS, Source.CONTEXT, Source.CONTEXT]
     )
-    for asked, skipped, path in ((1, 0, [0, 1]), (1, 1, [0]), (2, 1, [])):
+    for path in ([0, 1], [0], []):
         counts = Statistics()
         counts.record(tree, np.array(path, np.int64), len(path) + 1)
         metrics.add(counts)
-        metrics.count_steps(asked, skipped)
     text = exposition.generate_latest(registry).decode()
     for line in (
         "foredraft:spec_drafts_total 3.0",
         'foredraft:spec_accepted_tokens_per_pos_total{position="0"} 2.0',
         'foredraft:spec_accepted_tokens_per_pos_total{position="1"} 1.0',
-        'foredraft:spec_accepted_tokens_total{source="drafter"} 2.0',
+        'foredraft:spec_accepted_tokens_total{source="corpus"} 2.0',
         'foredraft:spec_accepted_tokens_total{source="context"} 1.0',
         'foredraft:spec_draft_tokens_total{source="context"} 6.0',
-        'foredraft:spec_steps_total{drafter="run"} 2.0',
-        'foredraft:spec_steps_total{drafter="skipped"} 1.0',
     ):
         assert line in text

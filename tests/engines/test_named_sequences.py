@@ -53,7 +53,6 @@ def test_each_request_is_drafted_for_as_it_states() -> None:
     assert continued(sequences, 4, RequestFields(budget=0)) == []
     assert continued(sequences, 5, RequestFields(drafts=False)) == []
     assert len(sequences) == held + 1  # of the last the drafter is told nothing
-    sequences.close()
 
 
 def test_what_one_tenant_or_an_unremembered_request_wrote_is_drafted_for_no_other() -> None:

@@ -319,7 +319,7 @@ class DrafterCorpus:
         trees = [DraftTree.empty()] * len(names)
         rows = [row for row, name in enumerate(names) if self._is_drafted_for(name)]
         followed = [self._follow(sessions, names[row], tails[row], lengths[row]) for row in rows]
-        most = most_nodes(self._width, len(names))
+        most = min(self._width - 1, _MAX_NODES, _MAX_STEP_NODES // max(len(names), 1))
         asked = [(each.follower, each.budget(most)) for each in followed]
         for row, tree in zip(rows, sessions.draft(asked), strict=True):
             trees[row] = self._checked(tree)
@@ -386,11 +386,6 @@ class DrafterCorpus:
             if self._sessions is not None:
                 self._sessions.abandon(each.follower for each in self._followed.values())
             self._followed.clear()
-
-
-def most_nodes(width: int, num_rows: int) -> int:
-    """Return how many nodes to ask for in each row of a step, of rows of `width` nodes."""
-    return min(width - 1, _MAX_NODES, _MAX_STEP_NODES // max(num_rows, 1))
 
 
 class RankGroup(Protocol):

@@ -46,18 +46,6 @@ def test_tokens_that_vary_by_three_times_their_mean_do_not_mislead_it(
     assert least * 2000 <= np.mean(asked) <= most * 2000
 
 
-def test_a_step_of_several_is_asked_for_by_what_all_of_them_gain() -> None:
-    estimate = GainEstimate()
-    for _ in range(200):
-        estimate.learn_gain(0.1, 0.5)
-        estimate.learn_gain(0.9, 0.0)
-        estimate.learn_seconds(TOKEN_S)
-    few = sum(estimate.pays_together([0.9] * 7 + [0.1], TOKEN_S) for _ in range(100))
-    many = sum(estimate.pays_together([0.9] * 4 + [0.1] * 4, TOKEN_S) for _ in range(100))
-    assert few < 10
-    assert many == 100
-
-
 def test_a_reader_that_begins_to_pay_is_found_out() -> None:
     estimate = GainEstimate()
     num_asked(estimate, lambda: 0.0, 3000, 0.9, cost=0.5)
