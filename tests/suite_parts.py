@@ -14,7 +14,7 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
         "faults": "services and writers killed, stopped, cut off or late; full disks, set clocks",
         "soak": "what is held in memory, and what it costs, after many rounds or with large data",
         "programs": "the README and examples as whole programs, with a real model",
-        "bench": "the commands of benchmarks, each once with little to do, and how they judge",
+        "bench": "the commands of benchmarks: help, some with little to do, and how they judge",
     }
 )
 """Parts that run only where they are asked for, by name, with what is in each."""

@@ -1,6 +1,7 @@
 """Small indexes and models, made on the spot; commands run in this process."""
 
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,15 @@ class Ended:
 
 
 Runner = Callable[..., Ended]
+
+
+def run_apart(module: str, *arguments: object) -> Ended:
+    """Run a command that starts processes or threads of its own, in a process."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=FOLDER.parents[1], capture_output=True, text=True, check=False
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture

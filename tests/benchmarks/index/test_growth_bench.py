@@ -1,13 +1,13 @@
 import json
 from pathlib import Path
 
-from tests.benchmarks.conftest import Runner
+from tests.benchmarks.conftest import run_apart
 from tests.indexer.engines.corpora import save_byte_tokenizer
 
 DOCUMENTS = [" ".join(f"{name}{number}" for number in range(200)) for name in "abcdefghij"]
 
 
-def test_growth_is_written_for_programs_and_people(tmp_path: Path, run: Runner) -> None:
+def test_growth_is_written_for_programs_and_people(tmp_path: Path) -> None:
     corpus, traces = tmp_path / "corpus.jsonl", tmp_path / "traces.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     traces.write_text(json.dumps({"prompt": "Go on:", "output": DOCUMENTS[0][:80]}) + "\n")
@@ -20,7 +20,7 @@ def test_growth_is_written_for_programs_and_people(tmp_path: Path, run: Runner) 
         "--tokenizer",
         save_byte_tokenizer(tmp_path / "tokenizer"),
     )
-    done = run(
+    done = run_apart(
         "benchmarks.index.growth",
         *given,
         *sizes,

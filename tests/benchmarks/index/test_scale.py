@@ -12,7 +12,7 @@ from benchmarks.index.process_tree import (
     tree_of,
 )
 from benchmarks.index.scale_report import as_markdown, judged
-from tests.benchmarks.conftest import Runner
+from tests.benchmarks.conftest import run_apart
 from tests.indexer.engines.corpora import save_byte_tokenizer
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def test_what_was_missed_stands_first() -> None:
     assert judged({}) == []
 
 
-def test_a_run_is_killed_once_resumed_and_whole(tmp_path: Path, run: Runner) -> None:
+def test_a_run_is_killed_once_resumed_and_whole(tmp_path: Path) -> None:
     tokenizer = save_byte_tokenizer(tmp_path / "tokenizer")
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -96,7 +96,7 @@ def test_a_run_is_killed_once_resumed_and_whole(tmp_path: Path, run: Runner) -> 
     given = ["--text", folder, "--tokens", 1_500_000, "--real-share", 0.2, "--seed", 3]
     given += ["--tokenizer", tokenizer, "--segment-tokens", 500_000, "--workers", 1, "--limit", 5]
     given += ["--join", "2G", "--folder", tmp_path / "run", "--output", tmp_path / "out"]
-    done = run("benchmarks.index.scale", *given)
+    done = run_apart("benchmarks.index.scale", *given)
     assert done.status == 0, done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert done.stdout == as_markdown(report) + "\n"

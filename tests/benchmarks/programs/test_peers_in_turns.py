@@ -1,12 +1,9 @@
 """The harness that replays programs in turns, and its report."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from benchmarks.peers.contestants import SLOW, Absent
+from benchmarks.peers.contestants import Absent
 from benchmarks.peers.in_turns import TooManyNodesError, Turns, replay_in_turns
 from benchmarks.peers.peer import Kind, path_of
 from benchmarks.peers.peer_report import PeerReport, Row, Times
@@ -15,7 +12,6 @@ from decoder.contenders.prompt_lookup import PromptLookup
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree
-from tests.benchmarks.conftest import Runner
 from tests.benchmarks.drafting import ids
 
 
@@ -107,20 +103,3 @@ def test_report_says_first_where_ours_loses() -> None:
     assert "Median draft, µs | transformers" not in lost
     assert "| chat | arctic | 1.25 | 2.00 (2.00 to 2.00) |" in text
     assert "| a system | a reason |" in text
-
-
-def test_ours_is_measured_and_a_program_that_is_not_built_has_a_reason(
-    tmp_path: Path, run: Runner
-) -> None:
-    traces = tmp_path / "traces.jsonl"
-    traces.write_text(json.dumps({"prompt_ids": [1, 2], "output_ids": OUTPUT}) + "\n")
-    given = ("--workload", f"counting={traces}", "--programs", tmp_path, "--budget", 2)
-    done = run("benchmarks.peers.__main__", *given, "--output", tmp_path / "run", "--json")
-    assert done.status == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found == json.loads((tmp_path / "run.json").read_text())
-    assert ("foredraft", 2) in {(row["contender"], row["budget"]) for row in found["rows"]}
-    reasons = {each["name"]: each["reason"] for each in found["absent"]}
-    assert "build_programs" in reasons["llama-cpp"]
-    assert set(SLOW) < set(reasons)
-    assert (tmp_path / "run.md").exists()
