@@ -1,5 +1,6 @@
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from transformers import (
 )
 
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.training import head_trainer
 from indexer.tokenizer import CACHE_VARIABLE, DEFAULT_MODEL
 from tests.decoder.decoding import SIZES, prompt_of
+from tests.decoder.training.teaching import StepClock
 
 STOP = "<end>"
 
@@ -85,3 +88,12 @@ def questions(tmp_path: Path) -> Path:
     ]
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     return path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """Count the time of trainings in steps, which are small."""
+    made = StepClock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 256)
+    return made

@@ -39,6 +39,7 @@ def train(monkeypatch: pytest.MonkeyPatch, model: Path, output: Path, *arguments
     return run(monkeypatch, "train", *shared, *QUICK, *arguments)
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     model_directory: Path,
     loaded: LanguageModel,
@@ -102,6 +103,7 @@ def test_what_cannot_be_taught_is_told(  # noqa: PLR0913, PLR0917  fixtures
     assert not (tmp_path / "missing").exists()
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_head_of_outputs_alone_is_not_compared_and_that_is_said(
     model_directory: Path,
     loaded: LanguageModel,
@@ -173,7 +175,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     ) as process:
         recorded = tmp_path / "head.training" / "taught"
         while process.poll() is None and not list(recorded.glob("*.safetensors")):
-            pass
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, errors.decode()

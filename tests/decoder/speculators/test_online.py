@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.assembly import DrafterSettings, assemble, draft_limits
 from decoder.budget.budget import FixedBudget
-from decoder.drafters.following import NoDrafter, Verified, states_of
+from decoder.drafters.following import Verified, states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.errors import ContradictoryOptionsError, HeadFileError, UnsupportedModelError
 from decoder.loop import Decoder
@@ -26,13 +26,14 @@ from decoder.speculators.online import LearningSpeculator
 from decoder.training.learner import TRAINED_ONLINE
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
-from tests.decoder.decoding import tiny_llama
+from tests.decoder.decoding import ScriptedDrafter, tiny_llama, tree_of
 from tests.decoder.speculators.published_heads import official_eagle
 from tests.decoder.training.teaching import (
     counting_llama,
     drawn_head,
     language_model_of,
     prompts_of,
+    successors,
 )
 
 COLUMNS = 40
@@ -72,10 +73,20 @@ def waits_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def counting(tokens: list[int], budget: int) -> DraftTree:
+    """Draft what `counting_llama` mostly writes, so that outputs take few passes."""
+    chain, following = [tokens[-1]], successors().tolist()
+    for _ in range(min(budget, 12)):
+        chain.append(following[chain[-1]])
+    return tree_of([(node - 1, token) for node, token in enumerate(chain[1:])])
+
+
 def decoder_of(language_model: LanguageModel, speculator: LearningSpeculator) -> Decoder:
-    drafter = FusedDrafter([NoDrafter()], draft_limits(language_model), readers=[speculator])
+    limits = draft_limits(language_model)
+    drafter = FusedDrafter([ScriptedDrafter(counting)], limits, readers=[speculator])
     assert states_of(drafter) == speculator.states
-    return Decoder(Target(language_model.model, states=states_of(drafter)), drafter, FixedBudget(6))
+    target = Target(language_model.model, states=states_of(drafter), verdicts=None)
+    return Decoder(target, drafter, FixedBudget(16))
 
 
 def teach(
@@ -104,6 +115,9 @@ def test_what_is_learned_is_drafted_from_and_kept(
         outputs = teach(language_model, learning, 30, seed)
         seed += 1
         assert seed < 40
+        end = time.monotonic() + 2.0  # what was sent is learned beside us, on the same cores
+        while not learned.exists() and time.monotonic() < end:
+            time.sleep(0.05)
     waits_until(lambda: learning._current is not first)
     assert teach(language_model, learning, 30, seed - 1) == outputs
     assert "foretells more and is drafted from" in caplog.text

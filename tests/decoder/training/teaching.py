@@ -20,6 +20,25 @@ STATE_SIZE = 32
 FEATURES = 3 * STATE_SIZE
 
 
+class StepClock:
+    """Stands for `time.perf_counter`: it goes on by so many seconds each time that it is read.
+
+    A training reads it twice at each step, so that its minutes are a number of steps.
+    """
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        self._seconds = seconds
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self.go_on(self._seconds)
+        return self._now
+
+    def go_on(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        self._now += seconds
+
+
 def language_model_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...] = ()
 ) -> LanguageModel:

@@ -34,12 +34,12 @@ from tests.decoder.training.teaching import (
 COLUMNS = 40
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
     return language_model_of(counting_llama(), byte_tokenizer)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def examples(language_model: LanguageModel) -> list[Example]:
     states = (*trained_states(num_states(language_model.model)), FINAL)
     answers = Teacher(language_model, states).answer(prompts_of([6] * 160), 40)
@@ -94,7 +94,7 @@ def test_a_head_learns_from_what_comes(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "_TIMES", 25)
-    monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 1024)
+    monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 256)
     head = drawn_head(language_model, COLUMNS)
     learner = learner_of(language_model, head, examples)
     found = []
