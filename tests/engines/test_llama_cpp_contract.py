@@ -176,11 +176,11 @@ def test_output_is_that_of_no_drafts_however_wrong_they_are(adapter: Any, wrong_
 
 def test_only_new_tokens_reach_the_drafter(adapter: Any) -> None:
     drafter = ScriptedDrafter(script, 3, VOCABULARY)
-    llm = Llama(4096)
+    llm = Llama()
     adapter.attach(llm, drafter, measure=False)
-    prompt = script([1], 3000)
-    generated(llm, prompt, 200)
-    assert drafter.told <= len(prompt) + 200
+    prompt = script([1], 300)
+    generated(llm, prompt, 100)
+    assert drafter.told <= len(prompt) + 100
 
 
 def test_each_prompt_is_a_session_of_its_own_and_its_output_is_remembered(adapter: Any) -> None:
