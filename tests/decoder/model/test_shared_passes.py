@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -60,15 +60,24 @@ PROMPTS = [prompt_of(length, seed=length) for length in (3, 9, 5, 14, 7, 11)]
 PATIENCE_S = 240.0
 
 
+@cache
+def truths() -> list[list[int]]:
+    """Return what follows each of the prompts."""
+    return [plainly(tiny_llama(), prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+def truth(prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    return truths()[PROMPTS.index(prompt)][:num_tokens]
+
+
 def drafting(rank: int) -> Drafter:
     """Draft the truth among wrong branches, at each process another tree."""
     rng = np.random.default_rng(rank)
-    truths = [(prompt, plainly(tiny_llama(), prompt, NUM_TOKENS)) for prompt in PROMPTS]
 
     def guess(tokens: list[int], budget: int) -> DraftTree:
-        for prompt, truth in truths:
+        for prompt in PROMPTS:
             if tokens[: len(prompt)] == prompt:
-                rest = truth[len(tokens) - len(prompt) :]
+                rest = truth(prompt)[len(tokens) - len(prompt) :]
                 return oracle_tree(rng, rest, min(budget, int(rng.integers(1, 12)) + 5 * rank))
         return DraftTree.empty()
 
@@ -104,7 +113,7 @@ def greedy(model: PreTrainedModel, rank: int, folder: Path) -> Any:
     """More generations than differing processes survive, by measured costs."""
     target = Target(model)
     store = CostStore(folder / f"costs-{rank}")
-    measure = partial(measure_costs, max_seconds=0.3)
+    measure = partial(measure_costs, max_seconds=0.1)
     costs = known_costs(target, model, store, measure)
     decoder = Decoder(target, drafting(rank), MeasuredBudget(costs))
     outputs = [decoded(decoder, prompt, NUM_TOKENS) for prompt in PROMPTS]
@@ -251,10 +260,6 @@ def alike(outcomes: dict[str, list[Any]], name: str) -> Any:
     assert first == second
     assert first is not None
     return first
-
-
-def truth(prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
-    return plainly(tiny_llama(), prompt, num_tokens)
 
 
 def test_processes_that_draft_and_cut_differently_decode_as_one_does(
