@@ -1,5 +1,6 @@
 """Tiny models, scripted drafters and trees that the decoder's tests share."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decoder.budget.budget import FixedBudget
+from decoder.drafters.fusion import FusedDrafter
 from decoder.loop import Decoder
+from decoder.model.capability_check import Verdicts
 from decoder.model.target import Target
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
@@ -156,8 +159,21 @@ def plainly(
     return generated
 
 
-def decoder_with(model: PreTrainedModel, drafter: Drafter, **options: Any) -> Decoder:
-    return Decoder(Target(model), drafter, FixedBudget(64), **options)
+def decoder_with(
+    model: PreTrainedModel, drafter: Drafter, *, verdicts: Verdicts | None = None, **options: Any
+) -> Decoder:
+    """Return a decoder; what the model verifies is not tried unless verdicts are kept somewhere."""
+    return Decoder(Target(model, verdicts=verdicts), drafter, FixedBudget(64), **options)
+
+
+def decoder_ahead(model: Any, drafter: Drafter, nodes: int = 8, **options: Any) -> Decoder:
+    """Return a decoder that waits for answers ahead however busy the machine is."""
+    target = Target(model, verdicts=None)
+    decoder = Decoder(target, drafter, FixedBudget(nodes), num_ahead=16, **options)
+    parts = drafter._followers if isinstance(drafter, FusedDrafter) else [decoder.followers]
+    for followers in parts:
+        followers._asking_s = 1e9
+    return decoder
 
 
 def decoded(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -246,6 +262,34 @@ class ScriptedDrafter:
         return self._guess(tokens, request.budget_nodes)
 
 
+class AheadDrafter(ScriptedDrafter):
+    """A scripted drafter that answers ahead: by its function of the tokens that may come."""
+
+    def __init__(self, guess: Guess) -> None:
+        super().__init__(guess)
+        self.num_ahead = self.num_outcomes = 0
+        self.outcomes: tuple[TokenIds, ...] = ()
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        assert timeout_s > 0
+        self.num_ahead += 1
+        answers = []
+        for request in requests:
+            self._answer(request._replace(budget_nodes=0))
+            self.num_outcomes += len(request.outcomes)
+            self.outcomes = request.outcomes
+            tokens = self.open_sessions[request.session]
+            answers.append(
+                [
+                    self._guess([*tokens, *outcome.tolist()], request.budget_nodes)
+                    for outcome in request.outcomes
+                ]
+            )
+        return answers
+
+
 def nothing(_tokens: list[int], _budget: int) -> DraftTree:
     return DraftTree.empty()
 
@@ -264,3 +308,16 @@ def at_random(num_nodes: int = 24, seed: int = 0) -> Guess:
 def every_token(_tokens: list[int], _budget: int) -> DraftTree:
     """Draft the whole vocabulary as the next token: one of its nodes is always right."""
     return tree_of([(ROOT, token) for token in range(VOCABULARY)])
+
+
+def by_tokens(truths: Sequence[tuple[list[int], list[int]]], rightness: float) -> Guess:
+    """Draft what comes among wrong branches, or anything; the same after the same tokens."""
+
+    def guess(tokens: list[int], budget: int) -> DraftTree:
+        rng = np.random.default_rng(abs(hash(tuple(tokens))))
+        for prompt, truth in truths:
+            if tokens[: len(prompt)] == prompt and rng.random() < rightness:
+                return oracle_tree(rng, truth[len(tokens) - len(prompt) :], min(budget, 20))
+        return random_tree(rng, min(budget, int(rng.integers(0, 16))))
+
+    return guess

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count
 from typing import Any
@@ -22,7 +22,7 @@ from decoder.model.target import Target
 from decoder.observation import ObservedPass
 from retriever.backoff import Backoff
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits
 from retriever.limits import MAX_OUTCOMES, Limits
@@ -30,17 +30,15 @@ from retriever.sequences import TokenSequence
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
-    MODELS,
     VOCABULARY,
+    AheadDrafter,
     Guess,
-    ScriptedDrafter,
+    by_tokens,
     decoded,
+    decoder_ahead,
     decoder_with,
-    oracle_tree,
     plainly,
     prompt_of,
-    random_tree,
-    tiny_convolution,
     tiny_llama,
 )
 from tests.retriever.security.in_process import serving
@@ -49,79 +47,12 @@ NEW_TOKENS = 24
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17)]
 
 
-class AheadDrafter(ScriptedDrafter):
-    """A scripted drafter that answers ahead: by its function of the tokens that may come."""
-
-    def __init__(self, guess: Guess) -> None:
-        super().__init__(guess)
-        self.num_ahead = self.num_outcomes = 0
-        self.outcomes: tuple[TokenIds, ...] = ()
-
-    def draft_ahead(
-        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
-    ) -> list[list[DraftTree]]:
-        assert timeout_s > 0
-        self.num_ahead += 1
-        answers = []
-        for request in requests:
-            self._answer(request._replace(budget_nodes=0))
-            self.num_outcomes += len(request.outcomes)
-            self.outcomes = request.outcomes
-            tokens = self.open_sessions[request.session]
-            answers.append(
-                [
-                    self._guess([*tokens, *outcome.tolist()], request.budget_nodes)
-                    for outcome in request.outcomes
-                ]
-            )
-        return answers
-
-
-def by_tokens(truths: Sequence[tuple[list[int], list[int]]], rightness: float) -> Guess:
-    """Draft what comes among wrong branches, or anything; the same after the same tokens."""
-
-    def guess(tokens: list[int], budget: int) -> DraftTree:
-        rng = np.random.default_rng(abs(hash(tuple(tokens))))
-        for prompt, truth in truths:
-            if tokens[: len(prompt)] == prompt and rng.random() < rightness:
-                return oracle_tree(rng, truth[len(tokens) - len(prompt) :], min(budget, 20))
-        return random_tree(rng, min(budget, int(rng.integers(0, 16))))
-
-    return guess
-
-
-def decoder_ahead(model: Any, drafter: Drafter, nodes: int = 8, **options: Any) -> Decoder:
-    """Return a decoder that waits for answers ahead however busy the machine is."""
-    decoder = Decoder(Target(model), drafter, FixedBudget(nodes), num_ahead=16, **options)
-    parts = drafter._followers if isinstance(drafter, FusedDrafter) else [decoder.followers]
-    for followers in parts:
-        followers._asking_s = 1e9
-    return decoder
-
-
 def outputs(decoder: Decoder, requests: Sequence[Request], parallel: int) -> list[list[int]]:
     tokens: list[list[int]] = [[] for _ in requests]
     for generation, new in decoder.generate_many(requests, parallel):
         assert generation.error is None
         tokens[generation.number] += new
     return tokens
-
-
-@pytest.mark.parametrize("parallel", [1, 3, 6])
-@pytest.mark.parametrize("rightness", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("make", [*MODELS.values(), tiny_convolution])
-def test_each_output_is_that_of_generate(
-    make: Callable[[], Any], rightness: float, parallel: int
-) -> None:
-    model = make()
-    truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
-    drafter = AheadDrafter(by_tokens(truths, rightness))
-    decoder = decoder_ahead(model, drafter)
-    requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
-    assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
-    assert drafter.num_outcomes > 0
-    assert sorted(drafter.closed) == sorted(prompt + truth for prompt, truth in truths)
-    assert decoder.followers.num_ahead > 0 or rightness < 1
 
 
 def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:

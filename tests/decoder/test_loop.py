@@ -64,7 +64,7 @@ def test_no_more_tokens_than_asked_for(count: int, prompt: list[int]) -> None:
 def test_a_stop_token_ends_the_sequence_even_within_a_path(prompt: list[int]) -> None:
     model = tiny_llama()
     truth = plainly(model, prompt, 40)
-    for stop in set(truth):
+    for stop in sorted(set(truth))[::4]:
         drafter = ScriptedDrafter(oracle(prompt + truth))
         output = decoded(decoder_with(model, drafter, stop_ids=[stop]), prompt, 40)
         assert output == truth[: truth.index(stop) + 1]
@@ -159,12 +159,6 @@ def test_statistics_speak_the_names_of_engines() -> None:
     assert [(each.labels["position"], each.value) for each in per_position] == [("0", 2), ("1", 2)]
     assert families["sglang:spec_accept_length"].type == "gauge"
     assert "right at 1, 2, …: 50%, 50%" in statistics.summary()
-
-
-def test_plain_decoding_is_the_loop_without_drafts(prompt: list[int]) -> None:
-    model = tiny_llama()
-    decoder = Decoder(Target(model), NoDrafter(), FixedBudget(0))
-    assert decoded(decoder, prompt, NEW_TOKENS) == plainly(model, prompt, NEW_TOKENS)
 
 
 def test_defaults_generate_up_to_the_models_limit(prompt: list[int]) -> None:

@@ -55,9 +55,12 @@ from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     SIZES,
     VOCABULARY,
+    AheadDrafter,
     Guess,
     ScriptedDrafter,
     at_random,
+    by_tokens,
+    decoder_ahead,
     evaluated,
     every_token,
     nothing,
@@ -70,7 +73,6 @@ from tests.decoder.decoding import (
     tiny_mamba,
 )
 from tests.decoder.speculators.published_heads import official_eagle3
-from tests.decoder.test_ahead_loop import AheadDrafter, by_tokens, decoder_ahead
 from tests.engines.transformers.generating import EndsAfter, perfect
 from tests.engines.transformers.test_streaming import Listener
 from tests.golden.byte_tokenizer import STOP, byte_tokenizer

@@ -21,11 +21,9 @@ from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
     ScriptedDrafter,
-    at_random,
     decoded,
     decoder_with,
     every_token,
-    oracle,
     plainly,
     prompt_of,
 )
@@ -221,21 +219,6 @@ def test_a_drafter_that_is_always_wrong_loses_its_say() -> None:
     assert tree.token_ids[0] == 5
     assert tree.probabilities[0] > 0.8
     assert tree.probabilities[tree.token_ids.tolist().index(4)] < 0.2
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_fused_drafts_change_no_output(name: str) -> None:
-    model, prompt = MODELS[name](), prompt_of(12)
-    expected = plainly(model, prompt, NEW_TOKENS)
-    drafters = [
-        ScriptedDrafter(guess) for guess in (oracle(prompt + expected), at_random(), every_token)
-    ]
-    drafter = FusedDrafter(drafters, LIMITS, recycled=RecycledLogits())
-    decoder = decoder_with(model, drafter)
-    for _ in range(2):  # the second time with what was recycled
-        assert decoded(decoder, prompt, NEW_TOKENS) == expected
-    assert all(len(part.closed) == 2 for part in drafters)
-    assert drafters[0].closed[0] == prompt + expected
 
 
 def test_recycled_logits_save_passes_the_second_time() -> None:

@@ -9,7 +9,6 @@ from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.recycling import RecycledLogits
 from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree
@@ -17,9 +16,7 @@ from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
     ScriptedDrafter,
-    at_random,
     decoder_with,
-    oracle,
     plainly,
     prompt_of,
     random_tree,
@@ -105,21 +102,6 @@ def test_the_least_recently_used_cache_gives_way_and_is_read_again() -> None:
             assert begun is not None
             row = said(reading.read([5, 6], [ROOT, 0]))[1]
             rounding.check(row, of_model(model, [*prompt, 5, 6]))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_draft_models_as_readers_change_no_output(name: str) -> None:
-    model, prompt = MODELS[name](), prompt_of(12)
-    expected = plainly(model, prompt, 50)
-    readers = [ModelReader(DraftModel(llama(seed))) for seed in (1, 2)]
-    drafters = [ScriptedDrafter(guess) for guess in (oracle(prompt + expected), at_random())]
-    drafter = FusedDrafter(
-        drafters, LIMITS, readers=readers, recycled=RecycledLogits(1 << 8), costs=FREE
-    )
-    decoder = decoder_with(model, drafter)
-    for _ in range(2):
-        generation = decoder.generate(prompt, 50)
-        assert [token for step in generation for token in step] == expected
 
 
 def test_a_sequence_that_outgrows_it_goes_on_without_it() -> None:

@@ -10,22 +10,15 @@ from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.reading import TreeReader
-from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
-from retriever.tree import DraftTree, Source
+from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
-    ScriptedDrafter,
-    at_random,
-    decoded,
     decoder_with,
-    every_token,
-    oracle,
-    plainly,
     prompt_of,
 )
 from tests.decoder.drafters.scripted_readers import ScriptedReader, ScriptedReading
@@ -254,30 +247,3 @@ def test_a_reader_that_is_never_right_is_hardly_asked() -> None:
         fused.learn(Verified(7, tree, rows, np.zeros(0, np.int64), 7))
         sequence.extend([7])
     assert sum(read == [] for read in reader.passes) < 40
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("reads_paths", [False, True])
-def test_readers_change_no_output(name: str, *, reads_paths: bool) -> None:
-    model, prompt = MODELS[name](), prompt_of(12)
-    expected = plainly(model, prompt, NEW_TOKENS)
-    truth = prompt + expected
-
-    def knowing(tokens: list[int]) -> dict[int, float]:
-        right = truth[: len(tokens)] == tokens and len(tokens) < len(truth)
-        return {truth[len(tokens)]: SURE} if right else counting(tokens)
-
-    readers = [
-        ScriptedReader(knowing, reads_paths=reads_paths),
-        ScriptedReader(counting, columns=range(4, 30), source=Source.UNSPECIFIED),
-    ]
-    drafters = [ScriptedDrafter(guess) for guess in (oracle(truth), at_random(), every_token)]
-    drafter = FusedDrafter(
-        drafters, LIMITS, readers=readers, recycled=RecycledLogits(1 << 10), costs=FREE
-    )
-    decoder = decoder_with(model, drafter)
-    for _ in range(2):
-        generation = decoder.generate(prompt, NEW_TOKENS)
-        assert [token for step in generation for token in step] == expected
-    assert generation.statistics.num_passes < 0.3 * NEW_TOKENS
-    assert decoded(decoder, prompt, NEW_TOKENS) == expected

@@ -24,7 +24,7 @@ from decoder.errors import OutOfMemoryError, UnsupportedModelError
 from decoder.model import capability_check
 from decoder.model import target as target_module
 from decoder.model.cache import GrowingLayer, TreeCache
-from decoder.model.capability_check import Verdict
+from decoder.model.capability_check import FOUND_HERE, Verdict
 from decoder.model.compatibility import Capability
 from decoder.model.passes import CachedPasses, PlainPasses, TreeLayout, additive_mask
 from decoder.model.target import Target
@@ -107,7 +107,7 @@ def test_attention_that_counts_windows_by_slots_gets_chains(
     window: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, prompt = tiny_neo(window), prompt_of(window + 10)
-    decoder = decoder_with(model, ScriptedDrafter(at_random()))
+    decoder = decoder_with(model, ScriptedDrafter(at_random()), verdicts=FOUND_HERE)
     assert decoder.target.capability is Capability.CHAINS
     assert decoded(decoder, prompt, 30) == plainly(model, prompt, 30)
     Target(model)
@@ -125,7 +125,7 @@ def test_windows_by_slots_are_found_in_half_precision(window: int, dtype: torch.
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_plain_passes_tell_positions_to_models_that_count_from_zero(length: int) -> None:
     model, prompt = tiny_bamba(), prompt_of(length)
-    decoder = decoder_with(model, ScriptedDrafter(at_random()))
+    decoder = decoder_with(model, ScriptedDrafter(at_random()), verdicts=FOUND_HERE)
     assert decoder.target.capability is Capability.PLAIN
     assert decoded(decoder, prompt, 20) == plainly(model, prompt, 20)
 

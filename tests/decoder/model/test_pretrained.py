@@ -26,6 +26,7 @@ from transformers import (
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.pass_timing import measure_costs
 from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, UnsupportedModelError
+from decoder.model.capability_check import FOUND_HERE
 from decoder.model.compatibility import Capability
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
@@ -127,7 +128,7 @@ def test_models_get_the_drafts_that_they_can_verify(
     guesses = {"right": oracle(prompt + expected), "wrong": at_random()}
     for name, guess in guesses.items():
         drafter = ScriptedDrafter(guess)
-        decoder = decoder_with(model, drafter)
+        decoder = decoder_with(model, drafter, verdicts=FOUND_HERE)
         assert decoder.target.capability is capability
         generation = decoder.generate(prompt, 30)
         assert [token for step in generation for token in step] == expected
@@ -190,7 +191,7 @@ def test_models_that_slide_in_every_layer_take_one_mask() -> None:
     prompt = prompt_of(10)
     expected = plainly(model, prompt, 40)
     drafter = ScriptedDrafter(oracle(prompt + expected))
-    assert decoded(decoder_with(model, drafter), prompt, 40) == expected
+    assert decoded(decoder_with(model, drafter, verdicts=FOUND_HERE), prompt, 40) == expected
 
 
 ORIGINAL = 24
@@ -222,7 +223,10 @@ def test_rotations_that_depend_on_length_limit_it(rope: dict[str, Any], max_posi
     expected = plainly(model, prompt, room)
     assert Target(model).max_length == ORIGINAL
     for guess in (oracle(prompt + expected), at_random()):
-        assert decoded(decoder_with(model, ScriptedDrafter(guess)), prompt, 99) == expected
+        assert (
+            decoded(decoder_with(model, ScriptedDrafter(guess), verdicts=FOUND_HERE), prompt, 99)
+            == expected
+        )
 
 
 def test_fixed_rotations_leave_the_models_limit_alone() -> None:

@@ -19,47 +19,15 @@ from indexer.tokenizer import vocabulary_of
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     MODELS,
-    WINDOW,
-    Guess,
     ScriptedDrafter,
-    at_random,
     decoded,
     decoder_with,
-    every_token,
-    nothing,
     oracle,
     plainly,
-    prompt_of,
     tiny_llama,
 )
 
 NEW_TOKENS = 60
-
-
-def guesses(truth: list[int]) -> dict[str, Guess]:
-    return {
-        "nothing": nothing,
-        "oracle": oracle(truth),
-        "random": at_random(),
-        "every token": every_token,
-    }
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [1, WINDOW // 2, 3 * WINDOW])
-def test_output_is_that_of_model_generate(name: str, attention: str, length: int) -> None:
-    model = MODELS[name](attention)
-    prompt = prompt_of(length)
-    expected = plainly(model, prompt, NEW_TOKENS)
-    for kind, guess in guesses(prompt + expected).items():
-        drafter = ScriptedDrafter(guess)
-        assert decoded(decoder_with(model, drafter), prompt, NEW_TOKENS) == expected, kind
-
-
-def test_tiny_models_do_not_repeat_one_token() -> None:
-    for make in MODELS.values():
-        assert len(set(plainly(make(), prompt_of(12), NEW_TOKENS))) > 5
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,20 +80,6 @@ def test_accepted_path_is_the_longest_that_is_right(name: str, prompt: list[int]
         assert longest_match(model, context, tree) == accepted
         context += step
     assert sum(accepted for _, accepted in judge.cases) > 10
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
-def test_sampled_output_does_not_depend_on_drafts(name: str, seed: int, prompt: list[int]) -> None:
-    model = MODELS[name](dtype=torch.float64)
-    rule = accept_rule(SamplingSettings(1.0, seed=seed))
-    expected = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, NEW_TOKENS)
-    assert expected != plainly(model, prompt, NEW_TOKENS)
-    for kind, guess in guesses(prompt + expected).items():
-        drafter = ScriptedDrafter(guess)
-        assert decoded(decoder_with(model, drafter, accept=rule), prompt, NEW_TOKENS) == expected, (
-            kind
-        )
 
 
 def test_right_drafts_save_passes_under_sampling(prompt: list[int]) -> None:

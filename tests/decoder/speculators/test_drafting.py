@@ -1,6 +1,5 @@
 """Heads draft in the decoding loop: their drafts are accepted, and the output stays the same."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +35,13 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.speculators.drafted_sequences import parts_of
 from tests.decoder.speculators.published_heads import (
-    Published,
-    mlp_speculator,
     official_eagle,
     official_eagle3,
-    speculators_eagle3,
 )
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 LIMITS = DraftLimits(VOCABULARY, VOCABULARY)
 NEW_TOKENS = 40
-
-MAKERS: dict[str, Callable[[], Published]] = {
-    "EAGLE-3": official_eagle3,
-    "EAGLE-3 of speculators": lambda: speculators_eagle3(states=(0, 2, 3), norm_output=True),
-    "EAGLE-1": official_eagle,
-    "MLP": mlp_speculator,
-}
 
 
 def fused(folder: Path, model: PreTrainedModel) -> FusedDrafter:
@@ -62,20 +51,6 @@ def fused(folder: Path, model: PreTrainedModel) -> FusedDrafter:
 
 def decoder_of(model: PreTrainedModel, drafter: Drafter) -> Decoder:
     return Decoder(Target(model, states=states_of(drafter)), drafter, FixedBudget(64))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_output_is_that_without_a_head(name: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    folder = MAKERS[name]().write(tmp_path)
-    for seed in range(3):
-        prompt = prompt_of(5 + seed, seed)
-        decoder = decoder_of(model, fused(folder, model))
-        generation = decoder.generate(prompt, NEW_TOKENS)
-        tokens = [token for step in generation for token in step]
-        assert tokens == plainly(model, prompt, NEW_TOKENS)
-        assert generation.statistics.num_failures == 0
-        assert generation.statistics.num_drafted > NEW_TOKENS
 
 
 def trained(head: EagleHead, model: PreTrainedModel, tokens: list[int]) -> None:

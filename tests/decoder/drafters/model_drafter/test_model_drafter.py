@@ -10,9 +10,7 @@ from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
     WINDOW,
-    decoded,
     decoder_with,
-    plainly,
     prompt_of,
     tiny_llama,
 )
@@ -129,16 +127,6 @@ def test_sessions_do_not_mix_even_where_caches_are_few() -> None:
             tree = next_draft(drafter, name, new, len(prompt), 8)
             fresh = drafted(ModelDrafter(model, DraftingOptions(costs=FREE)), prompt, 8)
             assert list(paths(tree)) == list(paths(fresh))
-
-
-def test_output_is_that_of_the_target() -> None:
-    target = tiny_llama()
-    prompt = prompt_of(12)
-    expected = plainly(target, prompt, 50)
-    for seed, layers in ((1, 3), (4, 1)):
-        draft_model = llama(seed, layers=layers)
-        drafter = ModelDrafter(draft_model, DraftingOptions(costs=FREE))
-        assert decoded(decoder_with(target, drafter), prompt, 50) == expected
 
 
 def test_target_as_its_own_draft_model_is_nearly_always_right() -> None:

@@ -41,7 +41,6 @@ from tests.decoder.commands.command_line import run
 from tests.decoder.decoding import (
     SIZES,
     VOCABULARY,
-    decoded,
     decoder_with,
     evaluated,
     plainly,
@@ -82,12 +81,6 @@ def test_trimmed_proposals_are_zero_elsewhere() -> None:
     assert isinstance(tree, SampledTree)
     assert tree.proposals.sum(1).numpy() == pytest.approx(1.0, abs=1e-5)
     assert not np.delete(tree.proposals.numpy(), KEPT, axis=1).any()
-
-
-def test_output_is_that_of_the_target_under_a_trimmed_draft_model() -> None:
-    target, prompt = tiny_llama(), prompt_of(12)
-    drafter = ModelDrafter(target, DraftingOptions(costs=FREE), kept=KEPT)
-    assert decoded(decoder_with(target, drafter), prompt, 50) == plainly(target, prompt, 50)
 
 
 def test_head_that_is_not_plain_is_not_trimmed(caplog: pytest.LogCaptureFixture) -> None:
