@@ -148,8 +148,12 @@ def planted(trees: list[DraftTree]) -> Forest:
     return forest
 
 
-@pytest.mark.parametrize("seed", range(500))
-def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
+def test_fused_tree_is_that_of_the_slow_twin() -> None:
+    for seed in range(500):
+        check_fused_tree(seed)
+
+
+def check_fused_tree(seed: int) -> None:
     rng = np.random.default_rng(seed)
     known, table, hints = knowledge(rng)
     budget, floor = int(rng.integers(0, 40)), float(rng.choice([1e-4, 0.05]))
@@ -207,8 +211,12 @@ def learned(known: Knowledge, came: Path, rate: float) -> NDArray[np.float64]:
     return weights
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
+def test_learning_moves_the_weights_as_the_slow_twin_does() -> None:
+    for seed in range(300):
+        check_learning(seed)
+
+
+def check_learning(seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)
     known, table, hints = knowledge(rng)
     came = tuple(rng.integers(0, VOCABULARY, 3).tolist())
@@ -276,8 +284,12 @@ def test_logits_that_are_no_numbers_are_noticed(width: int) -> None:
     assert not entered()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_table_holds_what_was_written_last(seed: int) -> None:
+def test_table_holds_what_was_written_last() -> None:
+    for seed in range(20):
+        check_table(seed)
+
+
+def check_table(seed: int) -> None:
     rng = np.random.default_rng(seed)
     table = Table.of(1 << 12, 2)
     truth: dict[Path, list[int]] = {}
