@@ -1,6 +1,6 @@
 """Many sequences in one pass: each has the output that it has alone, and what fails fails alone."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
-    MODELS,
     VOCABULARY,
     Guess,
     ScriptedDrafter,
@@ -43,11 +42,10 @@ from tests.decoder.decoding import (
     plainly,
     prompt_of,
     random_tree,
-    tiny_convolution,
     tiny_gemma,
     tiny_llama,
-    tiny_mamba,
 )
+from tests.suite_parts import cases
 
 NEW_TOKENS = 24
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17, 29, 6, 70)]
@@ -85,26 +83,8 @@ def truths_of(model: PreTrainedModel) -> dict[tuple[int, ...], list[int]]:
     return {tuple(prompt): plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
 
 
-@pytest.mark.parametrize("parallel", [1, 3, 4, 20])
-@pytest.mark.parametrize("make", [*MODELS.values(), tiny_convolution, tiny_mamba])
-def test_each_output_is_that_of_generate(make: Callable[[], Any], parallel: int) -> None:
-    model = make()
-    truths = truths_of(model)
-    drafter = ScriptedDrafter(right_and_wrong(truths))
-    decoder = decoder_with(model, drafter)
-    found = outputs(decoder, [Request(prompt, NEW_TOKENS) for prompt in PROMPTS], parallel)
-    for prompt, (tokens, generation) in zip(PROMPTS, found.values(), strict=True):
-        assert tokens == truths[tuple(prompt)]
-        assert generation.error is None
-        assert generation.statistics.num_tokens == NEW_TOKENS
-        assert [*prompt, *tokens] in drafter.closed
-    assert not drafter.open_sessions
-    if decoder.target.max_nodes and parallel > 1:
-        total = sum(generation.statistics.num_passes for _, generation in found.values())
-        assert total < 0.8 * NEW_TOKENS * len(PROMPTS)
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(cases(1, of=4)))
 def test_orders_stops_limits_and_aborts_change_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     model = tiny_gemma()
@@ -127,21 +107,6 @@ def test_orders_stops_limits_and_aborts_change_nothing(seed: int) -> None:
             assert tokens[number] == truth[: len(tokens[number])]
         else:
             assert tokens[number] == truth
-
-
-def test_a_seed_gives_the_output_that_it_gives_alone() -> None:
-    model = tiny_llama(dtype=torch.float64)
-    settings = SamplingSettings(temperature=1.0, seed=5)
-
-    def sampled(parallel: int) -> list[list[int]]:
-        drafter = FusedDrafter(
-            [EmbeddedDrafter()], DraftLimits(VOCABULARY), recycled=RecycledLogits()
-        )
-        decoder = Decoder(Target(model), drafter, FixedBudget(8), accept_rule(settings))
-        requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
-        return [tokens for tokens, _ in outputs(decoder, requests, parallel).values()]
-
-    assert sampled(1) == sampled(4) == sampled(9)
 
 
 def test_each_sequence_has_its_own_rule() -> None:
@@ -251,8 +216,12 @@ def test_prompts_are_read_in_pieces_beside_those_that_go_on(
     assert sum(widths) == sum(map(len, PROMPTS))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_room_is_divided_evenly(seed: int) -> None:
+def test_room_is_divided_evenly() -> None:
+    for seed in range(20):
+        check_shares(seed)
+
+
+def check_shares(seed: int) -> None:
     rng = np.random.default_rng(seed)
     wanted = rng.integers(1, 300, int(rng.integers(0, 12))).tolist()
     room = int(rng.integers(1, 600))

@@ -25,6 +25,7 @@ from tests.decoder.decoding import (
     tiny_llama,
 )
 from tests.oracles.exactness.trials import chi_square, survival
+from tests.suite_parts import cases
 
 VOCABULARY = 48
 
@@ -71,15 +72,17 @@ def pairs(rule: AcceptRule, logits: torch.Tensor, trials: int) -> NDArray[np.int
     return counts
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("coupled", [True, False])
 def test_constrained_sampling_is_that_of_masked_rows(coupled: bool) -> None:  # noqa: FBT001
     logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
     settings = SamplingSettings(1.0, seed=4, coupled=coupled)
-    counts = pairs(accept_rule(settings, (), Automaton()), logits, 4000)
+    trials = cases(1000, of=4000)
+    counts = pairs(accept_rule(settings, (), Automaton()), logits, trials)
     wanted = masked_by_hand(logits[0], 0)[:, None] * np.array(
         [masked_by_hand(logits[token], 1) for token in range(VOCABULARY)]
     )
-    assert survival(*chi_square(counts, wanted * 4000)) > 0.01
+    assert survival(*chi_square(counts, wanted * trials)) > 0.01
 
 
 def greedily_by_hand(model: Any, prompt: list[int], most: int) -> list[int]:

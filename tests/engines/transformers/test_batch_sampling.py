@@ -24,9 +24,10 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.sampling.test_drawn_decoding import TOP_K, drawn_from, shares_of_outputs
 from tests.engines.transformers.test_batches import PROMPTS, foredraft, generated
+from tests.suite_parts import cases
 
 ROWS = 8
-NUM_CALLS = 75
+NUM_CALLS = cases(30, of=75)
 CRITICAL = 54.1
 """Of chi-square with 26 degrees of freedom, at 0.001: three tokens of three each."""
 CRITICAL_PAIRS = 26.1
@@ -88,7 +89,8 @@ def drafters(truth: list[int]) -> dict[str, tuple[Drafter, bool]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["certain", "drawn"])
+@pytest.mark.seeds
+@pytest.mark.parametrize("kind", ["drawn", "certain"][: cases(1, of=2)])
 def test_returned_sequences_are_drawn_from_the_target_each_by_itself(kind: str) -> None:
     model, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
     shares = shares_of_outputs(model, prompt)
@@ -102,6 +104,7 @@ def test_returned_sequences_are_drawn_from_the_target_each_by_itself(kind: str) 
     assert plugin.statistics.num_failures == 0
 
 
+@pytest.mark.seeds
 def test_rows_with_the_same_random_numbers_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "PassContext", lambda _, *rest: PassContext(0, *rest))
     model, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)

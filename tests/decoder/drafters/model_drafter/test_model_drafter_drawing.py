@@ -29,9 +29,10 @@ from tests.decoder.drafters.model_drafter.draft_models import (
     paths,
 )
 from tests.decoder.rounding import Rounding
+from tests.suite_parts import cases
 
 SIZE = 4
-NUM_TREES = 6000
+NUM_TREES = cases(1500, of=6000)
 CRITICAL = 37.7
 """Of chi-square with 15 degrees of freedom, at 0.001."""
 
@@ -135,7 +136,8 @@ def with_another_proposal(tree: SampledTree) -> SampledTree:
     )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(cases(1, of=2)))
 def test_verified_drafts_are_distributed_as_the_target(seed: int) -> None:
     assert statistic(unchanged, seed) < CRITICAL
 
