@@ -19,6 +19,7 @@ from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import ContradictoryOptionsError
+from decoder.loop import Request
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
@@ -29,10 +30,11 @@ from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, decoder_with, oracle, prompt_of, tiny_llama
 from tests.decoder.drafters.model_drafter.draft_models import distribution
 from tests.decoder.drafters.test_fusion import LIMITS
+from tests.suite_parts import cases
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 TOP_K = 3
-NUM_OUTPUTS = 600
+NUM_OUTPUTS = cases(400, of=600)
 CRITICAL = 54.1
 """Of chi-square with 26 degrees of freedom, at 0.001."""
 
@@ -63,6 +65,7 @@ def shares_of_outputs(target: PreTrainedModel, prompt: list[int]) -> dict[tuple[
     return found
 
 
+@pytest.mark.seeds
 def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
     target, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
     expected = shares_of_outputs(target, prompt)
@@ -78,10 +81,12 @@ def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
 
     decoder = decoder_with(target, drafter, accept=noting)
     counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(NUM_OUTPUTS):
-        # the first token comes from the prompt's pass, and a draft is no deeper than what is left
-        written = [token for step in decoder.generate(prompt, 4) for token in step]
-        counts[tuple(written[:3])] += 1
+    # The first token comes from the prompt's pass, and a draft is no deeper than what is left.
+    requests = [Request(prompt, 4)] * NUM_OUTPUTS
+    written: list[list[int]] = [[] for _ in requests]
+    for generation, tokens in decoder.generate_many(requests, 8):
+        written[generation.number] += tokens
+    counts.update(tuple(each[:3]) for each in written)
     assert sum(seen) >= NUM_OUTPUTS
     rare = [path for path in expected if expected[path] * NUM_OUTPUTS < 5]
     cells = [[path] for path in expected if path not in rare] + ([rare] if rare else [])
@@ -121,7 +126,7 @@ def test_model_generate_accepts_drawn_drafts_by_their_distributions() -> None:
         )
         torch.manual_seed(0)
         model.generate(  # type: ignore[operator]  # untyped there
-            prompt, max_new_tokens=100, do_sample=True, pad_token_id=0, custom_generate=plugin
+            prompt, max_new_tokens=60, do_sample=True, pad_token_id=0, custom_generate=plugin
         )
         figures.append(plugin.statistics.tokens_per_pass)
     assert figures[0] > 1.2 * figures[1]
