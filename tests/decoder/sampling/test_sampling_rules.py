@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from decoder.drafters.following import NoDrafter
 from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
