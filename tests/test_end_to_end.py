@@ -1,6 +1,5 @@
 """Decoding with drafts from a real service in another process."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from retriever.client.strict import RemoteDrafter
 from retriever.tree import Source
 from tests.decoder.decoding import VOCABULARY, plainly, prompt_of, tiny_llama
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.warm_interpreter import WarmProcess
 
 NUM_TOKENS = 60
-Service = tuple["subprocess.Popen[str]", str]
+Service = tuple[WarmProcess, str]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,4 @@
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from indexer.change.verify import verify_index
 from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import load_tokenizer, vocabulary_of
+from tests.retriever.warm_interpreter import run
 
 TextsOf = Callable[[Path], dict[str, str]]
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
@@ -157,12 +156,8 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
         "except IndexerError as error: print(error)\n"
     )
     for limit in (2000, 9000, 100_000):  # bytes in one file
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "x"), str(limit)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run("-c", code, tmp_path / "x", limit)
+        assert done.returncode == 0, done.stderr
         assert re.fullmatch(r"cannot write .*: (File too large|free space)[^\n]*\n", done.stdout)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,7 +3,6 @@ import mmap
 import os
 import random
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from indexer.errors import (
 )
 from indexer.format.snapshots import HeldSnapshot, hold_latest
 from indexer.reader import Index, Vocabulary
+from tests.retriever.warm_interpreter import run
 
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
 
@@ -121,7 +121,7 @@ def test_an_index_may_be_used_in_a_forked_process(tiny_index: Path) -> None:
         "status = os.waitpid(child, 0)[1] if child else 0; "
         "os._exit(status or names != 'ac')"
     )
-    subprocess.run([sys.executable, "-c", code, str(tiny_index)], check=True)
+    assert run("-c", code, tiny_index).returncode == 0
 
 
 def test_another_tokenizer_is_refused_with_both_named(

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,12 +26,13 @@ from indexer.sources import SourceOptions
 from indexer.stages import gathering, segments
 from indexer.stages.tokenise import tokenise
 from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
+from tests.retriever.warm_interpreter import WarmProcess, start
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = BuildOptions(SourceOptions(block_bytes=1 << 14), 12_000, resume=True)
 
 Build = Callable[..., BuildReport]
-Start = Callable[..., "subprocess.Popen[bytes]"]
+Start = Callable[..., WarmProcess]
 
 
 class PlannedError(Exception):
@@ -281,52 +281,51 @@ def round_trip(tally: BuildTally) -> BuildTally:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
+def start_build(tmp_path: Path) -> Start:
     """Starts a build of several blocks and segments in a process of its own."""
     tokenizer = save_byte_tokenizer(tmp_path / "tokenizer")
     corpus = tmp_path / "corpus.jsonl"
     folder = write_corpus(tmp_path / "texts", 60, 12_000)
     texts = (path.read_text() for path in sorted(folder.iterdir()))
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    command = [sys.executable, "-m", "indexer", "build", str(corpus)]
-    command += ["--tokenizer", str(tokenizer), "--segment-tokens", "400_000", "--workers", "2"]
+    command = ("-m", "indexer", "build", corpus, "--tokenizer", tokenizer)
+    sizes = ("--segment-tokens", "400_000", "--workers", 2)
 
-    def run(name: str, *options: str) -> "subprocess.Popen[bytes]":
-        words = [*command, "--output", str(tmp_path / name), *options]
-        return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    def run(name: str, *options: str) -> WarmProcess:
+        words = (*command, *sizes, "--output", tmp_path / name, *options)
+        return start(*words, cwd=ROOT, leads_session=True)
 
     return run
 
 
-@pytest.mark.parametrize("stage", ["reading", "sorting", "counting"])
-def test_a_build_killed_in_any_stage_is_gone_on_with(
-    start: Start, tmp_path: Path, stage: str
-) -> None:
-    assert start("whole").wait() == 0
-    with start("index", "--resume") as killed:
-        pattern = f".index.partial-*/.scratch/{stage}*/*"
-        while not [*tmp_path.glob(pattern)] and killed.poll() is None:
-            time.sleep(0.01)
-        os.killpg(killed.pid, signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL
-    assert left_over(tmp_path)
-    assert start("index", "--resume").wait() == 0
-    assert contents_of(tmp_path / "index") == contents_of(tmp_path / "whole")
-    assert left_over(tmp_path) == []
+def test_a_build_killed_in_any_stage_is_gone_on_with(start_build: Start, tmp_path: Path) -> None:
+    assert start_build("whole").wait() == 0
+    for stage in ("reading", "sorting", "counting"):
+        with start_build("index", "--resume") as killed:
+            pattern = f".index.partial-*/.scratch/{stage}*/*"
+            while not [*tmp_path.glob(pattern)] and killed.poll() is None:
+                time.sleep(0.01)
+            os.killpg(killed.pid, signal.SIGKILL)
+        assert killed.returncode == -signal.SIGKILL, stage
+        assert left_over(tmp_path)
+        assert start_build("index", "--resume").wait() == 0
+        assert contents_of(tmp_path / "index") == contents_of(tmp_path / "whole"), stage
+        assert left_over(tmp_path) == []
+        shutil.rmtree(tmp_path / "index")
 
 
 @pytest.mark.faults
 def test_a_build_that_is_killed_again_and_again_comes_to_its_end(
-    start: Start, tmp_path: Path
+    start_build: Start, tmp_path: Path
 ) -> None:
     rng = random.Random(0)
     began = time.monotonic()
-    assert start("whole").wait() == 0
+    assert start_build("whole").wait() == 0
     seconds = time.monotonic() - began
     kills = 0
     status = None
     while status is None:
-        with start("index", "--resume") as build:
+        with start_build("index", "--resume") as build:
             try:
                 status = build.wait(seconds * rng.uniform(0.3, 0.9))
             except subprocess.TimeoutExpired:

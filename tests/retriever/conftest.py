@@ -1,7 +1,5 @@
 """A small vocabulary, an index on it, and a service in a process of its own."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +8,10 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
+from tests.retriever.warm_interpreter import WarmProcess, start
 
 VOCABULARY_SIZE = 50
-_started: list["subprocess.Popen[str]"] = []
+_started: list[WarmProcess] = []
 
 
 @pytest.fixture(scope="session")
@@ -34,16 +33,13 @@ def index(tmp_path_factory: pytest.TempPathFactory, vocabulary: Vocabulary) -> P
     return path
 
 
-def start_service(*arguments: str) -> tuple["subprocess.Popen[str]", str]:
-    """Start `foredraft serve` and return the process and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "retriever", "serve", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start_service(*arguments: str) -> tuple[WarmProcess, str]:
+    """Start `foredraft serve` and return the process and its address.
+
+    Unless told otherwise it ends without waiting for open sessions.
+    """
+    process = start("-m", "retriever", "serve", "--drain-s", "0", *arguments)
     _started.append(process)
-    assert process.stdout is not None
     line = process.stdout.readline()
     if not line.startswith("serving on "):
         _, errors = process.communicate(timeout=60)
@@ -51,7 +47,7 @@ def start_service(*arguments: str) -> tuple["subprocess.Popen[str]", str]:
     return process, line.removeprefix("serving on ").strip()
 
 
-def stop_service(process: "subprocess.Popen[str]") -> None:
+def stop_service(process: WarmProcess) -> None:
     process.terminate()
     process.communicate(timeout=60)
 

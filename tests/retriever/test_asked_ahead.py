@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from threading import Event, Timer, get_ident
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import OpenSessions, TokenSequence, check_step
 from retriever.tree import DraftTree
 from tests.retriever.test_follower import chain
+from tests.retriever.token_ids import ids
 
 _LONG_S = 30.0
 
@@ -88,10 +88,6 @@ class Foreseeing:
 
 def drafted_after(tokens: Sequence[int]) -> DraftTree:
     return chain(hash(tuple(tokens)) % 1009)
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 def followed(drafter: Foreseeing, *tokens: int) -> tuple[Followers, Follower]:

@@ -1,6 +1,5 @@
 """Drafts from a service inside `model.generate`, whatever becomes of it, or of an index."""
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +26,9 @@ from tests.indexer.engines.corpora import save_byte_tokenizer
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.security.authorities import signed
 from tests.retriever.security.in_process import serving
+from tests.retriever.warm_interpreter import WarmProcess
 
-Service = tuple["subprocess.Popen[str]", str]
+Service = tuple[WarmProcess, str]
 PATIENCE_S = 20.0
 FEW_TOKENS = 16
 

@@ -1,7 +1,5 @@
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from indexer.errors import IndexerError, SourceError
 from tests.indexer.engines import tasks
 from tests.indexer.engines.process_memory import is_alive, members
 from tests.indexer.engines.tasks import Task
+from tests.retriever.warm_interpreter import start
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[3]
@@ -89,13 +88,7 @@ def test_workers_end_with_the_process_that_started_them(
         "tasks = [Task(number, Path(sys.argv[1])) for number in range(9)]\n"
         "list(ProcessPool(2, 1 << 33).map(sleep_for_ever, tasks, 1 << 20))\n"
     )
-    started = subprocess.Popen(
-        [sys.executable, "-c", script, tmp_path],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
+    started = start("-c", script, tmp_path, cwd=ROOT, leads_session=True)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
     workers = [int(path.name) for path in tmp_path.iterdir()]
     assert all(map(is_alive, workers))

@@ -1,8 +1,6 @@
 import errno
 import fcntl
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from indexer.change.verify import verify_index
 from indexer.errors import IndexerError, IndexExistsError
 from indexer.format import output as output_module
 from indexer.reader import Index, Vocabulary
+from tests.retriever.warm_interpreter import start
 
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
 
@@ -175,11 +174,8 @@ def test_a_killed_build_leaves_what_was_there_and_the_next_one_cleans_up(
     if replacing:
         build_from_tokens([("old", [1, 2])], path, vocabulary)
     before = contents_of(path)
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGING_BUILD, str(path)], stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"half-way\n"
+    with start("-c", HANGING_BUILD, path) as process:
+        assert process.stdout.readline() == "half-way\n"
         (partial,) = tmp_path.glob(".index.partial-*")
         assert list(partial.rglob("tokens"))
         process.send_signal(signal.SIGKILL)

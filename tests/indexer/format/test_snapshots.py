@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from indexer.change.verify import verify_index
 from indexer.errors import DamagedIndexError
 from indexer.format import snapshots as snapshots_module
 from indexer.reader import Index
+from tests.retriever.warm_interpreter import WarmProcess, start
 
 READER = """
 import sys
@@ -84,21 +83,15 @@ def files_in(index: Path) -> set[str]:
 
 
 @contextmanager
-def reading_process(index: Path, code: str = READER) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(index)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+def reading_process(index: Path, code: str = READER) -> Iterator[WarmProcess]:
+    with start("-c", code, index) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def said_by(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
+def said_by(process: WarmProcess) -> str:
     return process.stdout.readline().strip()
 
 
@@ -161,7 +154,7 @@ def test_a_reader_in_a_loop_always_sees_one_whole_snapshot(index: Path, source: 
     add(index, source, "0.txt", "0 " * 30)
     with reading_process(index, LOOPING_READER) as process:
         assert said_by(process) == "ready"
-        ends = time.monotonic() + 4
+        ends = time.monotonic() + 1
         number = 0
         while time.monotonic() < ends or number < 40:
             number += 1

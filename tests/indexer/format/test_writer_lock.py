@@ -24,6 +24,7 @@ from indexer.change.writer import writing
 from indexer.errors import IndexBusyError, IndexerError
 from indexer.format.output import writer_lock
 from indexer.reader import Index, Vocabulary
+from tests.retriever.warm_interpreter import WarmProcess, run, start
 
 HOLDER = """
 import sys
@@ -78,14 +79,8 @@ def index(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 @contextmanager
-def another_writer(index: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(index)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
+def another_writer(index: Path) -> Iterator[WarmProcess]:
+    with start("-c", HOLDER, index) as process:
         assert process.stdout.readline() == "locked\n"
         try:
             yield process
@@ -272,12 +267,8 @@ def test_a_file_that_can_grow_no_further_leaves_the_index_as_it_was(
     before = contents_of(index)
     (tmp_path / "d.txt").write_text("d " * 1000)
     argument = tmp_path / ("d.txt" if verb == "add" else "a.txt")
-    done = subprocess.run(
-        [sys.executable, "-c", CRAMPED, str(index), verb, str(argument), str(limit)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run("-c", CRAMPED, index, verb, argument, limit)
+    assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"cannot write [^\n]*File too large\n", done.stdout), done
     assert contents_of(index) == before
     assert verify_index(index).findings == ()

@@ -19,10 +19,6 @@ from retriever.sessions.embedded import EmbeddedDrafter
 NUM_OUTPUTS = 120
 
 
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
-
-
 def output(number: int, length: int = 20) -> TokenIds:
     """An output that nothing else equals in two tokens that follow one another."""
     return np.arange(100 * number, 100 * number + length, dtype=np.int32)

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.retriever.log.state_folders import NUM_OUTPUTS, drafter_on, fill
 from tests.retriever.security.in_process import serving
 from tests.retriever.service.decodes import wait_until
 from tests.retriever.service.test_draft_stream import Exchange
+from tests.retriever.warm_interpreter import run
 
 ROOT = Path(__file__).parents[3]
 
@@ -152,13 +152,7 @@ print(drafter.log_failures)
 def test_a_disk_that_takes_no_more_stops_logging_and_not_drafting(
     tmp_path: Path, choice: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, tmp_path, choice],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("-c", LIMITED, tmp_path, choice, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     failures = int(done.stdout)
     assert 0 < failures < 1000
@@ -211,13 +205,7 @@ def test_a_directory_that_cannot_be_written_is_read_and_not_logged_to() -> None:
             path.chmod(0o444)
         before = {path.name: path.read_bytes() for path in state.iterdir()}
         tokens = ",".join(map(str, output(NUM_OUTPUTS - 1)[:12].tolist()))
-        done = subprocess.run(
-            [sys.executable, "-c", READ_ONLY, state, tokens],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run("-c", READ_ONLY, state, tokens, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         refusal, warm, failures = done.stdout.splitlines()
         assert "cannot use the state directory" in refusal

@@ -17,7 +17,6 @@ from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.log.state_folders import (
     drafter_on,
-    ids,
     keep,
     kept,
     knows,
@@ -25,6 +24,7 @@ from tests.retriever.log.state_folders import (
     output,
     tree_of,
 )
+from tests.retriever.token_ids import ids
 
 
 @pytest.mark.parametrize("num_outputs", [1, 40, 400])

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,8 @@ from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from tests.retriever.log.state_folders import NUM_OUTPUTS, fill
+from tests.retriever.warm_interpreter import run
+from tests.suite_parts import cases
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,13 +90,14 @@ def test_a_damaged_log_is_set_aside_and_drafting_starts_cold(
     assert kept(tmp_path) == [NUM_OUTPUTS]
 
 
+@pytest.mark.seeds
 def test_random_damage_never_crashes_and_never_shows_a_torn_output(tmp_path: Path) -> None:
     rng = np.random.default_rng(51)
     fill(tmp_path)
     data = tmp_path / "generations.mdb"
     whole = data.read_bytes()
     saved = []
-    for _ in range(40):
+    for _ in range(cases(12, of=40)):
         content = bytearray(whole)
         for _ in range(int(rng.integers(1, 4))):
             begin = int(rng.integers(0, len(content)))
@@ -155,7 +156,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (source.stat().st_size, -1))
 sys.exit(salvage(source, Path("{tmp_path}/no/folder/copy")))
 """
     source = tmp_path / "generations.mdb"
-    done = subprocess.run([sys.executable, "-c", limited, source, source], check=False, cwd=ROOT)
+    done = run("-c", limited, source, source, cwd=ROOT)
     assert done.returncode == 11
     assert kept(tmp_path) == list(range(NUM_OUTPUTS))
 

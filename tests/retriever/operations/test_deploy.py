@@ -26,6 +26,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.operations.watched import watched
 from tests.retriever.security.authorities import signed
+from tests.retriever.warm_interpreter import run
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -209,7 +210,7 @@ def test_the_manifests_agree_with_the_settings_and_with_one_another(tmp_path: Pa
 
 def test_compose_takes_its_file() -> None:
     command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = run(*command, str(DEPLOY / "compose.yml"))
+    done = program(*command, str(DEPLOY / "compose.yml"))
     assert done.returncode == 0, done.stdout
     services = yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"]
     settings = resolve(Settings, {}, services["foredraft"]["environment"]).settings
@@ -230,15 +231,8 @@ def test_prometheus_takes_its_configuration() -> None:
     subprocess.run(command, cwd=DEPLOY, check=True, capture_output=True)
 
 
-def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, **variables},
-    )
+def program(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return run("-m", *arguments, env={**os.environ, **variables})
 
 
 def test_the_health_check_tells_who_takes_calls() -> None:
@@ -246,16 +240,16 @@ def test_the_health_check_tells_who_takes_calls() -> None:
     checks = ("retriever.operations.health",), ("foredraft", "health")
     process, address = start_service("--address", "127.0.0.1:0")
     live = ("foredraft", "health", "--live")
-    healthy = [run(*check, address) for check in (*checks, live)]
+    healthy = [program(*check, address) for check in (*checks, live)]
     assert [each.returncode for each in healthy] == [0, 0, 0]
     assert [each.stdout for each in healthy] == ["", "ready\n", "alive\n"]
-    assert run(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
+    assert program(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
     stop_service(process)
     for check in checks:
-        done = run(*check, address)
+        done = program(*check, address)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert f"no answer from {address}" in done.stderr
-    assert "usage:" in run(*checks[0]).stderr
+    assert "usage:" in program(*checks[0]).stderr
 
 
 def test_the_health_check_goes_over_tls(tmp_path: Path) -> None:
@@ -274,10 +268,10 @@ def test_the_health_check_goes_over_tls(tmp_path: Path) -> None:
     try:
         for argument in ("--credentials", f"--credentials={tmp_path}/none"):
             rest = [argument, str(shown)] if argument == "--credentials" else [argument]
-            done = run("foredraft", "health", address, *rest)
+            done = program("foredraft", "health", address, *rest)
             assert done.returncode == (argument != "--credentials"), done.stderr
-        assert run("retriever.operations.health", address, **variables).returncode == 0
-        done = run("retriever.operations.health", address)
+        assert program("retriever.operations.health", address, **variables).returncode == 0
+        done = program("retriever.operations.health", address)
         assert done.returncode == 1
         assert "may want TLS" in done.stderr
     finally:

@@ -34,6 +34,7 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import can_be_kept
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.warm_interpreter import WarmProcess, run
 
 READY = health_pb2.HealthCheckResponse.SERVING
 NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -91,7 +92,7 @@ def status_of(address: str, name: str = SERVICE) -> Any:
         return health.Check(asked, timeout=5).status
 
 
-def status_at_end(process: "subprocess.Popen[str]", timeout_s: float) -> int:
+def status_at_end(process: WarmProcess, timeout_s: float) -> int:
     process.communicate(timeout=timeout_s)
     return process.returncode
 
@@ -163,9 +164,13 @@ def test_reflection_is_behind_a_flag() -> None:
 
 
 def test_an_interrupt_while_nobody_is_there_ends_with_status_0() -> None:
-    process, _ = start_service("--address", "127.0.0.1:0")
-    process.send_signal(signal.SIGINT)
-    assert status_at_end(process, 10) == 0
+    """In an interpreter of its own, which imports and loads everything by itself."""
+    command = [sys.executable, "-m", "retriever", "serve", "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("serving on ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
 
 
 class Faulty(EmbeddedDrafter):
@@ -207,9 +212,7 @@ def test_a_missing_library_is_answered_with_what_to_install() -> None:
         "from retriever.commands import app;"
         "app(['serve', '--reflection', '--address', '127.0.0.1:0'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = run("-c", script)
     assert done.returncode == 1
     assert "pip install 'foredraft[server]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,8 +2,6 @@
 
 import http.client
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from retriever.errors import DrafterUnavailableError
 from retriever.log.generations_log import GenerationsLog
 from tests.patience import free_port
 from tests.retriever.conftest import start_service
+from tests.retriever.warm_interpreter import WarmProcess, run, start
 
 NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -37,16 +36,9 @@ app(["serve", *sys.argv[1:]])
 """A service that opens its state only once it is sent a line."""
 
 
-def opening(*arguments: str) -> "subprocess.Popen[str]":
+def opening(*arguments: str) -> WarmProcess:
     """Start a service and wait until it opens its state."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = start("-c", SLOW, *arguments)
     assert process.stdout.readline() == "opening\n"
     return process
 
@@ -102,14 +94,8 @@ def test_a_signal_while_the_state_is_opened_ends_in_order(tmp_path: Path) -> Non
 
 def test_what_cannot_be_opened_ends_the_process_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    command = [sys.executable, "-m", "retriever", "serve", "--address", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*command, "--state", str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    state = tmp_path / "file"
+    done = run("-m", "retriever", "serve", "--address", "127.0.0.1:0", "--state", state)
     assert done.returncode == 1
     assert done.stderr.startswith("error: cannot use the state directory")
     assert done.stderr.count("\n") == 1

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from retriever.limits import Limits
 from retriever.operations.resolving import Resolved, as_toml, resolve, to_json
 from retriever.operations.settings import DraftSettings, Settings
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.warm_interpreter import run
 
 
 def resolved(
@@ -237,24 +236,14 @@ def test_a_service_is_set_by_a_file_and_the_environment(
 def test_the_command_shows_what_is_in_force(tmp_path: Path) -> None:
     path = tmp_path / "service.toml"
     path.write_text("max_batch = 7\nreflection = true\n")
-    command = [
-        sys.executable,
-        "-m",
-        "retriever",
-        "config",
-        "--config",
-        str(path),
-        "--max-batch",
-        "8",
-    ]
-    done = subprocess.run(
-        [*command, "--no-reflection"], capture_output=True, text=True, check=True, timeout=60
-    )
+    command = ["-m", "retriever", "config", "--config", path, "--max-batch", 8]
+    done = run(*command, "--no-reflection")
+    assert done.returncode == 0, done.stderr
     found = tomllib.loads(done.stdout)
     assert (found["max_batch"], found["reflection"]) == (8, False)
     assert "max_batch = 8  # --max-batch" in done.stdout
     path.write_text("max_bach = 7")
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    refused = run(*command)
     assert refused.returncode == 1
     assert refused.stderr == f"error: {path}: max_bach is no setting: did you mean max_batch?\n"
 

@@ -1,8 +1,6 @@
 """A database is added in a file of its own, and what was learned before it came stays."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from retriever.predict.weights import (
     values_of,
 )
 from retriever.tree import MAX_SOURCES, Source, drafted_sources
+from tests.retriever.warm_interpreter import run
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,8 +35,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the program of the fifth database prints."""
     kept = tmp_path_factory.mktemp("kept") / "weights"
     kept.write_bytes(to_bytes(learned_weights()))
-    command = [sys.executable, "-m", "tests.retriever.predict.toy_database", str(kept)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run("-m", "tests.retriever.predict.toy_database", kept, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

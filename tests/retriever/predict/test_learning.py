@@ -16,8 +16,9 @@ from retriever.predict.weights import (
 )
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
-from tests.retriever.log.state_folders import drafter_on, ids, log_on, output
+from tests.retriever.log.state_folders import drafter_on, log_on, output
 from tests.retriever.predict.blank import blank_weights
+from tests.retriever.token_ids import ids
 
 PROMPT = ids(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
 

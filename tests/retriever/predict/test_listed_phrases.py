@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.kernels.phrase_matching import MAX_BEGINNINGS
 from retriever.predict.phrases import MAX_PHRASE_ROWS, ListedPhrases, Phrase, PhraseCursor
@@ -13,15 +13,12 @@ from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from tests.retriever.kernels.twins import row_twins as twins
+from tests.retriever.token_ids import ids
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(200, of=2000)
 # Ids that share their low or high bits: to the automaton each is two symbols.
 ALPHABET = (3, 259, 256, 70_003)
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 def asked(depth: int, scratch: Scratch) -> Question:

@@ -21,6 +21,7 @@ from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever import repeating
+from tests.retriever.token_ids import ids
 
 SESSIONS = 24
 
@@ -188,10 +189,6 @@ def test_helpers_draft_where_a_step_has_enough_sequences(index: Path) -> None:
         assert len(drafter.draft(requests)) == len(chosen)
         expected = min(helpers, len(chosen) // LEAST_SEQUENCES - 1)
         assert len(scratches) == max(0, expected)
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 def test_one_sequence_wakes_no_thread(index: Path) -> None:

@@ -30,13 +30,10 @@ from tests.retriever.kernels.test_cursors import (
     rows_in,
 )
 from tests.retriever.kernels.twins.cursor_twin import LONG, TextCursorTwin
+from tests.retriever.token_ids import ids
 from tests.suite_parts import cases
 
 PROMPT = np.array([2000, 2001, 2002], np.int32)
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 def predicted(*texts: Sequence[int]) -> list[Prediction]:

@@ -31,14 +31,11 @@ from retriever.sequences import SessionKey, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.lane_twin import LaneTwin, RunningTwin
+from tests.retriever.token_ids import ids
 from tests.suite_parts import cases
 
 PROMPT = np.array([2000, 2001, 2002], np.int32)
 DEPTH = 12
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 class Talk:
@@ -403,9 +400,13 @@ class Sides:
         assert found == [(each.continuation, each.match, each.count) for each in expected]
 
 
-@pytest.mark.parametrize("seed", range(cases(60, of=600)))
-def test_evidence_of_siblings_is_what_a_plain_search_finds(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+@pytest.mark.seeds
+def test_evidence_of_siblings_is_what_a_plain_search_finds() -> None:
+    for seed in range(cases(60, of=600)):
+        search_among_siblings(np.random.default_rng(seed))
+
+
+def search_among_siblings(rng: np.random.Generator) -> None:
     sides = Sides(rng)
     for _ in range(60):
         running = [n for n, each in enumerate(sides.twin.lanes) if not each.is_over]

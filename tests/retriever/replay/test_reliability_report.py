@@ -14,6 +14,7 @@ from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.tree import ROOT, DraftTree, Source
+from tests.retriever.token_ids import ids
 
 
 def chain(probabilities: ArrayLike, source: Source = Source.CORPUS) -> DraftTree:
@@ -44,10 +45,6 @@ class Oracle:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         return [chain([0.9375, 0.625, 0.015625]) for _ in requests]
-
-
-def ids(*tokens: int) -> Any:
-    return np.array(tokens, np.int32)
 
 
 def test_known_probabilities_give_the_known_table() -> None:

@@ -17,7 +17,7 @@ from retriever.replication.replicated_records import (
     decode,
     encode,
 )
-from tests.retriever.log.state_folders import ids
+from tests.retriever.token_ids import ids
 
 STREAM = b"stream"
 REPLICA = bytes(range(16))

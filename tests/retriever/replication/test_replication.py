@@ -18,7 +18,7 @@ from retriever.replication.options import ReplicationOptions, without_credential
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import free_port
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.state_folders import ids, knows, log_on, output
+from tests.retriever.log.state_folders import knows, log_on, output
 from tests.retriever.replication.redis_server import (
     OUTPUTS,
     VOCABULARY,
@@ -28,6 +28,7 @@ from tests.retriever.replication.redis_server import (
     sharing,
     soon,
 )
+from tests.retriever.token_ids import ids
 
 __all__ = ["server"]
 

@@ -17,7 +17,7 @@ from retriever.replication.replicated_records import Record, encode
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import can_be_kept
-from tests.retriever.log.state_folders import ids, knows, output
+from tests.retriever.log.state_folders import knows, output
 from tests.retriever.replication.redis_server import (
     DELETIONS,
     OUTPUTS,
@@ -27,6 +27,7 @@ from tests.retriever.replication.redis_server import (
     sharing,
     soon,
 )
+from tests.retriever.token_ids import ids
 
 __all__ = ["server"]
 

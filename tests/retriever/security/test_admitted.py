@@ -1,7 +1,6 @@
 """Who a running service answers: health to all, calls by scope, and nothing to the revoked."""
 
 import asyncio
-import subprocess
 import sys
 import time
 import urllib.error
@@ -38,9 +37,10 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import free_port
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.state_folders import ids
 from tests.retriever.security.authorities import signed
 from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
+from tests.retriever.warm_interpreter import run
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -183,14 +183,7 @@ def test_the_probe_of_an_image_needs_no_token_and_trusts_the_services_own_certif
     )
     try:
         for rest in ([], ["--live"]):
-            done = subprocess.run(
-                [sys.executable, "-m", "retriever.operations.health", *rest],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=60,
-                env=variables,
-            )
+            done = run("-m", "retriever.operations.health", *rest, env=variables)
             assert (done.returncode, done.stderr) == (0, ""), rest
     finally:
         stop_service(process)

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from cryptography.x509 import DNSName
 from retriever.security.access import add_token
 from tests.retriever.conftest import start_service
 from tests.retriever.security.authorities import Signed, signed
+from tests.retriever.warm_interpreter import WarmProcess, start
 
 SECRET = "hunter2-hunter2"  # noqa: S105  (nobody's)
 
@@ -20,18 +19,12 @@ _GRPC = re.compile(r"[IWE]\d{4} .* ssl_transport_security\.cc")
 """What gRPC writes itself of a handshake that fails."""
 
 
-def started(*arguments: object, **variables: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "retriever", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    )
+def started(*arguments: object, **variables: str) -> WarmProcess:
+    return start("-m", "retriever", *arguments, env={**os.environ, **variables})
 
 
 def lines(
-    commands: Iterator[tuple[str, "subprocess.Popen[str]"]],
+    commands: Iterator[tuple[str, WarmProcess]],
 ) -> Iterator[tuple[str, str]]:
     """What commands that run at once write on standard error, and what that should hold."""
     for expected, process in list(commands):
@@ -60,7 +53,7 @@ def test_a_service_does_not_start_with_credentials_that_protect_nothing(
     access.touch(0o600)
     access.write_text(f"{SECRET}\n")
 
-    def commands() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    def commands() -> Iterator[tuple[str, WarmProcess]]:
         for expected, certificate, key, rest in (
             ("over.pem expired on", over.certificate, over.key, ()),
             ("mode 0644", other.certificate, other.key, ()),
@@ -80,7 +73,7 @@ def test_settings_that_are_none_are_named_with_the_nearest(tmp_path: Path) -> No
     binary = tmp_path / "binary.toml"
     binary.write_bytes(bytes(range(256)))
 
-    def commands() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    def commands() -> Iterator[tuple[str, WarmProcess]]:
         for expected, path in (
             ("max_sesions is no setting: did you mean max_sessions?", file),
             ("is no TOML", binary),
@@ -125,7 +118,7 @@ def test_clients_are_told_what_is_wrong_with_them_or_with_the_service(
 
     def replaying(
         name: str, by: Signed, ca: Signed, shown: str, host: str = "drafts.example"
-    ) -> "subprocess.Popen[str]":
+    ) -> WarmProcess:
         file = tmp_path / f"{name}.toml"
         file.write_text(
             f'ca = "{ca.certificate}"\ncertificate = "{by.certificate}"\nkey = "{by.key}"\n'
@@ -133,7 +126,7 @@ def test_clients_are_told_what_is_wrong_with_them_or_with_the_service(
         )
         return started("replay", traces, "--server", address, "--credentials", file, "--json")
 
-    def commands() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    def commands() -> Iterator[tuple[str, WarmProcess]]:
         yield "not signed by an authority", replaying("ca", engine, stranger, token)
         yield "another host name", replaying("host", engine, authority, token, "other.example")
         yield "early.pem is not valid before", replaying("early", early, authority, token)

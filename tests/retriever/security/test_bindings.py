@@ -20,7 +20,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import CheckedRequest
 from retriever.tree import DraftTree
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.state_folders import ids
+from tests.retriever.token_ids import ids
 
 VOCABULARY = Vocabulary(1000, "ab" * 32)
 COMMON = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -3,7 +3,6 @@
 import os
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +32,10 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.state_folders import ids
 from tests.retriever.security.authorities import Signed, signed
 from tests.retriever.security.in_process import on_loop, serving
+from tests.retriever.token_ids import ids
+from tests.retriever.warm_interpreter import run
 
 
 @pytest.fixture(scope="module")
@@ -327,8 +327,7 @@ def test_serving_others_without_protection_is_refused_with_the_ways_out() -> Non
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "retriever", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    return run("-m", "retriever", *arguments)
 
 
 def test_every_refusal_is_an_error_of_ours() -> None:

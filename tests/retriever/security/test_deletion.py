@@ -22,8 +22,9 @@ from retriever.security.access import TENANT_SCOPES, add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.state_folders import drafter_on, ids, keep, kept, log_on, output
+from tests.retriever.log.state_folders import drafter_on, keep, kept, log_on, output
 from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
 
 Clients = dict[str, RemoteDrafter]
 

@@ -20,8 +20,9 @@ from retriever.service.servicer import Deleting
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from tests.retriever.log.state_folders import drafter_on, ids
+from tests.retriever.log.state_folders import drafter_on
 from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
 
 SESSION = context_bytes(300)
 POOL = generations_bytes(0, GENERATIONS_ALONE) + POOL_BYTES

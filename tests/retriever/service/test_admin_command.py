@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from retriever.drafter import DraftRequest
 from retriever.security.access import Scope, add_token
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service
+from tests.retriever.warm_interpreter import WarmProcess, run
 
 ESCAPE = "\x1b[31m"
 
@@ -33,7 +32,7 @@ class Running:
 
     folder: Path
     address: str
-    process: "subprocess.Popen[str]"
+    process: WarmProcess
     environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, *words: str) -> Result:
@@ -195,14 +194,8 @@ def test_a_copy_opens_as_a_state(service: Running, index: Path) -> None:
 
 
 def test_it_is_a_command_of_the_program(service: Running) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "foredraft", "admin", "sessions"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "FOREDRAFT_ADMIN_ADDRESS": f"unix:{service.folder}/admin"},
-    )
+    named = {"FOREDRAFT_ADMIN_ADDRESS": f"unix:{service.folder}/admin"}
+    done = run("-m", "foredraft", "admin", "sessions", env={**os.environ, **named})
     assert (done.returncode, done.stdout, done.stderr) == (0, "no session is open\n", "")
 
 
@@ -258,14 +251,9 @@ def test_with_an_access_file_a_token_of_the_scope_is_needed_and_draining_ends(
 def test_a_plane_that_could_not_be_trusted_does_not_start(
     index: Path, options: list[str], said: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "foredraft", "serve", "--index", str(index), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "FOREDRAFT_ADDRESS": "127.0.0.1:0"},
-    )
+    named = {"FOREDRAFT_ADDRESS": "127.0.0.1:0"}
+    serving = ["-m", "foredraft", "serve", "--index", index, *options]
+    done = run(*serving, env={**os.environ, **named})
     assert (done.returncode, done.stdout) == (1, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,19 +19,20 @@ from retriever.wire.statuses import error_of, error_of_status
 from tests.retriever.conftest import start_service
 from tests.retriever.service.decodes import wait_until
 from tests.retriever.service.test_draft_stream import codes, opening, step, stream
+from tests.retriever.warm_interpreter import WarmProcess
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 
 
 @contextmanager
-def drained(drain_s: float) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+def drained(drain_s: float) -> Iterator[tuple[WarmProcess, str]]:
     process, address = start_service("--address", "127.0.0.1:0", "--drain-s", str(drain_s))
     yield process, address
     process.kill()
     process.wait()
 
 
-def begin_drain(process: "subprocess.Popen[str]", address: str) -> None:
+def begin_drain(process: WarmProcess, address: str) -> None:
     with RemoteDrafter(address, timeout_s=10) as remote:
         process.terminate()
         assert wait_until(lambda: remote.server_info().phase == "draining")

@@ -3,8 +3,6 @@
 import grp
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -19,6 +17,7 @@ from retriever.operations.resolving import resolve
 from retriever.operations.settings import Settings
 from retriever.service.addresses import SocketAccess
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.warm_interpreter import run, start
 
 ANOTHER_GROUP = 54321
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
@@ -39,8 +38,8 @@ else:
 
 def connected(path: Path, groups: list[int]) -> str:
     """What another user, in some groups, gets who connects to a socket."""
-    command = [sys.executable, "-c", CONNECTING, str(path), *map(str, groups)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run("-c", CONNECTING, path, *groups)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
@@ -106,8 +105,8 @@ asyncio.run(main())
 @AS_ROOT
 def test_a_socket_is_never_more_open_than_asked_for(tmp_path: Path) -> None:
     """The group is given before the mode: the group before never had any right."""
-    command = [sys.executable, "-c", LISTENING, str(tmp_path / "s"), str(ANOTHER_GROUP)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run("-c", LISTENING, tmp_path / "s", ANOTHER_GROUP)
+    assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stdout.splitlines()]
     own = str(tmp_path.stat().st_gid)
     assert steps == [
@@ -160,10 +159,8 @@ def test_what_takes_the_place_of_the_socket_keeps_its_mode(tmp_path: Path) -> No
 
     thread = threading.Thread(target=replace)
     thread.start()
-    arguments = ["-m", "retriever", "serve", "--address", f"unix:{path}", "--socket-mode", "0666"]
-    process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    serving = ["-m", "retriever", "serve", "--address", f"unix:{path}"]
+    process = start(*serving, "--socket-mode", "0666")
     thread.join(60)
     process.terminate()
     process.communicate(timeout=60)

@@ -3,8 +3,6 @@
 import http.client
 import re
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import Library, document, text, word_tokenizer
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.service.test_faults import assert_unharmed, drafter_on
+from tests.retriever.warm_interpreter import WarmProcess, run, start
 
 DAY_S = 86_400.0
 
@@ -96,14 +95,8 @@ app(["serve", *sys.argv[2:]])
 """A service whose clock is set by what a file says."""
 
 
-def start_with_clock(offset: Path, *arguments: str) -> tuple["subprocess.Popen[str]", str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLOCK, str(offset), "--address", "127.0.0.1:0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+def start_with_clock(offset: Path, *arguments: str) -> tuple[WarmProcess, str]:
+    process = start("-c", CLOCK, offset, "--address", "127.0.0.1:0", *arguments)
     return process, process.stdout.readline().split()[-1]
 
 
@@ -161,14 +154,7 @@ def test_what_a_clock_that_was_ahead_dated_is_not_kept_for_longer(tmp_path: Path
 
 def test_second_service_on_one_log_is_refused_in_one_line(tmp_path: Path) -> None:
     process, _ = start_service("--address", "127.0.0.1:0", "--state", str(tmp_path))
-    command = [sys.executable, "-m", "retriever", "serve", "--address", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*command, "--state", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run("-m", "retriever", "serve", "--address", "127.0.0.1:0", "--state", tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
@@ -177,7 +163,7 @@ def test_second_service_on_one_log_is_refused_in_one_line(tmp_path: Path) -> Non
     stop_service(process)
 
 
-def restarted(process: "subprocess.Popen[str]", *arguments: str) -> "subprocess.Popen[str]":
+def restarted(process: WarmProcess, *arguments: str) -> WarmProcess:
     process.kill()
     process.communicate(timeout=60)
     return start_service(*arguments)[0]
@@ -202,12 +188,8 @@ def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -
         drafter.open("s", tokens[:12])
         assert len(draft(drafter).follow(tokens[12:])) < 3
         (tmp_path / "new.txt").write_text(text(100))
-        subprocess.run(
-            [sys.executable, "-m", "indexer", "add", str(library.path), str(tmp_path / "new.txt")],
-            check=True,
-            capture_output=True,
-            timeout=60,
-        )
+        added = run("-m", "indexer", "add", library.path, tmp_path / "new.txt")
+        assert added.returncode == 0, added.stderr
         process = restarted(process, *served)
         assert drafter.wait(60)
         assert wait_until(lambda: len(draft(drafter).follow(tokens[12:])) > 4)

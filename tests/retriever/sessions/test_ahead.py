@@ -15,10 +15,7 @@ from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever.repeating import NUM_TOKENS, index_of_text, text
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
+from tests.retriever.token_ids import ids
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:

@@ -23,6 +23,7 @@ from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import free_port
 from tests.retriever.conftest import start_service
+from tests.retriever.warm_interpreter import run, start
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = Vocabulary(1000, "ab" * 32)
@@ -81,15 +82,7 @@ def test_a_file_that_is_cut_costs_its_index_alone(tmp_path: Path, name: str, len
     """Before, the process ended by SIGBUS without a line."""
     cut, other = build(tmp_path / "cut"), build(tmp_path / "other", 2)
     shutil.copytree(cut, tmp_path / "kept")
-    process = subprocess.Popen(
-        [sys.executable, "-c", CUTTING, str(cut), str(other), name, str(length)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = start("-c", CUTTING, cut, other, name, length, cwd=ROOT)
     found = process.stdout.readline()
     shutil.copytree(tmp_path / "kept", cut, dirs_exist_ok=True)  # in place
     output, errors = process.communicate("\n", timeout=60)
@@ -114,8 +107,7 @@ mapped[0]
 
 
 def test_a_cut_file_of_others_ends_the_process_with_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OVERWRITING, str(build(tmp_path / "i")), str(tmp_path / "f")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run("-c", OVERWRITING, build(tmp_path / "i"), tmp_path / "f", cwd=ROOT)
     assert done.returncode == -7
     assert done.stderr.startswith("error: a file that is mapped into memory was cut")
     assert done.stderr.count("\n") == 1
@@ -143,8 +135,7 @@ drafter.draft_context(document(1, 9)[:12], 16)
 @pytest.mark.skipif(find_library("seccomp") is None, reason="libseccomp is not installed")
 def test_what_is_not_survived_ends_with_a_line_that_names_the_index(tmp_path: Path) -> None:
     path = build(tmp_path / "index")
-    command = [sys.executable, "-c", WITHOUT_MEMORY, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run("-c", WITHOUT_MEMORY, path, cwd=ROOT)
     assert done.returncode == -7
     assert done.stderr == (
         f"error: a file of the index {path} was cut while it was drafted from, and there was no "

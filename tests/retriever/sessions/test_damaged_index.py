@@ -1,8 +1,6 @@
 """Whatever a disk makes of an index: drafts, or one clear error; never a crash."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
+from tests.retriever.warm_interpreter import run
 from tests.suite_parts import cases
 
 ROOT = Path(__file__).parents[3]
@@ -84,15 +83,8 @@ def test_no_damage_crashes_who_drafts(
     monkeypatch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
     for number in (1, 2):
         build(tmp_path / str(number), number)
-    arguments = [str(tmp_path / "1"), str(tmp_path / "2"), "10", str(seed)]
-    done = subprocess.run(
-        [sys.executable, "-c", DRAFTING, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    arguments = (tmp_path / "1", tmp_path / "2", cases(3, of=10), seed)
+    done = run("-c", DRAFTING, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert min(counts["drafted"], counts["refused"]) > 150

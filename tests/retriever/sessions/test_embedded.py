@@ -22,10 +22,7 @@ from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.cursor_twin import without_cursor
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
+from tests.retriever.token_ids import ids
 
 
 def draft(

@@ -25,7 +25,8 @@ from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.kept_findings import KeptFindings
 from tests.retriever.findings import MODEL, OTHER, all_of, findings, rows
-from tests.retriever.log.state_folders import drafter_on, ids, output
+from tests.retriever.log.state_folders import drafter_on, output
+from tests.retriever.token_ids import ids
 
 
 def of(drafter: EmbeddedDrafter, tenant: str = "", model: str = MODEL) -> Findings:

@@ -11,7 +11,8 @@ from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.log.state_folders import drafter_on, ids, keep, kept, knows, log_on, output
+from tests.retriever.log.state_folders import drafter_on, keep, kept, knows, log_on, output
+from tests.retriever.token_ids import ids
 
 SMALL = Limits(generations_tokens=1024)
 

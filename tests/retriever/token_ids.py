@@ -1,0 +1,9 @@
+"""Token ids as drafters take them."""
+
+import numpy as np
+
+from retriever import TokenIds
+
+
+def ids(*tokens: int) -> TokenIds:
+    return np.array(tokens, np.int32)
