@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from retriever import TokenIds
+from retriever.drafter import TokenIds
 
 
 def ids(*tokens: int) -> TokenIds:

@@ -1,17 +1,15 @@
 """Drafts ahead over the wire: those of the embedded drafter, and bounded."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import AheadDrafter, DraftRequest, TokenIds
+from retriever.drafter import DraftRequest
 from retriever.errors import InvalidTreeError, LimitExceededError
 from retriever.follower import Followers
 from retriever.limits import MAX_OUTCOMES, Limits
@@ -21,89 +19,30 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import outcome_trees_from, padded_budgets, requests_from_message
-from tests.retriever.client.test_clients import Awaited
-from tests.retriever.security.in_process import on_loop, serving
+from tests.retriever.client.kinds_of_clients import LONG_S
+from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
-_LONG_S = 30.0
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 def tokens_of(trees: Sequence[DraftTree]) -> list[list[int]]:
     return [tree.token_ids.tolist() for tree in trees]
 
 
-def awaited(address: str) -> Any:
-    drafter: Any = Awaited(address, deadline_s=_LONG_S, local=False)
-    drafter.draft_ahead = lambda *arguments: on_loop(drafter.drafter.draft_ahead(*arguments))
-    return drafter
-
-
-CLIENTS: list[Callable[[str], Any]] = [
-    lambda address: RemoteDrafter(address, timeout_s=_LONG_S),
-    lambda address: ResilientDrafter(address, deadline_s=_LONG_S, local=False),
-    awaited,
-]
-clients = pytest.mark.parametrize("connect", CLIENTS, ids=["strict", "resilient", "async"])
-
-
-def ready(drafter: Any) -> Any:
-    if hasattr(drafter, "wait"):
-        assert drafter.wait(_LONG_S)
-    return drafter
-
-
-@clients
-@pytest.mark.parametrize("pads", [False, True])
-def test_a_service_answers_as_the_embedded_drafter_does(
-    connect: Callable[[str], Any],
-    pads: bool,  # noqa: FBT001
-) -> None:
-    service, local = EmbeddedDrafter(), EmbeddedDrafter()
-    with serving(service, pad_replies=pads) as address, ready(connect(address)) as drafter:
-        answers_ahead: object = drafter
-        assert isinstance(answers_ahead, AheadDrafter)
-        for each in (drafter, local):
-            each.open("s", ids(*PROMPT))
-            each.open("t", ids(9, 9, 9))
-        length = len(PROMPT)
-        for new, outcomes in [
-            ([], (ids(1, 2), ids(5), ids(30))),
-            ([1, 2], (ids(3),)),
-            ([40], tuple(ids(token) for token in range(1, 9))),
-        ]:
-            length += len(new)
-            step = [
-                DraftRequest("t", ids(), 3, 4),
-                DraftRequest("s", ids(*new), length, 8, outcomes=outcomes),
-            ]
-            none, found = drafter.draft_ahead(step, _LONG_S)
-            assert none == []
-            assert tokens_of(found) == tokens_of(local.draft_ahead(step)[1])
-            assert len(found) == len(outcomes)
-        step = [DraftRequest("s", ids(7), length + 1, 8, outcomes=(ids(1),))]
-        assert tokens_of(drafter.draft(step)) == tokens_of(local.draft(step))
-        drafter.close("s", ids(8))
-        drafter.close("t")
-    service.shut_down()
-
-
 def test_followers_use_the_answers_of_a_service() -> None:
     service = EmbeddedDrafter()
-    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+    with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
         followers = Followers(drafter)
         follower = followers.follow(TokenSequence(ids(*PROMPT)))
-        followers._asking_s = _LONG_S
+        followers._asking_s = LONG_S
         for number in range(12):
-            followers._asking_s = _LONG_S
+            followers._asking_s = LONG_S
             tree = follower.draft(8)
             token = number % 8 + 1
             assert tree.token_ids.tolist()[0] == token
             outcomes = [ids(30), ids(token), ids(token, 31)]
-            followers.ask_ahead([(follower, 8, outcomes.copy)], _LONG_S)
+            followers.ask_ahead([(follower, 8, outcomes.copy)], LONG_S)
             follower.sequence.extend([token])
         assert (followers.num_asked, followers.num_ahead) == (1, 11)
         follower.close()
@@ -113,12 +52,12 @@ def test_followers_use_the_answers_of_a_service() -> None:
 def test_a_sharded_client_is_asked_for_what_has_come() -> None:
     one, other = EmbeddedDrafter(), EmbeddedDrafter()
     with serving(one) as first, serving(other) as second:
-        drafter = ShardedDrafter([first, second], deadline_s=_LONG_S)
+        drafter = ShardedDrafter([first, second], deadline_s=LONG_S)
         followers = Followers(drafter)
         follower = followers.follow(TokenSequence(ids(*PROMPT)))
         for token in (1, 2, 3):
             assert follower.draft(8).token_ids.tolist()[0] == token
-            followers.ask_ahead([(follower, 8, [ids(token)].copy)], _LONG_S)
+            followers.ask_ahead([(follower, 8, [ids(token)].copy)], LONG_S)
             follower.sequence.extend([token])
         assert (followers.num_asked, followers.num_ahead) == (3, 0)
         follower.close()
@@ -129,7 +68,7 @@ def test_a_sharded_client_is_asked_for_what_has_come() -> None:
 
 def test_a_strict_client_raises_what_a_service_refuses_and_keeps_the_session() -> None:
     service = EmbeddedDrafter(limits=Limits(max_budget_nodes=16))
-    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+    with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
         drafter.open("s", ids(1, 2, 1))
         for outcomes, limit in [
             ((ids(1),) * (MAX_OUTCOMES + 1), "max_outcomes"),
@@ -144,7 +83,7 @@ def test_a_strict_client_raises_what_a_service_refuses_and_keeps_the_session() -
 
 def test_outcomes_after_the_timeout_are_not_made_and_tokens_are_noted() -> None:
     service = EmbeddedDrafter()
-    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+    with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
         drafter.open("s", ids(*PROMPT))
         outcomes = tuple(ids(token) for token in range(MAX_OUTCOMES))
         request = DraftRequest("s", ids(1), len(PROMPT) + 1, 8, outcomes=outcomes)

@@ -22,7 +22,7 @@ from retriever.client.conversation import (
 from retriever.client.local import LocalDrafter
 from retriever.client.planner import LocalSide, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, OutOfSequenceError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.sequences import TokenSequence
@@ -31,6 +31,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
+from tests.retriever.token_ids import ids
 
 
 def test_sessions_are_spread_evenly_and_only_those_of_a_lost_server_move() -> None:
@@ -104,10 +105,6 @@ def test_local_drafter_keeps_its_contract() -> None:
     assert len(drafter.draft([DraftRequest("t", ids(), 2, 4)])[0]) == 0  # it was to forget
     drafter.close("t", np.arange(100))
     assert len(drafter._recent) == 8
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
 
 
 def test_backlog_is_bounded_and_keeps_the_newest() -> None:

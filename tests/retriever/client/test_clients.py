@@ -1,12 +1,10 @@
 """What both clients that fail open do alike: fail-opens that are told, credentials, padding."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import pytest
-from numpy.typing import ArrayLike
 
 from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
@@ -20,53 +18,19 @@ from retriever.sequences import TokenSequence
 from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
 from retriever.sessions.draft_counts import DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import DraftTree, Source
+from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import pad_request
 from tests.patience import can_be_kept, free_address
+from tests.retriever.client.kinds_of_clients import Client, both
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.state_folders import ids
 from tests.retriever.security.authorities import signed
-from tests.retriever.security.in_process import on_loop, serving
+from tests.retriever.security.in_process import serving
 from tests.retriever.service.decodes import PROMPT, decode, plain
 from tests.retriever.service.test_faults import DEADLINE_S
+from tests.retriever.token_ids import ids
 
 DOWN: Final = pb.FAIL_OPEN_REASON_DOWN
-
-
-class Awaited:
-    """The asynchronous client, each call awaited on an event loop."""
-
-    def __init__(self, addresses: str, **options: Any) -> None:
-        async def made() -> AsyncResilientDrafter:
-            return AsyncResilientDrafter(addresses, **options)
-
-        self.drafter = on_loop(made())
-
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        on_loop(self.drafter.open(session, prompt, remember=remember))
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        return on_loop(self.drafter.draft(requests))
-
-    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
-        on_loop(self.drafter.close(session, new_tokens))
-
-    def wait(self, timeout_s: float) -> bool:
-        return on_loop(self.drafter.wait(timeout_s))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        on_loop(self.drafter.shut_down())
-
-
-Client = Callable[..., Any]
-both = pytest.mark.parametrize("client", [ResilientDrafter, Awaited])
 
 
 def test_both_clients_have_the_same_properties() -> None:

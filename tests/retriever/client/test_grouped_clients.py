@@ -16,8 +16,9 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from tests.retriever.client.test_predicting_clients import clients, ids, ready
+from tests.retriever.client.kinds_of_clients import clients, ready
 from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
 
 PROMPT = [7, 8, 9]
 

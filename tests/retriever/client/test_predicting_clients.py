@@ -8,10 +8,8 @@ import pytest
 
 from retriever.client.conversation import Conversation, SequenceStep
 from retriever.client.local import LocalDrafter
-from retriever.client.resilient import ResilientDrafter
-from retriever.client.sharded import ShardedDrafter
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest, Prediction, PredictionDrafter, TokenIds
+from retriever.drafter import DraftRequest, Prediction
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -27,41 +25,14 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import LONG_LIST, LongMessage, opened, parsed
 from retriever.wire.messages import addition_message, opening_message
 from retriever.wire.statuses import session_status
-from tests.retriever.client.test_clients import Awaited
+from tests.retriever.client.kinds_of_clients import CLIENTS, LONG_S, clients, ready
 from tests.retriever.client.test_replicas import Replica
-from tests.retriever.security.in_process import on_loop, serving
+from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
 
 PROMPT = [7, 8, 9]
 FILE = list(range(1000, 1400))
 LATER = list(range(3000, 3100))
-_LONG_S = 30.0
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
-
-
-class AwaitedPredicting(Awaited):
-    def open(self, session: str, prompt: Any, **options: Any) -> None:
-        on_loop(self.drafter.open(session, prompt, **options))
-
-    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        on_loop(self.drafter.add_predictions(session, predictions))
-
-
-CLIENTS: dict[str, Callable[[str], Any]] = {
-    "strict": lambda address: RemoteDrafter(address, timeout_s=_LONG_S),
-    "resilient": lambda address: ResilientDrafter(address, deadline_s=_LONG_S, local=False),
-    "async": lambda address: AwaitedPredicting(address, deadline_s=_LONG_S, local=False),
-    "sharded": lambda address: ShardedDrafter([address], deadline_s=_LONG_S, timeout_s=_LONG_S),
-}
-clients = pytest.mark.parametrize("connect", CLIENTS.values(), ids=CLIENTS)
-
-
-def ready(drafter: Any) -> Any:
-    if hasattr(drafter, "wait"):
-        assert drafter.wait(_LONG_S)
-    return drafter
 
 
 def draft(drafter: Any, new: Sequence[int], length: int) -> DraftTree:
@@ -72,35 +43,6 @@ def draft(drafter: Any, new: Sequence[int], length: int) -> DraftTree:
 
 def begins(tree: DraftTree, tokens: Sequence[int]) -> bool:
     return len(tree.follow(ids(*tokens))) >= 4
-
-
-@clients
-def test_a_service_drafts_from_predictions_as_the_embedded_drafter_does(
-    connect: Callable[[str], Any],
-) -> None:
-    """Given at the opening, added later, and the same ones again."""
-    service, local = EmbeddedDrafter(), EmbeddedDrafter()
-    with serving(service) as address, ready(connect(address)) as drafter:
-        takes_predictions: object = drafter
-        assert isinstance(takes_predictions, PredictionDrafter)
-        for each in (drafter, local):
-            each.open("s", ids(*PROMPT), predictions=[Prediction(ids(*FILE), "file")])
-        first = draft(drafter, [], 3)
-        assert begins(first, FILE)
-        assert first.token_ids.tolist() == draft(local, [], 3).token_ids.tolist()
-        assert first.sources[0] == Source.PREDICTIONS
-        for each in (drafter, local):
-            each.add_predictions("s", [Prediction(ids(*LATER), "later")])
-            each.add_predictions("s", [Prediction(ids(*FILE)), Prediction(ids(*LATER))])
-        for new, length in [([1000, 1001], 5), ([5], 6), ([1003], 7), (LATER[:2], 9)]:
-            tree, expected = draft(drafter, new, length), draft(local, new, length)
-            assert tree.token_ids.tolist() == expected.token_ids.tolist()
-            assert tree.sources.tolist() == expected.sources.tolist()
-        assert begins(tree, LATER[2:])
-        drafter.close("s", ids(1))
-        with pytest.raises(UnknownSessionError):
-            drafter.add_predictions("s", [Prediction(ids(1))])
-    service.shut_down()
 
 
 @clients
@@ -116,6 +58,9 @@ def test_what_cannot_be_a_prediction_is_refused_at_once(connect: Callable[[str],
         with pytest.raises(LimitExceededError, match="max_sequence_tokens"):
             drafter.add_predictions("s", huge)
         assert len(draft(drafter, [7, 8], 5)) > 0  # as before
+        drafter.close("s", ids(1))
+        with pytest.raises(UnknownSessionError):
+            drafter.add_predictions("s", [Prediction(ids(1))])
     service.shut_down()
 
 
@@ -150,7 +95,7 @@ def test_a_service_that_was_started_again_is_told_all_predictions(
         length, tree = 12, DraftTree.empty()
         for token in FILE[9:60]:
             length += 1
-            assert drafter.wait(_LONG_S)
+            assert drafter.wait(LONG_S)
             if len(tree := draft(drafter, [token], length)):
                 break
         done = length - len(PROMPT)
@@ -234,7 +179,7 @@ def test_a_follower_tells_of_predictions_that_come_later() -> None:
 def test_bare_contexts_are_drafted_for_and_explained_with_predictions() -> None:
     service = EmbeddedDrafter()
     expected = [Prediction(ids(*FILE), "the file")]
-    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+    with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
         assert begins(drafter.draft_context(PROMPT, 8, predictions=expected), FILE)
         explained = drafter.explain(PROMPT, 8, predictions=expected)
         assert explained == service.explain(PROMPT, 8, predictions=expected) or begins(
@@ -256,7 +201,7 @@ def test_nobody_adds_predictions_to_sessions_of_others() -> None:
 def test_a_message_has_few_predictions() -> None:
     """However often each is repeated: what a message costs is bounded before it is looked at."""
     service = EmbeddedDrafter()
-    with serving(service) as address, RemoteDrafter(address, timeout_s=_LONG_S) as drafter:
+    with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
         opening = opening_message(
             "s", ids(1), remember=True, fingerprint="", predictions=[Prediction(ids(2))] * 1000
         )

@@ -1,7 +1,5 @@
 """Several services of one model behind one client: sessions stick, move on, and come back."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -25,10 +23,11 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import tree_to_message
 from retriever.wire.statuses import session_status
 from tests.patience import can_be_kept, free_address, must_hold
-from tests.retriever.client.test_clients import Awaited, Client, both
-from tests.retriever.log.state_folders import ids
+from tests.retriever.client.kinds_of_clients import Awaited, Client, both
 from tests.retriever.security.in_process import on_loop
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
+from tests.retriever.token_ids import ids
+from tests.retriever.warm_interpreter import run
 
 BUDGET: Final = 4
 
@@ -450,12 +449,11 @@ def test_replicas_can_be_named_in_one_address() -> None:
 
 def test_a_command_shows_what_a_service_is() -> None:
     with replicas() as (home, _):
-        command = [sys.executable, "-m", "retriever", "info", home.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = run("-m", "retriever", "info", home.address)
         assert done.returncode == 0, done.stderr
         assert "phase: ready\n" in done.stdout
         assert "max_batch: 1024\n" in done.stdout
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run("-m", "retriever", "info", home.address)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr

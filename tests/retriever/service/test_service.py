@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,6 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -36,56 +33,7 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.messages import tree_from_message
 from tests.patience import can_be_kept
 from tests.retriever.conftest import start_service, stop_service
-
-
-def assert_same(one: DraftTree, other: DraftTree) -> None:
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    assert one.parents.tolist() == other.parents.tolist()
-    assert one.probabilities.tolist() == other.probabilities.tolist()
-    assert one.sources.tolist() == other.sources.tolist()
-
-
-def test_draft_over_the_stream_equals_the_embedded_draft(service: str, index: Path) -> None:
-    rng = np.random.default_rng(17)
-    embedded = EmbeddedDrafter.open_indexes([index])
-    tokens = embedded.indexes[0].segments[0].tokens
-    corpus = tokens[tokens < 50].astype(np.int32)
-    nodes = 0
-    with RemoteDrafter(service) as remote:
-        for round_ in range(3):
-            lengths = {}
-            for name in ("a", "b", "c"):
-                start = int(rng.integers(0, 300))
-                prompt = corpus[start : start + 20]
-                lengths[f"{name}{round_}"] = len(prompt)
-                for drafter in (remote, embedded):
-                    drafter.open(f"{name}{round_}", prompt)
-            for _ in range(20):
-                requests = []
-                for name, length in lengths.items():
-                    new = corpus[int(rng.integers(0, 300)) :][: int(rng.integers(0, 9))]
-                    requests.append(DraftRequest(name, new, length + len(new), 16, 0.001))
-                    lengths[name] = length + len(new)
-                pairs = zip(remote.draft(requests), embedded.draft(requests), strict=True)
-                for one, other in pairs:
-                    assert_same(one, other)
-                    nodes += len(one)
-            for name in lengths:
-                for drafter in (remote, embedded):
-                    drafter.close(name, corpus[:7])
-    assert nodes > 1000
-
-
-def test_bare_context_is_drafted_as_embedded(index: Path, tmp_path: Path) -> None:
-    """Over a unix socket, with a service that has not generated anything."""
-    address = f"unix:{tmp_path}/draft.sock"
-    process, _ = start_service("--index", str(index), "--address", address)
-    context = Index.open(index).segments[0].tokens[:9].astype(np.int32)
-    with RemoteDrafter(address) as remote:
-        tree = remote.draft_context(context, 20)
-    stop_service(process)
-    assert len(tree) > 0
-    assert_same(tree, EmbeddedDrafter.open_indexes([index]).draft_context(context, 20))
+from tests.retriever.warm_interpreter import run
 
 
 def test_default_budget_is_32_nodes(service: str) -> None:
@@ -210,8 +158,7 @@ def test_killed_service_is_unavailable(index: Path) -> None:
 
 
 def refused(*arguments: str) -> str:
-    command = [sys.executable, "-m", "retriever", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run("-m", "retriever", "serve", *arguments)
     assert done.returncode == 1, done
     assert "Traceback" not in done.stderr
     return done.stderr

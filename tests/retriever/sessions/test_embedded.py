@@ -8,7 +8,7 @@ import pytest
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import TokenizerMismatchError
 from indexer.reader import Vocabulary
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
