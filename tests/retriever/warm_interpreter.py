@@ -58,11 +58,16 @@ class WarmProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in (self.stdout, self.stderr):
-            each.close()
-        with suppress(BrokenPipeError):
-            self.stdin.close()
+        self._close()
         self.wait()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for each in (self.stdin, self.stdout, self.stderr):
+            with suppress(BrokenPipeError):
+                each.close()
 
     def poll(self) -> int | None:
         """Return the status where it has ended."""
@@ -98,8 +103,7 @@ class WarmProcess:
                 self.kill()  # or its readers would wait on
                 raise
             out, err = (each.result() for each in outputs)
-        self.stdout.close()
-        self.stderr.close()
+        self._close()
         return out, err
 
     def send_signal(self, number: int) -> None:
