@@ -19,7 +19,7 @@ from tests.retriever.kernels.twins.worlds import (
 )
 from tests.suite_parts import cases
 
-NUM_WORLDS = cases(30, of=250)
+NUM_WORLDS = cases(12, of=250)
 
 
 def check_states(world: World, current: int, path: tuple[int, ...]) -> None:

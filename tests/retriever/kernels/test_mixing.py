@@ -17,7 +17,8 @@ from tests.retriever.kernels.twins.mixing_twin import Parameters
 from tests.retriever.predict.blank import blank_weights
 from tests.suite_parts import cases
 
-NUM_SEEDS = cases(200, of=2000)
+NUM_SEEDS = cases(60, of=2000)
+NUM_OUTCOMES = cases(20_000, of=100_000)
 NONE = -1
 LEAST_GRADIENT = 0.002  # less is not learned from
 
@@ -121,12 +122,13 @@ def surprise(node: Node, of: Parameters, fixed: dict[int, float], outcome: int) 
     return math.log2(total) - (escape if outcome == NONE else scores[outcome])
 
 
+@pytest.mark.seeds
 def test_learning_goes_down_the_gradient_of_the_surprise() -> None:
     """By finite differences: of each kind of weight some, and along random directions."""
     rng = np.random.default_rng(82)
     rate, step = 5e-5, 1e-6
-    moved = 0
-    for _ in range(150):
+    moved, num_nodes = 0, cases(40, of=150)
+    for _ in range(num_nodes):
         weights, node = random_weights(rng, 0.3), random_node(rng, most=8)
         before = mixing_twin.parameters(weights)
         shares = node.mix(weights).tolist()
@@ -151,12 +153,13 @@ def test_learning_goes_down_the_gradient_of_the_surprise() -> None:
             slope = (ahead - behind) / (2 * step)
             assert slope == pytest.approx(gradient @ direction, abs=0.01 * scale + 0.01)
             moved += abs(slope) > 0.1 * scale
-    assert moved > 300
+    assert moved > 2 * num_nodes
 
 
+@pytest.mark.seeds
 def test_repeated_outcomes_surprise_less_and_less() -> None:
     rng = np.random.default_rng(83)
-    for _ in range(100):
+    for _ in range(cases(30, of=100)):
         weights, node = random_weights(rng), random_node(rng)
         outcome = int(rng.integers(NONE, len(node.evidence)))
         surprises = []
@@ -184,15 +187,16 @@ def test_extreme_evidence_gives_probabilities(weights: Weights) -> None:
                 assert np.isfinite(kept.view(np.float32)).all()
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("adversary", ["least likely", "by turns", "random"])
 def test_weights_stay_bounded_whatever_comes_next(adversary: str) -> None:
-    """A hundred thousand outcomes that nothing can be learned from, at ten times the usual rate."""
+    """Very many outcomes that nothing can be learned from, at ten times the usual rate."""
     rng = np.random.default_rng(84)
     weights = random_weights(rng)
     nodes = [random_node(rng, most=30) for _ in range(50)]
     extreme = [[1e3, 1e3, 1e3, 1e3, 1e-30, 1.0], [0.0] * 6, [1.0] * 6]
     nodes.append(Node(extreme, [4000, 4000, 1e9, *[1.6e10] * 7], 1))
-    for number in range(100_000):
+    for number in range(NUM_OUTCOMES):
         node = nodes[number % len(nodes)]
         shares = node.mix(weights)
         outcome = int(rng.integers(NONE, len(shares)))
