@@ -22,9 +22,9 @@ from tests.retriever.kernels.twins.worlds import MAX_BUDGET, Grow, random_world
 from tests.retriever.predict.blank import blank_weights
 from tests.suite_parts import cases
 
-NUM_WORLDS = cases(30, of=120)
+NUM_WORLDS = cases(12, of=120)
 # Where shares of all are compared: over fewer, one world weighs too much.
-MANY_WORLDS = cases(60, of=120)
+MANY_WORLDS = cases(24, of=120)
 
 
 @pytest.fixture(scope="module")

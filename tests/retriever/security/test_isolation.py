@@ -20,6 +20,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.security.in_process import serving
+from tests.suite_parts import cases
 
 TENANTS = ("a", "b", "c")
 COMMON = range(8)
@@ -138,7 +139,7 @@ def piece(tenant: str, begins: tuple[int, int]) -> list[int]:
 
 
 @settings(
-    max_examples=60,
+    max_examples=cases(20, of=60),
     deadline=None,
     phases=[Phase.generate],
     report_multiple_bugs=False,
