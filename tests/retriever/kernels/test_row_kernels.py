@@ -24,7 +24,7 @@ from retriever.kernels.tree_growth import weigh_rows
 from tests.retriever.kernels.twins import row_twins as twins
 from tests.suite_parts import cases
 
-NUM_SEEDS = cases(300, of=3000)
+NUM_SEEDS = cases(100, of=3000)
 CAPACITY = 64
 NUM_BUCKETS = 32
 
