@@ -1,5 +1,6 @@
 """A small vocabulary, an index on it, and a service in a process of its own."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def start_service(*arguments: str) -> tuple[WarmProcess, str]:
     return process, line.removeprefix("serving on ").strip()
 
 
-def stop_service(process: WarmProcess) -> None:
+def stop_service(process: "WarmProcess | subprocess.Popen[str]") -> None:
     process.terminate()
     process.communicate(timeout=60)
 

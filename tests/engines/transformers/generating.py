@@ -1,6 +1,5 @@
 """Calls of `model.generate` that these tests share."""
 
-import subprocess
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.engines.transformers.requests import caches_of
 from retriever.drafter import Drafter
 from tests.decoder.decoding import VOCABULARY, Guess, plainly, tree_of
+from tests.retriever.warm_interpreter import WarmProcess
 
 NEW_TOKENS = 40
 
@@ -61,7 +61,7 @@ class EndsAfter(StoppingCriteria):
 class Killing(BaseStreamer):
     """Kills a process after so many tellings, as a streamer or as `on_tokens`."""
 
-    def __init__(self, process: "subprocess.Popen[str]", after: int) -> None:
+    def __init__(self, process: WarmProcess, after: int) -> None:
         self._process = process
         self._left = after
         self.has_killed = False

@@ -94,7 +94,7 @@ def status_of(address: str, name: str = SERVICE) -> Any:
 
 def status_at_end(process: WarmProcess, timeout_s: float) -> int:
     process.communicate(timeout=timeout_s)
-    return process.returncode
+    return process.wait()
 
 
 @contextmanager
