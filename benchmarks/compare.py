@@ -18,14 +18,12 @@ from rich.progress import track
 
 from benchmarks.comparison import Comparison, Measurement, circumstances, describe
 from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
-from decoder.contenders.drafting_rules import DRAFTERS
-from retriever.commands.factories import OWN, DrafterFactory, find_factory
+from retriever.commands.factories import OWN, DrafterFactory, find_factory, known_drafters
 from retriever.commands.options import clear_errors
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
 
 BUDGETS: Final = (8, 16, 32, 64)
-RULES: Final = "decoder.contenders.drafting_rules"
 RESULTS: Final = Path(__file__).parent / "results" / "drafting"
 
 console = Console(stderr=True)
@@ -54,13 +52,11 @@ def main(
     ] = None,
 ) -> None:
     """Compare drafters; write JSON, a table and a plot."""
-    names = drafter or [OWN, *DRAFTERS]
+    known, _ = known_drafters()
     stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-peers"
     with clear_errors():
         with ExitStack() as opened:
-            factories = {
-                name: find_factory(name, "decoder.contenders.drafting_rules") for name in names
-            }
+            factories = {name: find_factory(name) for name in drafter or known}
             workloads = _workloads(workload or [], ChatEncoder(tokenizer), limit, opened)
             before = circumstances()
             rows = list(_measure(workloads, factories, sorted(budget or BUDGETS)))

@@ -23,7 +23,7 @@ from decoder.budget.budget import MeasuredBudget
 from decoder.commands.bench import BenchPrompt, circumstances, compare, fitting
 from decoder.commands.prompts import read_prompts
 from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders
-from decoder.contenders.drafting_rules import OWN, drafting_rules
+from decoder.contenders.drafting_rules import drafting_rules
 from decoder.contenders.standings import Comparison
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import PAYING, Outcome, project
@@ -32,6 +32,7 @@ from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.observation import Statistics
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.commands.factories import OWN
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 

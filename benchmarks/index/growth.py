@@ -26,9 +26,9 @@ from rich.console import Console
 
 from benchmarks.comparison import circumstances
 from benchmarks.index.growth_report import SYNTHETIC, as_markdown, write
+from benchmarks.papers.longest_match import POINTER_BYTES
 from benchmarks.stitching import Written, read_texts, write_corpus
 from benchmarks.workloads import stdlib_corpus, stdlib_recordings
-from decoder.contenders.longest_match import POINTER_BYTES
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
@@ -38,7 +38,6 @@ from retriever.errors import RetrieverError
 from retriever.replay.replay import ReplayReport, replay
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 
-PEERS: Final = "decoder.contenders.drafting_rules"
 RESULTS: Final = Path(__file__).parents[1] / "results" / "index"
 SIZES: Final = (1_000_000, 10_000_000, 100_000_000)
 
@@ -174,7 +173,7 @@ def main(
     stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-growth"
     try:
         encoder = ChatEncoder(tokenizer)
-        drafters = {name: find_factory(name, PEERS) for name in (OWN, *(against or ()))}
+        drafters = {name: find_factory(name) for name in (OWN, *(against or ()))}
         recordings = Recordings(*_recorded(traces, warm, encoder, limit), budget, drafters)
         texts = read_texts(corpus) if corpus else [path.read_text() for path in stdlib_corpus()]
         with tempfile.TemporaryDirectory() as folder:

@@ -447,7 +447,7 @@ def run(plan: Plan, stem: Path) -> dict[str, Any]:
 
     def recordings() -> Recordings:
         traces = recordings_of(text().held_out, plan, encoder)
-        return Recordings(traces, [], plan.budget, {OWN: find_factory(OWN, "")})
+        return Recordings(traces, [], plan.budget, {OWN: find_factory(OWN)})
 
     def drafts(*names: str) -> dict[str, Any]:
         return drafts_on(names, builder, recordings())

@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from benchmarks.papers import DRAFTERS
+from benchmarks.papers.suffix_decoding import BEST_TREE, SuffixDecoding, documents_of
 from benchmarks.peers.peer import Contender, DrafterPeer, Kind, Made
 from benchmarks.peers.programs import Programs, in_words
 from benchmarks.workloads import Workload
-from decoder.contenders.drafting_rules import DRAFTERS, warm
+from decoder.contenders.drafting_rules import warm
 from decoder.contenders.prompt_lookup import MAX_MATCHING_NGRAM_SIZE, PromptLookup
-from decoder.contenders.suffix_decoding import BEST_TREE, SuffixDecoding, documents_of
 from retriever.commands.factories import OWN, own_drafter
 from retriever.replay.traces import Trace
 

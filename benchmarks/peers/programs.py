@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
+from benchmarks.papers.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, documents_of
 from benchmarks.peers.build_programs import (
     ARCTIC_INFERENCE,
     LLAMA_LOOKUP,
@@ -23,7 +24,6 @@ from benchmarks.peers.in_turns import Tally, Turns, replay_in_turns
 from benchmarks.peers.peer import DrafterPeer, Made, Text, drafted, path_of
 from benchmarks.workloads import Workload
 from decoder.contenders.prompt_lookup import PromptLookup
-from decoder.contenders.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, documents_of
 from retriever.drafter import TokenIds
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree

@@ -99,7 +99,7 @@ def run_bench(
         bool,
         typer.Option(
             "--contenders",
-            help="List the contenders that --contender takes, and end.",
+            help="List the contenders that have names, and end: in a checkout published rules too.",
             is_eager=True,
             callback=_list_contenders,
             rich_help_panel="Contenders",
@@ -169,7 +169,7 @@ def run_estimate(
     The log is replayed without a model: a draft changes no output, so the
     tokens that each pass would have brought are known. Each record drafts
     from its own prompt and from the outputs before it, as in service. Prompt
-    lookup and SuffixDecoding are replayed next to it.
+    lookup is replayed next to it, or what --drafter names.
 
     Time follows from what a pass costs by the nodes that it verifies, and from
     how long drafting takes here. Measure passes with --model where you would

@@ -36,10 +36,10 @@ from decoder.contenders.contender import PLAIN, UNDRAFTED
 from decoder.contenders.registry import (
     ASKING_SERVERS,
     DEFAULT,
-    ENTRIES,
     Contest,
     Setting,
     chosen,
+    known_entries,
     parallel_default,
 )
 from decoder.drafters.options import MAX_NODES, DraftOptions
@@ -168,10 +168,13 @@ def list_contenders() -> None:
     table = Table(box=SIMPLE_HEAD)
     for heading in ("contender", "what it is", "paper", "needs"):
         table.add_column(heading)
-    for entry in ENTRIES.values():
+    known, missing = known_entries()
+    for entry in known.values():
         needs = " or ".join("--" + each.replace("_", "-") for each in entry.needs)
         table.add_row(entry.name, entry.summary, entry.paper, needs)
     print_table(table)
+    for reason in missing:
+        typer.echo(reason, err=True)
 
 
 @errors_in_one_line(*FORESEEN)

@@ -14,7 +14,7 @@ from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.options import CostSettings, EstimatedDrafts, LogSettings
 from decoder.commands.trace_command import print_table
-from decoder.contenders.drafting_rules import OWN, DraftingRule, drafting_rules
+from decoder.contenders.drafting_rules import DraftingRule, drafting_rules
 from decoder.estimate.cost_curve import (
     CostCurve,
     from_file,
@@ -37,6 +37,7 @@ from decoder.estimate.token_log import Record, TokenLog, token_log
 from decoder.model.pretrained import ModelOptions, load_model
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
+from retriever.commands.factories import OWN, find_factory
 from retriever.replay.traces import ChatEncoder, stream_traces
 from retriever.sessions.options import check_files, indexed_tokenizer
 
@@ -48,10 +49,7 @@ _ASSUMPTIONS: Final = (
     "an output's first token comes with the pass over its prompt, and is not counted",
     "drafts from the model's logits (recycling) are left out: a log has none; they would add",
     f"{PAYING}: drafts are cut to what pays by these costs, as `foredraft generate` does",
-    (
-        "the others are our readings of their rules at their best settings; SuffixDecoding's own "
-        "program drafts quicker after long matches"
-    ),
+    "the others are our readings of their rules at their best settings",
 )
 
 
@@ -67,6 +65,8 @@ def estimate(
 ) -> None:
     """Say from recorded outputs whether drafts would help; see `foredraft estimate --help`."""
     drafts.check()
+    for name in drafts.drafter:
+        find_factory(name)
     costs.check()
     if plot is not None:
         check_plot(plot)
@@ -81,7 +81,7 @@ def estimate(
         with token_log(progress.track(rows, task_id=tokenising), chosen.by) as records:
             for line in found.describe():
                 progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            rules = drafting_rules(drafts.index, encoder.vocabulary)
+            rules = drafting_rules(drafts.index, encoder.vocabulary, drafts.drafter)
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
             crowded = _crowded(records, rules, curve, drafts.budgets[-1])

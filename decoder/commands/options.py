@@ -418,8 +418,9 @@ class ContestOptions(BaseModel):
         list[str],
         Metavar("NAME"),
         Field(
-            description="Who is measured; --contenders lists all. The report is then laid out as "
-            "papers' tables. Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
+            description="Who is measured: one that --contenders lists, or MODULE:NAME of what a "
+            "mapping DRAFTERS of a module holds. The report is then laid out as papers' tables. "
+            "Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
         ),
     ] = []
     nodes: Annotated[
@@ -503,7 +504,7 @@ class LogSettings(BaseModel):
 
 
 class EstimatedDrafts(BaseModel):
-    """What is drafted, and from what."""
+    """What is drafted, from what and by which rules."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
@@ -515,6 +516,14 @@ class EstimatedDrafts(BaseModel):
             "they would foretell themselves. Repeatable."
         ),
     ] = []
+    drafter: Annotated[
+        list[str],
+        Metavar("NAME"),
+        Field(
+            description="A rule of others to replay next to our own drafter, as `replay --drafter` "
+            "takes it. Repeatable. Default: prompt-lookup."
+        ),
+    ] = ["prompt-lookup"]
     budget: Annotated[
         list[int],
         Metavar("N"),

@@ -1,8 +1,6 @@
-"""Our own readings of drafting rules that others publish, behind the `Drafter` protocol.
+"""What decodes prompts in a benchmark, behind one protocol, and the figures of it.
 
-`registry.py` lists all contenders. Rules that draft from texts alone are replayed on recordings,
-too, at the same budget of nodes (`drafting_rules.py`). They are readings of rules and not the
-programs of their authors: what a draft costs in microseconds is what our reading of it costs. Each
-module says where its rule stands, and where ours is kinder to it. Nodes of rules that give no
-probabilities bear 1.
+`registry.py` lists the contenders of this package: transformers' own ways, our own drafter whole
+and in parts, draft models and heads alone. Published drafting rules are in `benchmarks/papers` of a
+checkout, where they are found by name.
 """

@@ -6,11 +6,13 @@ sequence, n falling from `max_matching_ngram_size` to 1, find their first occurr
 from the left that is followed by anything, and draft what followed.
 """
 
-from typing import Final
+from typing import Any, Final
 
-from decoder.contenders.kernels.scanning import longest_repeat
+from numpy.typing import NDArray
+
 from decoder.contenders.sequence_drafter import SequenceDrafter, chain
 from retriever.drafter import TokenIds
+from retriever.kernels.compiling import kernel
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
@@ -41,3 +43,25 @@ class PromptLookup(SequenceDrafter[TokenSequence]):
 
     def _end(self, state: TokenSequence) -> None:
         """Remember nothing: each sequence is drafted from itself."""
+
+
+@kernel(allocates=True)
+def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
+    """Return the length of the longest end that occurred before, and where it first ended.
+
+    Args:
+        tokens: int32[n], the sequence.
+        max_length: longest end to look for.
+
+    Returns:
+        Its length, and the position after its first occurrence; 0 and n where there is none.
+    """
+    total = len(tokens)
+    best, best_end = 0, total
+    for end in range(1, total):
+        length, most = 0, min(end, max_length)
+        while length < most and tokens[end - 1 - length] == tokens[total - 1 - length]:
+            length += 1
+        if length > best:
+            best, best_end = length, end
+    return best, best_end

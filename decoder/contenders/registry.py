@@ -1,12 +1,12 @@
-"""All contenders of a benchmark by name, and how each is made for a run.
+"""Contenders of a benchmark by name, and how each is made for a run.
 
-Those of this package share the loop, the target, the acceptance rule and the budget, and differ in
-the drafter alone. Speed-up is over `plain`, as in the papers' tables.
+All but transformers' own share the loop, the target, the acceptance rule and the budget, and differ
+in the drafter alone. Speed-up is over `plain`, as in the papers' tables.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -14,6 +14,7 @@ from decoder.assembly import DrafterSettings, draft_limits, load_draft_model, wa
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.budget.costs import CostSurface
+from decoder.contenders import drafting_rules
 from decoder.contenders.contender import (
     FOREDRAFT,
     PLAIN,
@@ -25,9 +26,7 @@ from decoder.contenders.contender import (
     LibraryContender,
     OwnContender,
 )
-from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
-from decoder.contenders.rasd import RasdDrafter
-from decoder.contenders.token_recycling import TokenRecycling
+from decoder.contenders.drafting_rules import PublishedRule
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified, states_of
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
@@ -44,6 +43,12 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
 from indexer.flags import flag_of
+from retriever.commands.factories import (
+    DrafterFactory,
+    UnknownDrafterError,
+    find_drafter,
+    known_drafters,
+)
 from retriever.drafter import Drafter, TokenIds
 
 TABLES: Final = "foredraft-tables"
@@ -127,17 +132,9 @@ def _nothing(_: Means) -> Iterator[Drafter]:
     yield NoDrafter()
 
 
-@contextmanager
-def _published(rule: PublishedRule, means: Means) -> Iterator[Drafter]:
+def _of_texts(make: DrafterFactory, means: Means) -> AbstractContextManager[Drafter]:
     vocabulary = means.language_model.vocabulary
-    with opened(rule.name, means.drafts.index, vocabulary, means.max_nodes) as drafter:
-        yield drafter
-
-
-@contextmanager
-def _token_recycling(means: Means) -> Iterator[Drafter]:
-    size = draft_limits(means.language_model).model_vocabulary
-    yield TokenRecycling(size or means.language_model.vocabulary.size)
+    return drafting_rules.opened(make, means.drafts.index, vocabulary, means.max_nodes)
 
 
 @contextmanager
@@ -157,14 +154,6 @@ def _speculator(means: Means) -> Iterator[Drafter]:
 
 
 @contextmanager
-def _rasd(means: Means) -> Iterator[Drafter]:
-    """Have RASD over REST's rule, with the draft model, or the head where there is none."""
-    reader = means.drafts.readers(means.language_model)[-1]
-    with _published(_REST, means) as retrieval:
-        yield RasdDrafter(retrieval, reader, draft_limits(means.language_model))
-
-
-@contextmanager
 def _recycled_alone(means: Means) -> Iterator[Drafter]:
     yield FusedDrafter([], draft_limits(means.language_model), recycled=RecycledLogits())
 
@@ -178,7 +167,7 @@ def _own(means: Means) -> Iterator[Drafter]:
 @contextmanager
 def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
     """Have our own drafter without any model; what is kept on disk is for the whole one."""
-    drafts = means.without(*_MODELS, "draft_vocabulary", "state")
+    drafts = means.without(*MODELS, "draft_vocabulary", "state")
     drafts = drafts.model_copy(update={"draft_sampling": False, "recycle": recycle})
     with drafts.connect(means.language_model) as drafter:
         yield drafter
@@ -210,8 +199,19 @@ def _fused(
         yield kind([retrieval], draft_limits(means.language_model), recycled=recycled)
 
 
-_MODELS: Final = ("draft_model", "speculator")
-_REST: Final = next(rule for rule in PUBLISHED_RULES if rule.name == "rest")
+MODELS: Final = ("draft_model", "speculator")
+"""Settings that name a model to draft with."""
+
+
+def _entry(name: str, drafter: Entry | DrafterFactory) -> Entry:
+    """Return what a module's `DRAFTERS` names as a contender."""
+    if isinstance(drafter, Entry):
+        return replace(drafter, name=name)
+    summary = paper = ""
+    if isinstance(drafter, PublishedRule):
+        summary, paper = drafter.summary, drafter.paper
+    return Entry(name, summary, paper, partial(_of_texts, drafter))
+
 
 ENTRIES: Final[dict[str, Entry]] = {
     entry.name: entry
@@ -223,16 +223,7 @@ ENTRIES: Final[dict[str, Entry]] = {
             options={"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
         ),
         Entry(UNDRAFTED, "our own loop and target without drafts", opened=_nothing),
-        *(
-            Entry(rule.name, rule.summary, rule.paper, partial(_published, rule))
-            for rule in PUBLISHED_RULES
-        ),
-        Entry(
-            "recycling",
-            "Token Recycling: a fixed tree of the 8 likeliest tokens last seen after each token",
-            "arXiv:2408.08696",
-            _token_recycling,
-        ),
+        *(_entry(name, rule) for name, rule in drafting_rules.DRAFTERS.items()),
         Entry(
             "model",
             "--draft-model alone: best-first trees that grow while that pays",
@@ -246,13 +237,6 @@ ENTRIES: Final[dict[str, Entry]] = {
             "arXiv:2406.16858, 2503.01840",
             _speculator,
             needs=("speculator",),
-        ),
-        Entry(
-            "rasd",
-            "RASD: what rest drafts, pruned by a model's likeliest first tokens, and its own tree",
-            "arXiv:2503.03434",
-            _rasd,
-            needs=_MODELS,
         ),
         Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
         Entry(
@@ -287,7 +271,10 @@ ENTRIES: Final[dict[str, Entry]] = {
         ),
     )
 }
+"""The contenders of this package."""
 
+PAPERS: Final = "benchmarks.papers.contenders"
+"""The module of a checkout whose contenders are known by their names alone."""
 
 ASKING_SERVERS: Final = frozenset(
     {
@@ -302,18 +289,41 @@ ASKING_SERVERS: Final = frozenset(
 """Contenders that draft from services, where there are any."""
 
 
+def known_entries() -> tuple[dict[str, Entry], list[str]]:
+    """Return all contenders that have names, and why those of a module are not here.
+
+    These are the contenders of this package, and in a checkout those of `benchmarks.papers`.
+    """
+    drafters, missing = known_drafters([PAPERS])
+    papers = {name: _entry(name, each) for name, each in drafters.items() if name not in ENTRIES}
+    return ENTRIES | papers, missing
+
+
 def chosen(names: Sequence[str]) -> list[Entry]:
     """Return contenders by name, each once, in order.
+
+    Args:
+        names: known ones, or `MODULE:NAME` of what a mapping `DRAFTERS` of a module holds.
 
     Raises:
         InvalidSettingsError: there is none of a name.
     """
-    for name in names:
-        if name not in ENTRIES:
-            raise InvalidSettingsError(
-                f"--contender {name}: there is none of this name, choose from {', '.join(ENTRIES)}"
-            )
-    return [ENTRIES[name] for name in dict.fromkeys(names)]
+    return [_named(name) for name in dict.fromkeys(names)]
+
+
+def _named(name: str) -> Entry:
+    if name in ENTRIES:
+        return ENTRIES[name]
+    try:
+        if ":" in name:
+            return _entry(name, find_drafter(name))
+    except UnknownDrafterError as error:
+        raise InvalidSettingsError(f"--contender {name}: {error}") from error
+    known, missing = known_entries()
+    if name not in known:
+        listed = f"there is none of this name, choose from {', '.join(known)}"
+        raise InvalidSettingsError("; ".join([f"--contender {name}: {listed}", *missing]))
+    return known[name]
 
 
 def parallel_default(drafts: DrafterSettings) -> list[str]:
@@ -329,7 +339,8 @@ def parallel_default(drafts: DrafterSettings) -> list[str]:
 def possible(drafts: DrafterSettings) -> list[str]:
     """Return the names of all contenders that have what they draft with."""
     names = []
-    for entry in ENTRIES.values():
+    known, _ = known_entries()
+    for entry in known.values():
         with suppress(ContradictoryOptionsError):
             entry.check(drafts)
             names.append(entry.name)

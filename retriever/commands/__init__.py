@@ -61,18 +61,11 @@ def replay(
         str,
         typer.Option(
             metavar="NAME",
-            help="Whose rule drafts: our own, or a name that --drafters knows.",
+            help="Whose rule drafts: our own, prompt-lookup, in a checkout a rule of "
+            "benchmarks/papers, or MODULE:NAME of a factory in a module's mapping DRAFTERS.",
             rich_help_panel="Drafts",
         ),
     ] = "foredraft",
-    drafters: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE",
-            help="Module with a mapping DRAFTERS of names to factories.",
-            rich_help_panel="Drafts",
-        ),
-    ] = "decoder.contenders.drafting_rules",
     budget: Annotated[
         int,
         typer.Option(
@@ -129,7 +122,6 @@ def replay(
         texts,
         warm or [],
         drafter,
-        drafters,
         budget,
         lanes,
         limit,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from indexer.reader import Index, Vocabulary
 from retriever.client.credentials import Credentials
@@ -23,6 +23,12 @@ _PATIENCE_S: Final = 1.0
 
 OWN: Final = "foredraft"
 """The name of our own drafter."""
+
+RULES: Final = ("decoder.contenders.drafting_rules", "benchmarks.papers")
+"""Modules whose drafters are known by their names alone; the latter is there in a checkout."""
+
+_CHECKOUT: Final = Path(__file__).parents[2]
+"""The folder that these packages lie in: one of installed packages if it is no checkout."""
 
 
 class UnknownDrafterError(RetrieverError):
@@ -76,35 +82,72 @@ def remote_drafter(
     return drafter
 
 
-def find_factory(name: str, module: str) -> DrafterFactory:
-    """Return the factory of a name: our own, or what the mapping `DRAFTERS` of a module holds.
-
-    Args:
-        name: of the drafter.
-        module: dotted name of the module; asked for other drafters than our own only.
+def find_factory(name: str) -> DrafterFactory:
+    """Return the factory of a name; see `find_drafter`.
 
     Raises:
-        UnknownDrafterError: the module cannot be imported or names no such drafter.
+        UnknownDrafterError: the name stands for none.
+    """
+    factory: DrafterFactory = find_drafter(name)
+    if not callable(factory):
+        raise UnknownDrafterError(
+            f"{name} drafts with a model, so that no recording can be replayed with it: decode "
+            "with it by `foredraft bench --contender`"
+        )
+    return factory
+
+
+def find_drafter(name: str, modules: Sequence[str] = RULES) -> Any:
+    """Return what a name stands for in the mapping `DRAFTERS` of a module.
+
+    Args:
+        name: `MODULE:NAME`, where the module may lie in the current folder; or our own, or the name
+            alone where one of `modules` has it.
+        modules: dotted names; see `known_drafters`.
+
+    Raises:
+        UnknownDrafterError: the module cannot be imported, or none has such a drafter.
     """
     if name == OWN:
         return own_drafter
-    factories = _factories(module)
-    if name not in factories:
-        raise UnknownDrafterError(
-            f"no drafter {name!r}: choose from {', '.join([OWN, *factories])}"
-        )
-    return factories[name]
+    module, _, own = name.rpartition(":")
+    known, missing = (_drafters_of(module, Path.cwd()), []) if module else known_drafters(modules)
+    if own not in known:
+        listed = f"no drafter {own!r}: choose from {', '.join(known)}"
+        raise UnknownDrafterError("; ".join([listed, *missing]))
+    return known[own]
 
 
-def _factories(module: str) -> Mapping[str, DrafterFactory]:
-    sys.path.append(str(Path.cwd()))
+def known_drafters(modules: Sequence[str] = RULES) -> tuple[dict[str, Any], list[str]]:
+    """Return drafters by name, our own first, and why those of a module are not here.
+
+    Args:
+        modules: dotted names, of this package or of the checkout that it lies in.
+    """
+    known: dict[str, Any] = {OWN: own_drafter}
+    missing = []
+    for module in modules:
+        try:
+            known |= _drafters_of(module, _CHECKOUT)
+        except UnknownDrafterError as error:
+            missing.append(str(error))
+    return known, missing
+
+
+def _drafters_of(module: str, folder: Path) -> Mapping[str, Any]:
+    """Return the mapping `DRAFTERS` of a module, which may lie in a folder.
+
+    Raises:
+        UnknownDrafterError: it cannot be imported, or has none.
+    """
+    sys.path.append(str(folder))
     try:
-        factories: Mapping[str, DrafterFactory] = import_module(module).DRAFTERS
+        drafters: Mapping[str, Any] = import_module(module).DRAFTERS
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UnknownDrafterError(
-            f"{module} names no drafters ({error}): run from the root of a checkout, or give a "
-            "module with a mapping DRAFTERS by --drafters"
+            f"{module} names no drafters ({error}): rules of papers are there in a checkout, and "
+            "others are MODULE:NAME of a module with a mapping DRAFTERS"
         ) from error
     finally:
         sys.path.pop()
-    return factories
+    return drafters

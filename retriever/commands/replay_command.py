@@ -31,7 +31,6 @@ def replay_traces(
     texts: TokenizerSettings,
     warm: Sequence[Path],
     drafter: str,
-    drafters: str,
     budget: int,
     lanes: int | None,
     limit: int | None,
@@ -40,7 +39,7 @@ def replay_traces(
     as_json: bool,
 ) -> None:
     """Replay recorded outputs through a drafter; see `foredraft replay --help`."""
-    make_drafter = find_factory(drafter, drafters)
+    make_drafter = find_factory(drafter)
     if drafter != OWN and (source.phrases or source.server):
         raise InvalidRequestError(
             "--phrases and --server are for our own drafter: leave out --drafter"

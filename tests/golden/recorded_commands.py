@@ -266,7 +266,7 @@ SERVICES: Final[Cases] = {
         "another tokenizer": "log.jsonl --index other.index --tokenizer tokenizer",
         "an index that is not there": "log.jsonl --index absent --tokenizer tokenizer",
         "an unknown drafter": "log.jsonl --drafter other --tokenizer tokenizer",
-        "an unknown module": "log.jsonl --drafters absent --drafter a --tokenizer tokenizer",
+        "an unknown module": "log.jsonl --drafter absent:a --tokenizer tokenizer",
         "phrases for another drafter": "log.jsonl --drafter suffix --phrases log.jsonl",
         "a budget out of range": "log.jsonl --budget -1",
         "lanes out of range": "log.jsonl --lanes 0",

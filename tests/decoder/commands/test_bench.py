@@ -184,7 +184,7 @@ def test_contenders_meet_under_every_setting(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plot = tmp_path / "standings.svg"
-    options = [*small, "--contender", "hd", "--contender", "recycling", "--nodes", "4"]
+    options = [*small, "--contender", "prompt-lookup", "--contender", FOREDRAFT, "--nodes", "4"]
     options += ["--temperature", "0", "--temperature", "0.8", "--seed", "1", "--seed", "2"]
     assert bench(monkeypatch, *options, "--turns", "both", "--plot", str(plot), "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -198,7 +198,7 @@ def test_contenders_meet_under_every_setting(
     assert greedy["overall"]["num_answers"] == 4  # two turns each
     assert sampled["overall"]["num_answers"] == 8  # and two seeds
     for setting in (greedy, sampled):
-        for name in ("undrafted", "hd", "recycling"):
+        for name in ("undrafted", "prompt-lookup", FOREDRAFT):
             figures = setting["overall"]["contenders"][name]
             assert figures["identical"] == setting["overall"]["num_answers"]
             assert figures["speedup"][1] <= figures["speedup"][0] <= figures["speedup"][2]
@@ -459,13 +459,13 @@ def test_ctrl_c_before_anything_is_measured_ends_the_command_without_a_report(
 def test_the_tables_of_contenders_are_laid_out_as_papers_have_them(
     small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--contender", "rest", "--contender", "undrafted", "--over", "hd"]
+    options = ["--contender", FOREDRAFT, "--contender", "undrafted", "--over", "prompt-lookup"]
     assert bench(monkeypatch, *small, *options) == 0
     shown = capsys.readouterr().out
     for part in ("as many nodes as pay; 2 prompts", "speed-up,", "accepted tokens,", "poems"):
         assert part in shown
     assert "over undrafted" in shown
-    assert "over hd, as many nodes as pay" in shown
+    assert "over prompt-lookup, as many nodes as pay" in shown
     assert "90%: intervals by bootstrap" in shown
     assert "plain" not in shown
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
+from decoder.contenders import registry
 from decoder.contenders.contender import (
     FOREDRAFT,
     PLAIN,
@@ -16,8 +17,8 @@ from decoder.contenders.contender import (
     UNDRAFTED,
     ParallelContender,
 )
-from decoder.contenders.drafting_rules import DRAFTERS, OWN, DraftingRule, drafting_rules, opened
-from decoder.contenders.rasd import RasdDrafter
+from decoder.contenders.drafting_rules import PROMPT_LOOKUP as LOOKUP_RULE
+from decoder.contenders.drafting_rules import drafting_rules
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen, possible
 from decoder.drafters.following import states_of
 from decoder.drafters.model_drafter import ModelDrafter
@@ -29,6 +30,7 @@ from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.speculators.eagle import Eagle1Head, EagleConfig
 from decoder.speculators.head_files import HeadTarget, save_head
 from indexer.build import build_from_texts
+from retriever.commands.factories import OWN
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import SIZES
@@ -62,8 +64,8 @@ def answers(
     language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
 ) -> dict[str, list[list[int]]]:
     """What each contender writes to the prompts, one after the other."""
-    names = possible(drafts)
-    assert names == list(ENTRIES)
+    names = list(ENTRIES)
+    assert possible(drafts)[: len(names)] == names
     contest = Contest(language_model, names, drafts, max_new_tokens=24)
     with contest.opened(setting) as lineup:
         assert list(lineup.ways) == names
@@ -130,7 +132,7 @@ def test_a_seed_is_another_draw_and_the_order_of_prompts_is_not(
     assert written[0] == written[1] != written[2]
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, OWN])
+@pytest.mark.parametrize("name", [LOOKUP_RULE, OWN])
 @pytest.mark.parametrize("nodes", [1, 12])
 def test_a_replay_counts_the_passes_of_the_loop(
     language_model: LanguageModel, drafts: DrafterSettings, name: str, nodes: int
@@ -151,21 +153,13 @@ def test_a_replay_counts_the_passes_of_the_loop(
         Record(str(n), Trace(np.array(prompt, np.int32), np.array(run.token_ids, np.int32)))
         for n, (prompt, run) in enumerate(zip(prompts, runs, strict=True))
     ]
-    _, replayed = project(log, [rule_of(name, language_model, drafts)], [nodes], flat_curve())
+    rules = drafting_rules(drafts.index, language_model.vocabulary)
+    own = [rule for rule in rules if rule.name == name]
+    curve = CostCurve(CostSurface.flat((1, 65), (1.0, 1.0)), "flat")
+    _, replayed = project(log, own, [nodes], curve)
     for number, run in enumerate(runs):
         tally = replayed.tally(str(number))
         assert (tally.tokens, tally.steps) == (len(run.token_ids) - 1, run.num_passes - 1)
-
-
-def rule_of(name: str, language_model: LanguageModel, drafts: DrafterSettings) -> DraftingRule:
-    vocabulary = language_model.vocabulary
-    if name == OWN:
-        return drafting_rules(drafts.index, vocabulary)[0]
-    return DraftingRule(name, lambda nodes: opened(name, drafts.index, vocabulary, nodes))
-
-
-def flat_curve() -> CostCurve:
-    return CostCurve(CostSurface.flat((1, 65), (1.0, 1.0)), "flat")
 
 
 def test_a_contender_without_its_means_is_refused_with_what_to_give(
@@ -173,26 +167,44 @@ def test_a_contender_without_its_means_is_refused_with_what_to_give(
 ) -> None:
     with pytest.raises(ContradictoryOptionsError, match=r"--contender model .* --draft-model"):
         Contest(language_model, ["model"], DrafterSettings(), 4)
-    with pytest.raises(ContradictoryOptionsError, match="give it --draft-model or --speculator"):
-        Contest(language_model, ["rasd"], DrafterSettings(), 4)
-    with pytest.raises(InvalidSettingsError, match=r"there is none of this name.* hd, "):
-        chosen(["hd", "nobody"])
+    with pytest.raises(InvalidSettingsError, match=r"there is none of this name.* plain, "):
+        chosen([FOREDRAFT, "nobody"])
+
+
+def test_contenders_of_other_modules_are_known_by_their_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules_of_mine.py").write_text("DRAFTERS = {'one': lambda *_: None}")
+    [entry] = chosen(["rules_of_mine:one"])
+    assert (entry.name, entry.summary, entry.takes_many) == ("rules_of_mine:one", "", True)
+    with pytest.raises(InvalidSettingsError, match=r"no drafter 'two': choose from one$"):
+        chosen(["rules_of_mine:two"])
+    with pytest.raises(InvalidSettingsError, match=r"absent names no drafters .* MODULE:NAME"):
+        chosen(["absent:one"])
+
+
+def test_without_a_checkout_the_contenders_are_those_of_this_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "PAPERS", "absent.papers")
+    assert possible(DrafterSettings()) == [name for name in ENTRIES if not ENTRIES[name].needs]
+    assert chosen(DEFAULT)
+    with pytest.raises(InvalidSettingsError, match=r"; absent\.papers names .* of a checkout"):
+        chosen(["rest"])
 
 
 def test_parts_of_ours_have_no_model_and_models_alone_no_tables(
     language_model: LanguageModel, drafts: DrafterSettings
 ) -> None:
-    names = ["foredraft-tables", "foredraft-retrieval", "speculator", "model", "rasd", FOREDRAFT]
+    names = ["foredraft-tables", "foredraft-retrieval", "speculator", "model", FOREDRAFT]
     contest = Contest(language_model, names, drafts, max_new_tokens=4)
     with contest.opened(Setting(8)) as lineup:
         drafters = {name: way.decoder.drafter for name, way in lineup.drafting.items()}
     assert {name for name, each in drafters.items() if states_of(each)} == {FOREDRAFT, "speculator"}
     assert isinstance(drafters["foredraft-retrieval"], EmbeddedDrafter)
     assert isinstance(drafters["model"], ModelDrafter)
-    assert isinstance(drafters["rasd"], RasdDrafter)
 
 
 def test_the_default_contenders_can_be_chosen() -> None:
     assert [entry.name for entry in chosen([*DEFAULT, FOREDRAFT])] == list(DEFAULT)
-    published = [entry for entry in ENTRIES.values() if entry.paper]
-    assert {"rest", "hd", "suffix", "sam", "recycling"} <= {entry.name for entry in published}

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from decoder.budget.costs import CostSurface
-from decoder.contenders.drafting_rules import OWN
 from decoder.errors import PlotError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.estimate_plot import check_plot, draw
@@ -24,6 +23,7 @@ from decoder.estimate.estimate_report import (
     verdict,
 )
 from decoder.estimate.projection import PAYING, Nodes, Outcome, Tally
+from retriever.commands.factories import OWN
 
 CURVE = CostCurve(CostSurface.flat([1, 65], [1.0, 1.0]), "a made-up machine", ("all is flat",))
 

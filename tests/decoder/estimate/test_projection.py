@@ -9,12 +9,13 @@ import pytest
 
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import CostSurface
-from decoder.contenders.drafting_rules import OWN, DraftingRule, drafting_rules
+from decoder.contenders.drafting_rules import DraftingRule, drafting_rules
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import PAYING, Outcome, best_of, project
 from decoder.estimate.token_log import Record
 from decoder.loop import Decoder
 from decoder.model.target import Target
+from retriever.commands.factories import OWN
 from retriever.drafter import Drafter
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -163,7 +164,7 @@ def test_each_way_begins_with_nothing_and_remembers_in_the_order_of_the_log() ->
     )
     for alone, outcome in zip(once[1:], twice[1:], strict=True):
         assert alone.tally().steps == outcome.tally("a").steps > 50
-        if outcome.drafter != "prompt lookup":  # which knows its own sequence alone
+        if outcome.drafter != "prompt-lookup":  # which knows its own sequence alone
             assert outcome.tally("b").steps < 15
 
 

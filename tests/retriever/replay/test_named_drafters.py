@@ -1,4 +1,4 @@
-"""`foredraft replay --drafter` drafts by a rule of this checkout."""
+"""`foredraft replay --drafter` drafts by a rule of this checkout, or of a module that is named."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,21 @@ def test_unknown_names_are_listed(traces: Path) -> None:
     assert "no drafter 'none': choose from foredraft, prompt-lookup, rest" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["no.such.module", "json", ".", ""])
+@pytest.mark.parametrize("module", ["no.such.module", "json", "."])
 def test_module_without_drafters_is_a_clear_error(traces: Path, module: str) -> None:
-    done = replay(traces, "--drafter", "hd", "--drafters", module)
+    done = replay(traces, "--drafter", f"{module}:hd")
     assert done.exit_code == 1
-    assert "root of a checkout" in done.stderr
+    assert "MODULE:NAME of a module" in done.stderr
+
+
+def test_a_module_of_the_current_folder_may_have_a_rule(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from decoder.contenders.drafting_rules import DRAFTERS as KNOWN\n"
+    tmp_path.joinpath("my_rules.py").write_text(
+        code + "DRAFTERS = {'mine': KNOWN['prompt-lookup']}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = replay(traces, "--drafter", "my_rules:mine", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["steps"] == 2

@@ -14,8 +14,8 @@ short is left out, as for all peers.
 from collections.abc import Sequence
 from typing import Final
 
-from decoder.contenders.datastore import Datastore, continuation, first_occurrence, longest_match
-from decoder.contenders.kernels.scanning import longest_repeat
+from benchmarks.papers.datastore import Datastore, continuation, first_occurrence, longest_match
+from decoder.contenders.prompt_lookup import longest_repeat
 from decoder.contenders.sequence_drafter import SequenceDrafter, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds

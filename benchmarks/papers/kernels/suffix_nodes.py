@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.kernels.suffix_siblings import (
+from benchmarks.papers.kernels.suffix_siblings import (
     NONE,
     NUM_NODES,
     ROOT_NODE,

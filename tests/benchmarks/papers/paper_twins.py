@@ -1,4 +1,4 @@
-"""Slow, obvious twins of the contenders' rules and kernels."""
+"""Slow, obvious twins of the kernels of published rules."""
 
 from collections import Counter
 from fractions import Fraction
@@ -6,13 +6,9 @@ from fractions import Fraction
 Path = tuple[int, ...]
 
 
-def longest_repeat(tokens: list[int], max_length: int) -> tuple[int, int]:
-    """The longest end that occurred before, and the position after its first occurrence."""
-    for length in range(min(max_length, len(tokens) - 1), 0, -1):
-        for end in range(length, len(tokens)):
-            if tokens[end - length : end] == tokens[-length:]:
-                return length, end
-    return 0, len(tokens)
+def prefix_counts(rows: list[list[int]]) -> Counter[Path]:
+    """How many rows begin with each path."""
+    return Counter(tuple(row[:depth]) for row in rows for depth in range(1, len(row) + 1))
 
 
 def substring_counts(documents: list[list[int]], max_depth: int) -> Counter[Path]:

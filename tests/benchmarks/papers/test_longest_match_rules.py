@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from decoder.contenders.hierarchy import HierarchyDrafting
-from decoder.contenders.longest_match import InfiniGram, Rest
-from decoder.contenders.sam_decoding import SamDecoding
+from benchmarks.papers.hierarchy import HierarchyDrafting
+from benchmarks.papers.longest_match import InfiniGram, Rest
+from benchmarks.papers.sam_decoding import SamDecoding
 from retriever.tree import Source
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids, paths
 

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from decoder.contenders.datastore import END, continuations, longest_match, occurrences, sorted_text
-from decoder.contenders.longest_match import most_frequent
+from benchmarks.papers.datastore import END, continuations, longest_match, occurrences, sorted_text
+from benchmarks.papers.longest_match import most_frequent
 from retriever.tree import DraftTree, Source
 from tests.benchmarks.drafting import ids, paths
-from tests.decoder.contenders.counting_twins import prefix_counts
+from tests.benchmarks.papers.paper_twins import prefix_counts
 from tests.suite_parts import cases
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.kernels.suffix_nodes import find_child
-from decoder.contenders.kernels.suffix_siblings import NONE, ROOT_NODE
+from benchmarks.papers.kernels.suffix_nodes import find_child
+from benchmarks.papers.kernels.suffix_siblings import NONE, ROOT_NODE
 from retriever.kernels.compiling import kernel
 
 

@@ -20,9 +20,9 @@ from typing import Final
 
 import numpy as np
 
-from decoder.contenders.kernels.speculation import speculate
+from benchmarks.papers.kernels.speculation import speculate
+from benchmarks.papers.suffix_tree import OpenSequence, SuffixTree
 from decoder.contenders.sequence_drafter import SequenceDrafter
-from decoder.contenders.suffix_tree import OpenSequence, SuffixTree
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

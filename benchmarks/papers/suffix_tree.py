@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.kernels.suffix_nodes import append_tokens, enter_all, insert_document
-from decoder.contenders.kernels.suffix_siblings import NODE, NONE, NUM_NODES, make_root
+from benchmarks.papers.kernels.suffix_nodes import append_tokens, enter_all, insert_document
+from benchmarks.papers.kernels.suffix_siblings import NODE, NONE, NUM_NODES, make_root
 from retriever.drafter import TokenIds
 
 

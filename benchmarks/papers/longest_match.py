@@ -28,8 +28,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.datastore import Datastore, continuations, longest_match
-from decoder.contenders.kernels.trie_counting import grow
+from benchmarks.papers.datastore import Datastore, continuations, longest_match
+from benchmarks.papers.kernels.trie_counting import grow
 from decoder.contenders.sequence_drafter import SequenceDrafter
 from indexer.reader import Index
 from retriever.drafter import TokenIds

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.kernels.suffix_search import find_range, longest_end, read_rows
+from benchmarks.papers.kernels.suffix_search import find_range, longest_end, read_rows
 from indexer.reader import Index
 from indexer.stages.segments import sort_suffixes
 from retriever.drafter import TokenIds

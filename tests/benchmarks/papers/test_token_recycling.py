@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from decoder.contenders.token_recycling import NUM_KEPT, TokenRecycling
+from benchmarks.papers.token_recycling import NUM_KEPT, TokenRecycling
 from decoder.drafters.following import Verified
 from retriever.drafter import DraftRequest
 from retriever.tree import ROOT, DraftTree

@@ -1,56 +1,14 @@
-"""Each rule on an example that can be followed by hand, and against a twin or its original."""
+"""SuffixDecoding on examples that can be followed by hand, and against a twin."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from decoder.contenders.kernels import scanning
-from decoder.contenders.prompt_lookup import PromptLookup
-from decoder.contenders.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, SuffixDecoding
+from benchmarks.papers.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, SuffixDecoding
 from retriever.drafter import DraftRequest
 from tests.benchmarks.drafting import draft_for, ids, paths
-from tests.decoder.contenders.contender_twins import (
-    best_tree_score,
-    longest_repeat,
-    substring_counts,
-)
-from tests.suite_parts import cases
-
-
-@pytest.mark.seeds
-def test_longest_repeat_equals_its_twin() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(cases(300, of=2000)):
-        tokens = rng.integers(0, int(rng.integers(1, 6)), int(rng.integers(1, 40)))
-        max_length = int(rng.integers(1, 12))
-        found = scanning.longest_repeat(tokens.astype(np.int32), max_length)
-        assert found == longest_repeat(tokens.tolist(), max_length)
-
-
-def test_prompt_lookup_takes_the_first_match_of_the_longest_end() -> None:
-    context = [7, 2, 9, 1, 2, 3, 4, 1, 2, 5, 1, 2]
-    assert draft_for(PromptLookup(1), context, 2).token_ids.tolist() == [9, 1]
-    assert draft_for(PromptLookup(2), context, 3).token_ids.tolist() == [3, 4, 1]
-    assert len(draft_for(PromptLookup(2), [1, 2, 3], 3)) == 0
-
-
-def test_prompt_lookup_equals_that_of_transformers() -> None:
-    torch = pytest.importorskip("torch")
-    from transformers.generation.candidate_generator import (  # noqa: PLC0415  (it loads torch)
-        PromptLookupCandidateGenerator,
-    )
-
-    rng = np.random.default_rng(4)
-    for _ in range(300):
-        context = rng.integers(0, 5, int(rng.integers(2, 40))).tolist()
-        size, budget = int(rng.integers(1, 6)), int(rng.integers(1, 12))
-        original = PromptLookupCandidateGenerator(
-            num_output_tokens=budget, max_matching_ngram_size=size, max_length=1 << 20
-        )
-        candidates, _ = original.get_candidates(torch.tensor([context]))
-        ours = draft_for(PromptLookup(size), context, budget).token_ids.tolist()
-        assert ours == candidates[0, len(context) :].tolist()
+from tests.benchmarks.papers.paper_twins import best_tree_score, substring_counts
 
 
 @pytest.mark.programs

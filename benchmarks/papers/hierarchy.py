@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from decoder.contenders.datastore import SortedText, continuations, texts_of
+from benchmarks.papers.datastore import SortedText, continuations, texts_of
 from decoder.contenders.sequence_drafter import SequenceDrafter
 from indexer.reader import Index
 from retriever.drafter import TokenIds

@@ -1,27 +1,19 @@
 import numpy as np
 import pytest
 
-from decoder.contenders.rasd import RasdDrafter, merge, pruned
+from benchmarks.papers.rasd import RasdDrafter, merge, pruned
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.model_reader import ModelReader
 from retriever.drafter import Drafter
 from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
-from tests.decoder.decoding import (
-    MODELS,
-    ScriptedDrafter,
-    decoder_with,
-    nothing,
-    oracle,
-    plainly,
-    prompt_of,
-    random_tree,
-)
+from tests.decoder.decoding import ScriptedDrafter, nothing, prompt_of, random_tree
 from tests.decoder.drafters.model_drafter.draft_models import llama, most_probable_prefixes
 from tests.decoder.drafters.scripted_readers import ScriptedReader
 from tests.decoder.drafters.test_fusion import LIMITS, paths_of, saying
 from tests.decoder.drafters.test_readers import Unavailable, counting
+from tests.suite_parts import cases
 
 
 def drafted(
@@ -50,23 +42,24 @@ def test_no_more_than_half_is_retrieved_where_the_model_has_enough() -> None:
     assert len(paths) == 8
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_merged_trees_hold_the_paths_of_both(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    first, second = (random_tree(rng, int(rng.integers(0, 15)), 6) for _ in range(2))
-    ways = set(paths_of(first)) | set(paths_of(second))
-    merged = merge(first, second, 99)
-    checked = DraftTree.checked(
-        merged.token_ids, merged.parents, merged.probabilities, merged.sources
-    )
-    assert sorted(paths_of(checked)) == sorted(ways)
-    shares = dict(zip(paths_of(merged), merged.probabilities.tolist(), strict=True))
-    for tree in (first, second):
-        for path, share in zip(paths_of(tree), tree.probabilities.tolist(), strict=True):
-            assert shares[path] >= share
-    cut = paths_of(merge(first, second, len(first) + 3))
-    assert set(paths_of(first)) <= set(cut) <= ways
-    assert len(cut) <= len(first) + 3
+@pytest.mark.seeds
+def test_merged_trees_hold_the_paths_of_both() -> None:
+    for seed in range(cases(50, of=200)):
+        rng = np.random.default_rng(seed)
+        first, second = (random_tree(rng, int(rng.integers(0, 15)), 6) for _ in range(2))
+        ways = set(paths_of(first)) | set(paths_of(second))
+        merged = merge(first, second, 99)
+        checked = DraftTree.checked(
+            merged.token_ids, merged.parents, merged.probabilities, merged.sources
+        )
+        assert sorted(paths_of(checked)) == sorted(ways)
+        shares = dict(zip(paths_of(merged), merged.probabilities.tolist(), strict=True))
+        for tree in (first, second):
+            for path, share in zip(paths_of(tree), tree.probabilities.tolist(), strict=True):
+                assert shares[path] >= share
+        cut = paths_of(merge(first, second, len(first) + 3))
+        assert set(paths_of(first)) <= set(cut) <= ways
+        assert len(cut) <= len(first) + 3
 
 
 def test_pruning_keeps_what_begins_with_a_likely_token() -> None:
@@ -90,13 +83,3 @@ def test_where_the_model_is_not_available_retrieval_goes_on_whole() -> None:
     retrieval = saying(([20, 4, 5], 0.9))
     reader = Unavailable(3, DrafterUnavailableError("too long"))
     assert paths_of(drafted(retrieval, reader)) == [(20,), (20, 4), (20, 4, 5)]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_it_changes_no_output(name: str) -> None:
-    model, prompt = MODELS[name](), prompt_of(12)
-    expected = plainly(model, prompt, 50)
-    retrieval = ScriptedDrafter(oracle(prompt + expected))
-    drafter = RasdDrafter(retrieval, ModelReader(DraftModel(llama())), LIMITS)
-    generation = decoder_with(model, drafter).generate(prompt, 50)
-    assert [token for step in generation for token in step] == expected

@@ -1,12 +1,10 @@
-"""What holds for every peer as a `Drafter`."""
+"""What holds for every rule that drafts from texts alone."""
 
 import numpy as np
 import pytest
 
-from decoder.contenders.drafting_rules import DRAFTERS
-from retriever.commands.factories import own_drafter
+from benchmarks.papers import DRAFTERS
 from retriever.drafter import DraftRequest
-from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
 from retriever.tree import DraftTree
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids
 
@@ -35,7 +33,7 @@ def test_trees_are_valid_and_within_budget(name: str, make_index: IndexMaker) ->
     assert nodes > 100
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "prompt-lookup"])
+@pytest.mark.parametrize("name", NAMES)
 def test_finished_outputs_serve_later_sequences(name: str) -> None:
     drafter = DRAFTERS[name]([], [], 8)
     output = list(range(1, 30))
@@ -59,28 +57,3 @@ def test_sessions_run_beside_one_another(name: str) -> None:
         [DraftRequest(s, ids(*tokens[23:25]), 25, 4) for s, tokens in sequences.items()]
     )
     assert [tree.token_ids.tolist() for tree in together] == list(alone.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_misuse_is_refused(name: str) -> None:
-    drafter = DRAFTERS[name]([], [], 8)
-    drafter.open("s", ids(1, 2))
-    with pytest.raises(SessionExistsError):
-        drafter.open("s", ids(1))
-    with pytest.raises(OutOfSequenceError):
-        drafter.draft([DraftRequest("s", ids(3), 2, 4)])
-    with pytest.raises(UnknownSessionError):
-        drafter.draft([DraftRequest("t", ids(), 0, 4)])
-    drafter.close("s")
-    with pytest.raises(UnknownSessionError):
-        drafter.close("s")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_empty_prompt_is_drafted_nothing(name: str) -> None:
-    assert len(draft_for(DRAFTERS[name]([], [], 8), [], 4)) == 0
-
-
-def test_our_own_drafter_remembers_outputs() -> None:
-    drafter = own_drafter([], [ids(1, 2, 3, 4, 5, 6)], 8)
-    assert draft_for(drafter, [9, 1, 2, 3], 1).token_ids.tolist() == [4]

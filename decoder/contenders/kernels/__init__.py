@@ -1,1 +1,0 @@
-"""Compiled loops of the contenders' rules, over plain arrays."""
