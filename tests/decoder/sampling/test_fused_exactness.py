@@ -25,8 +25,8 @@ from tests.suite_parts import cases, draws_all_cases
 
 DRAWS = cases(600, of=3000)
 WITH_ALL_CASES = pytest.mark.skipif(not draws_all_cases(), reason="in `make test-seeds`")
-"""Of tests whose errors show in thousands of draws, a minute each: test_drawn_decoding finds some of
-them in every run."""
+"""Of tests whose errors show in thousands of draws, a minute each: test_drawn_decoding finds such
+errors in every run."""
 SHOWS_LEAST = "drawn nodes dropped by their value"
 """Of the planted errors. With 3,000 draws two of five streams of random numbers miss it, and the
 last bits of a probability, which another build of a kernel may round otherwise, change the stream.
