@@ -444,9 +444,10 @@ def _usage(shell: "Shell", packages: tuple[str, ...]) -> Iterator[Step]:
 
 def _names(group: Any, before: str = "") -> Iterator[str]:
     """Yield the words of each command of a group, and of those in its groups."""
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
         yield before + name
-        if hasattr(command, "commands"):
+        command = group.get_command(None, name)
+        if hasattr(command, "list_commands"):
             yield from _names(command, f"{before}{name} ")
 
 
