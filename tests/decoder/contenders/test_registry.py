@@ -190,7 +190,7 @@ def test_without_a_checkout_the_contenders_are_those_of_this_package(
     monkeypatch.setattr(registry, "PAPERS", "absent.papers")
     assert possible(DrafterSettings()) == [name for name in ENTRIES if not ENTRIES[name].needs]
     assert chosen(DEFAULT)
-    with pytest.raises(InvalidSettingsError, match=r"; absent\.papers names .* of a checkout"):
+    with pytest.raises(InvalidSettingsError, match=r"; absent\.papers names .* in a checkout"):
         chosen(["rest"])
 
 
