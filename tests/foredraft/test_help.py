@@ -4,34 +4,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
-from importlib import import_module
-from typing import Any
 
 import pytest
-from typer.main import get_command
 
+from decoder.commands.options import EstimatedDrafts
+from decoder.contenders.drafting_rules import PROMPT_LOOKUP
 from decoder.contenders.registry import DEFAULT, TABLES
-from foredraft.installation import EXTRAS
 from indexer.flags import flag_of
+from retriever.commands.factories import OWN
 from retriever.operations.settings import Settings
+from tests.foredraft.all_commands import ALL
 
 MANY_OPTIONS = 8
 
 
-def below(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All commands of a group by their whole names, those of groups in it included."""
-    for name in group.list_commands(None):
-        command, whole = group.get_command(None, name), f"{path} {name}".strip()
-        yield whole, command
-        if hasattr(command, "list_commands"):
-            yield from below(command, whole)
-
-
-APPS = [import_module(f"{package}.commands").app for package in EXTRAS]
-ALL = {name: command for app in APPS for name, command in below(get_command(app))}
 HEAVY = {"torch", "transformers", "numba"}
 
 
@@ -161,3 +149,8 @@ def test_help_names_what_is_measured_where_nothing_is_named() -> None:
     bench = {option.name: option.help for option in ALL["bench"].params}
     assert f"Default: {', '.join(DEFAULT)}." in bench["contender"]
     assert f"{TABLES} with" in bench["parallel"]
+    estimate = {option.name: option.help for option in ALL["estimate"].params}
+    assert f"Default: {PROMPT_LOOKUP}." in estimate["drafter"]
+    assert EstimatedDrafts().drafter == [PROMPT_LOOKUP]
+    replay = {option.name: option.default for option in ALL["replay"].params}
+    assert replay["drafter"] == OWN

@@ -21,14 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
 from tokenizers import processors
-from typer.main import get_command
 
 from foredraft.program import COMMANDS, main
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
@@ -40,6 +38,7 @@ from retriever.drafter import DraftRequest
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
+from tests.foredraft.all_commands import ALL
 from tests.golden.byte_tokenizer import STOP, byte_tokenizer
 from tests.golden.record import Step, exact
 from tests.golden.sections import Scope
@@ -442,20 +441,9 @@ def _usage(shell: "Shell", packages: tuple[str, ...]) -> Iterator[Step]:
             yield exact(f"commands/{command.name}/no argument", shell.run(command.name))
 
 
-def _names(group: Any, before: str = "") -> Iterator[str]:
-    """Yield the words of each command of a group, and of those in its groups."""
-    for name in group.list_commands(None):
-        yield before + name
-        command = group.get_command(None, name)
-        if hasattr(command, "list_commands"):
-            yield from _names(command, f"{before}{name} ")
-
-
 def _helps(shell: "Shell") -> Iterator[Step]:
     """Yield the options of every command, and a digest of its whole help."""
-    packages = dict.fromkeys(command.package for command in COMMANDS)
-    apps = [get_command(import_module(f"{package}.commands").app) for package in packages]
-    for words in sorted(name for each in apps for name in _names(each)):
+    for words in sorted(ALL):
         shown = shell.run(f"{words} --help")["output"]
         found = re.findall(r"^ *(?:-\w, )?(--[\w-]+)(?: / (--[\w-]+))?", shown, re.MULTILINE)
         options = [option for each in found for option in each if option]
