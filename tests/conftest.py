@@ -6,6 +6,7 @@
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import shutil
@@ -54,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
+    gc.disable()  # what is collected stays, and is millions of objects
     if not hasattr(config, "workerinput"):
         _check_room()
     os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
@@ -114,7 +116,9 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what runs with a few cases only."""
+    """Note what runs with a few cases only; from here on, garbage is that of tests."""
+    gc.freeze()
+    gc.enable()
     if not draws_all_cases():
         drawn = sum(item.get_closest_marker(SEEDS) is not None for item in session.items)
         session.config.stash[_left_out][SEEDS] = drawn
