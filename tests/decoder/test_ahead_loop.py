@@ -43,7 +43,7 @@ from tests.decoder.decoding import (
 )
 from tests.retriever.security.in_process import serving
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17)]
 
 
@@ -59,7 +59,7 @@ def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
     """A tree of another outcome is seen: it is not what the drafter says after these tokens."""
     model = tiny_llama()
     prompt = PROMPTS[2]
-    truth = plainly(model, prompt, 60)
+    truth = plainly(model, prompt, 40)
     guess = by_tokens([(prompt, truth)], 0.8)
     decoder = decoder_ahead(model, AheadDrafter(guess))
     known = list(prompt)
@@ -69,7 +69,7 @@ def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
         seen.append((list(known), observed.drafted))
         known.extend(observed.tokens)
 
-    output = [token for step in decoder.generate(prompt, 60, observer=observer) for token in step]
+    output = [token for step in decoder.generate(prompt, 40, observer=observer) for token in step]
     assert output == truth
     for tokens, tree in seen[1:]:
         expected = guess(tokens, 8 + 16)
@@ -89,7 +89,7 @@ def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
     members: list[Drafter] = [EmbeddedDrafter(), AheadDrafter(by_tokens(known, 0.9))]
     drafter = FusedDrafter(members, limits, recycled=RecycledLogits())
     decoder = decoder_ahead(model, drafter)
-    for _ in range(3):  # from the second on, generations are drafted from
+    for _ in range(2):  # in the second one, generations are drafted from
         assert outputs(decoder, requests, parallel) == truths
     assert all(followers.num_ahead > 10 for followers in drafter._followers)
 
@@ -109,7 +109,7 @@ class Faulty(AheadDrafter):
             raise DrafterUnavailableError("away")
         answers = super().draft_ahead(requests, timeout_s)
         if turn == 1:
-            time.sleep(0.05)
+            time.sleep(0.01)
         return [answers, [], answers, answers[:-1]][turn]
 
 
@@ -121,7 +121,7 @@ def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> 
     decoder = Decoder(Target(model), drafter, FixedBudget(8), num_ahead=16)
     decoder.followers.backoff = Backoff(0.0, 0.0)
     decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
-    for _ in range(4):
+    for _ in range(2):
         requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
         assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
     assert decoder.followers.num_failures > 2
@@ -166,7 +166,7 @@ def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:
 def test_a_service_that_dies_in_the_middle_costs_drafts_and_no_token(is_back: bool) -> None:  # noqa: FBT001
     model = tiny_llama()
     prompt = PROMPTS[1]
-    truth = plainly(model, prompt, 80)
+    truth = plainly(model, prompt, 50)
     with ExitStack() as services, ExitStack() as first:
         address = first.enter_context(serving(EmbeddedDrafter()))
         drafter = services.enter_context(RemoteDrafter(address, timeout_s=0.5))
@@ -177,7 +177,7 @@ def test_a_service_that_dies_in_the_middle_costs_drafts_and_no_token(is_back: bo
         decoder.followers.backoff = Backoff(0.0, 0.0)
         decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
         output: list[int] = []
-        for number, tokens in enumerate(decoder.generate(prompt, 80)):
+        for number, tokens in enumerate(decoder.generate(prompt, 50)):
             output += tokens
             if number == 5:
                 assert decoder.followers.num_ahead > 0
@@ -218,10 +218,10 @@ def test_a_drafter_answers_while_the_pass_runs(monkeypatch: pytest.MonkeyPatch) 
     """The drafts that are waited for are fewer than those that were answered meanwhile."""
     model = tiny_llama()
     prompt = PROMPTS[2]
-    truth = plainly(model, prompt, 60)
+    truth = plainly(model, prompt, 30)
     decoder = decoder_ahead(model, AheadDrafter(by_tokens([(prompt, truth)], 1.0)), nodes=2)
     monkeypatch.setattr(decoder.target, "read", SlowTarget(decoder, 0.03).read)
-    assert decoded(decoder, prompt, 60) == truth
+    assert decoded(decoder, prompt, 30) == truth
     assert decoder.followers.num_ahead > decoder.followers.num_asked
 
 

@@ -68,7 +68,7 @@ from tests.decoder.speculators.published_heads import (
     speculators_eagle3,
 )
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 40, 1, 17, 11)]
 """Within the window of a model that slides, and past it."""
 LIMITS = DraftLimits(VOCABULARY, VOCABULARY)
@@ -265,11 +265,12 @@ def test_other_models_write_what_they_do_alone(model: str, row: str, tmp_path: P
     check(model, row, "greedy", tmp_path)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
-@pytest.mark.parametrize("rule", ["drawn", "all settings"])
+@pytest.mark.parametrize(
+    ("model", "rule"), [("llama", "drawn"), ("llama", "all settings"), ("gemma", "all settings")]
+)
 @pytest.mark.parametrize("row", ["right and wrong trees", "every token", "drawn drafts"])
 def test_what_is_drawn_with_a_seed_does_not_depend_on_drafts(
-    row: str, rule: str, model: str, tmp_path: Path
+    row: str, model: str, rule: str, tmp_path: Path
 ) -> None:
     assert expected(model, rule) != expected(model, "greedy")
     check(model, row, rule, tmp_path)

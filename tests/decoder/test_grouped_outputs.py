@@ -38,8 +38,9 @@ def fused() -> FusedDrafter:
     )
 
 
-@pytest.mark.parametrize("make", [EmbeddedDrafter, fused], ids=["embedded", "fused"])
-@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize(
+    ("make", "ahead"), [(EmbeddedDrafter, 0), (fused, 4)], ids=["embedded", "fused and ahead"]
+)
 def test_later_samples_of_a_prompt_follow_earlier_ones(make: Any, ahead: int) -> None:
     truth = plainly(tiny_llama(dtype=torch.float64), PROMPT, NEW_TOKENS)
     passes = []

@@ -25,7 +25,7 @@ from tests.suite_parts import cases
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 SIZE = 4
-NUM_TREES = cases(800, of=1500)
+NUM_TREES = cases(500, of=1500)
 CRITICAL = 37.7
 """Of chi-square with 15 degrees of freedom, at 0.001."""
 

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
@@ -99,12 +99,46 @@ class Uncaptured:
         return function
 
 
+READ: Final = ("item", "_local_scalar_dense", "is_nonzero")
+"""Operations that read a value; the first comes undivided where torch infers only."""
+
+
+class Tape(TorchDispatchMode):
+    """Notes down every operation on tensors, with its arguments and what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name().removeprefix("aten::") in READ:
+            raise RuntimeError("a value is read while operations are noted")
+        found = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, found))
+        return found
+
+    def play(self, output: Any) -> Any:
+        """Do the same operations again; return what stands for this output then."""
+        again: dict[int, Any] = {}
+
+        def now(value: Any) -> Any:
+            return again.get(id(value), value)
+
+        for func, args, kwargs, found in self._calls:
+            new = func(*tree_map(now, args), **tree_map(now, kwargs))
+            again.update(zip(map(id, tree_leaves(found)), tree_leaves(new), strict=True))
+        return tree_map(now, output)
+
+
 class Traced:
     """Captures by running once and noting down every operation on tensors."""
 
-    def __call__(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        traced: Callable[[], Any] = make_fx(lambda: function())()  # noqa: PLW0108  not a method
-        return traced
+    def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
+        with Tape() as tape:
+            output = function()
+        return functools.partial(tape.play, output)
 
 
 def unlimited(name: str) -> PreTrainedModel:
@@ -334,7 +368,7 @@ def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch)
 class Watched(TorchDispatchMode):
     """Notes the operations that make a host wait for its device, or bring values from it."""
 
-    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh")
+    waits = (*READ, "nonzero", "masked_select", "unique", "lift_fresh")
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -374,8 +408,9 @@ def test_no_pass_waits_for_its_device(name: str, caplog: pytest.LogCaptureFixtur
     assert caplog.records == []
 
 
-def test_waiting_for_the_device_is_noticed() -> None:
-    with pytest.raises(RuntimeError, match="waits for"):
+@pytest.mark.parametrize("infers", [True, False])
+def test_waiting_for_the_device_is_noticed(*, infers: bool) -> None:
+    with torch.inference_mode(infers), pytest.raises(RuntimeError, match="waits for"):
         Watching()(lambda: torch.zeros(3).sum().item())
 
 

@@ -55,7 +55,7 @@ from tests.decoder.decoding import (
     tree_of,
 )
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 9, 5, 14, 7, 11)]
 PATIENCE_S = 240.0
 
@@ -116,13 +116,13 @@ def greedy(model: PreTrainedModel, rank: int, folder: Path) -> Any:
     measure = partial(measure_costs, max_seconds=0.1)
     costs = known_costs(target, model, store, measure)
     decoder = Decoder(target, drafting(rank), MeasuredBudget(costs))
-    outputs = [decoded(decoder, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    outputs = [decoded(decoder, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
     return outputs, costs.seconds
 
 
 def sampled(model: PreTrainedModel, rank: int, _: Path) -> Any:
     decoder = together(Target(model), rank, accept=sampling(seed=5 + rank))
-    return [decoded(decoder, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    return [decoded(decoder, prompt, NUM_TOKENS) for prompt in PROMPTS[:3]]
 
 
 def plain(model: PreTrainedModel, rank: int, _: Path) -> Any:
@@ -230,7 +230,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, list[Any]]:
     """What each scenario returned in the first and in the second process."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is loaded once, by who forks them
     results = context.Queue()
     workers = [context.Process(target=work, args=(rank, folder, results)) for rank in range(2)]
     for worker in workers:
@@ -266,14 +267,15 @@ def test_processes_that_draft_and_cut_differently_decode_as_one_does(
     outcomes: dict[str, list[Any]],
 ) -> None:
     outputs, _ = alike(outcomes, "greedy")
-    assert outputs == [truth(prompt) for prompt in PROMPTS]
+    assert outputs == [truth(prompt) for prompt in PROMPTS[:4]]
 
 
 def test_the_first_process_draws(outcomes: dict[str, list[Any]], folder: Path) -> None:
     model: Any = LlamaForCausalLM.from_pretrained(folder / "model")
     assert model.dtype == torch.float64
     alone = together(Target(model.eval()), 0, accept=sampling(seed=5))
-    assert alike(outcomes, "sampled") == [decoded(alone, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    drawn = [decoded(alone, prompt, NUM_TOKENS) for prompt in PROMPTS[:3]]
+    assert alike(outcomes, "sampled") == drawn
 
 
 def test_only_the_first_process_needs_a_drafter(outcomes: dict[str, list[Any]]) -> None:
