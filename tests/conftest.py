@@ -90,6 +90,14 @@ def _check_room() -> None:
         )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """What is written can be read at once; that it lasts matters where the power fails alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which still is an error where nothing is open
+        yield
+
+
 def _is_no_closing_queue(record: logging.LogRecord) -> bool:
     """Leave out that a loop of one test found the queue closed that all of a process share.
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
@@ -24,7 +23,6 @@ Service = tuple[WarmProcess, str]
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.set_num_threads(2)
     return tiny_llama()
 
 

@@ -34,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ROOT / "examples" / "node", folder, ignore=shutil.ignore_patterns("node_modules")
     )
     done = subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock"],
+        ["npm", "install", "--prefer-offline", "--no-audit", "--no-fund", "--no-package-lock"],
         cwd=folder,
         capture_output=True,
         text=True,

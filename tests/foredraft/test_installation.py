@@ -15,7 +15,14 @@ import pytest
 from foredraft.installation import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-IMPORTING = ("-c", "import foredraft")
+CATCHING = """
+try:
+    import foredraft
+except ImportError as error:
+    print(error)
+    raise
+"""
+IMPORTING = ("-c", CATCHING)
 COMMAND = ("-m", "foredraft", "--help")
 RAN = "import pathlib; pathlib.Path('ran').touch()\n"
 
@@ -41,12 +48,10 @@ def refused(folder: Path, *places: Path) -> str:
     assert (commanded.returncode, commanded.stdout) == (1, ""), commanded
     [line] = commanded.stderr.splitlines()
     imported = run(IMPORTING, folder, *places)
-    assert imported.returncode == 1
     message = line.removeprefix("error: ")
+    assert (imported.returncode, imported.stdout) == (1, f"{message}\n")
     last = imported.stderr.splitlines()[-1]
     assert last == f"foredraft.installation.ForeignPackageError: {message}"
-    caught = "try:\n    import foredraft\nexcept ImportError as error:\n    print(error)"
-    assert run(("-c", caught), folder, *places).stdout == f"{message}\n"
     return message
 
 

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,19 +44,27 @@ def tokenizer_folder(
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vocabulary() -> Vocabulary:
     return Vocabulary(1000, "0f" * 32)
 
 
-@pytest.fixture
-def tiny_index(tmp_path: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="session")
+def tiny_original(vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an index of two segments, with files and records of all kinds, none of them empty."""
     documents = [("a", [1, 2, 3, 1, 2]), ("b", [999]), ("c", [2, 3, 2, 3]), ("d", [0] * 5)]
-    path = tmp_path / "tiny.index"
-    monkeypatch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
-    build_from_tokens(documents, path, vocabulary, BuildOptions(max_segment_tokens=11))
+    path = tmp_path_factory.mktemp("tiny") / "tiny.index"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
+        build_from_tokens(documents, path, vocabulary, BuildOptions(max_segment_tokens=11))
     return path
+
+
+@pytest.fixture
+def tiny_index(tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of that index; what is added to it has files of all kinds as well."""
+    monkeypatch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
+    return shutil.copytree(tiny_original, tmp_path / "tiny.index")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import load_tokenizer, vocabulary_of
 from tests.retriever.warm_interpreter import run
+from tests.suite_parts import cases
 
 TextsOf = Callable[[Path], dict[str, str]]
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
@@ -29,7 +30,7 @@ def contents_of(path: Path) -> dict[str, bytes]:
     max_segment_tokens=st.integers(1, 40),
     vocabulary_size=st.sampled_from([10, 65535, 65536]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(10, of=40), deadline=None)
 def test_every_document_is_kept_whole_and_in_order(
     documents: list[list[int]],
     max_segment_tokens: int,

@@ -70,6 +70,7 @@ def _no_services_left() -> Iterator[None]:
     """Whatever tests failed, no service outlives them."""
     yield
     end_services()
+    _started.clear()
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,12 @@ from decoder.contenders.contender import (
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Lineup, Setting
 from decoder.contenders.standings import Comparison
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.target import Target
 from decoder.observation import Statistics
 from indexer.launch import INTERRUPTED, TERMINATED
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.decoder.commands.command_line import costs_of_earlier_tests, kept_costs  # noqa: F401  fixtures
 from tests.decoder.decoding import tree_of
 
 UNREPETITIVE = Path(__file__).parents[3] / "benchmarks" / "prompts" / "unrepetitive.txt"
@@ -246,7 +248,7 @@ class Scripted:
         self, language_model: LanguageModel, before: Callable[[int], object] = lambda _: None
     ) -> None:
         self._before = before
-        self._target = assemble(language_model, Watched(language_model.vocabulary)).target
+        self._target = Target(language_model.model, verdicts=None)
         self._answer = language_model.tokenizer.encode("yes")
         self._number = 0
 

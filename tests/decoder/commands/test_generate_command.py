@@ -23,7 +23,14 @@ from decoder.worth import Worth
 from indexer.build import build_from_texts
 from indexer.launch import INTERRUPTED, TERMINATED
 from retriever.tree import Source
-from tests.decoder.commands.command_line import PROMPT, generate, never, run
+from tests.decoder.commands.command_line import (  # noqa: F401  fixtures
+    PROMPT,
+    costs_of_earlier_tests,
+    generate,
+    kept_costs,
+    never,
+    run,
+)
 from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
 
@@ -76,9 +83,7 @@ def test_a_prompt_that_fails_is_reported_and_the_others_go_on(
     assert [row["line"] for row in reported(capsys)] == [1]
 
 
-@pytest.mark.parametrize("parallel", ["2", "8"])
 def test_answers_that_are_made_together_are_those_made_alone(
-    parallel: str,
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -94,11 +99,14 @@ def test_answers_that_are_made_together_are_those_made_alone(
         assert generate(monkeypatch, model_directory, *arguments, *more, "--json") == 1
         return [{key: row.get(key) for key in figures} for row in reported(capsys)]
 
-    assert rows("--parallel", parallel) == rows("--prepare", "200") == rows()
-    assert rows("--parallel", parallel, "--prepare", "200") == rows()
-    sampled = ("--temperature", "1", "--seed", "3")
-    assert rows("--parallel", parallel, *sampled) == rows(*sampled)
-    assert generate(monkeypatch, model_directory, *arguments, "--parallel", parallel) == 1
+    alone, sampled = rows(), ("--temperature", "1", "--seed", "3")
+    drawn = rows(*sampled)
+    assert rows("--prepare", "200") == alone != drawn
+    for parallel in ("2", "8"):
+        assert rows("--parallel", parallel) == alone
+        assert rows("--parallel", parallel, *sampled) == drawn
+    assert rows("--parallel", "2", "--prepare", "200") == alone
+    assert generate(monkeypatch, model_directory, *arguments, "--parallel", "2") == 1
     captured = capsys.readouterr()
     headings = re.findall(r"^\[(\d)/7\]", captured.out, re.MULTILINE)
     assert headings == list("1234567")

@@ -1,15 +1,16 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 from decoder.commands import train_command
+from decoder.contenders import fused_gain
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.speculators.head_files import HeadTarget, load_head
 from decoder.training import taught_store
@@ -48,6 +49,8 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(train_command, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 16)
     output = tmp_path / "head"
     assert train(monkeypatch, model_directory, output, "--from", str(texts), "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -57,7 +60,7 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     assert len(found["after_training"]["top_4_by_depth"]) == 4
     assert [each["nodes"] for each in found["fused"]] == [5, 16, 32, 64]
     for each in found["fused"]:
-        assert 1 <= each["prompts"] <= min(found["held_out_prompts"], 8)
+        assert 1 <= each["prompts"] <= min(found["held_out_prompts"], 2)
         value, low, high = each["ratio"]
         both = each["tokens_per_pass_with"][0] / each["tokens_per_pass_without"][0]
         assert value == pytest.approx(both)
@@ -165,19 +168,27 @@ def test_a_full_disk_is_one_line(
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(
-    model_directory: Path, texts: Path, tmp_path: Path
+    model_directory: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = tmp_path / "head"
-    command = [sys.executable, "-m", "decoder", "train", "--model", str(model_directory)]
-    arguments = ["--from", str(texts), "--output", str(output), "--minutes", "9"]
-    with subprocess.Popen(
-        [*command, *arguments], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as process:
-        recorded = tmp_path / "head.training" / "taught"
-        while process.poll() is None and not list(recorded.glob("*.safetensors")):
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED, errors.decode()
-    assert b"Traceback" not in errors
-    assert b"interrupted: the same command goes on where it was" in errors.splitlines()
+    """It comes while the first answers are written, which are kept."""
+
+    def interrupted(*arguments: Any) -> None:
+        save_file(*arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(taught_store, "save_file", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = train(monkeypatch, model_directory, tmp_path / "head", "--from", str(texts))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    errors = capsys.readouterr().err
+    assert status == INTERRUPTED, errors
+    assert "Traceback" not in errors
+    assert "interrupted: the same command goes on where it was" in errors.splitlines()
+    assert list((tmp_path / "head.training").glob("*/*.safetensors"))
+    assert not (tmp_path / "head").exists()

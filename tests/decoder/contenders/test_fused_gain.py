@@ -69,6 +69,7 @@ def test_a_head_is_asked_at_every_number_of_nodes(
     language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_gain, "NODES", (4, 12))
+    monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 20)
     gains = fused_gains(language_model, drafts, PROMPTS, lambda *_: None)
     assert [each.nodes for each in gains] == [4, 12]
     for gain in gains:
@@ -82,6 +83,7 @@ def test_what_takes_long_goes_on_with_fewer_prompts(
 ) -> None:
     monkeypatch.setattr(fused_gain, "_MOST_SECONDS", 0.0)
     monkeypatch.setattr(fused_gain, "NODES", (5,))
+    monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 20)
     (gain,) = fused_gains(language_model, drafts, PROMPTS, lambda *_: None)
     assert gain.num_prompts == 1
     assert gain.ratio == [gain.ratio[0]] * 3

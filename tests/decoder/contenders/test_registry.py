@@ -34,9 +34,11 @@ from retriever.commands.factories import OWN
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import SIZES
+from tests.suite_parts import cases
 
-PROMPTS = ["abc abc abc", "one two one two one", "x", "a longer one, with one two abc"]
+PROMPTS = ["abc abc abc", "one two one two one", "b", "a longer one, with one two abc"]
 LIBRARY = (PLAIN, PROMPT_LOOKUP)
+NEW_TOKENS = 14
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def answers(
     """What each contender writes to the prompts, one after the other."""
     names = list(ENTRIES)
     assert possible(drafts)[: len(names)] == names
-    contest = Contest(language_model, names, drafts, max_new_tokens=24)
+    contest = Contest(language_model, names, drafts, NEW_TOKENS)
     with contest.opened(setting) as lineup:
         assert list(lineup.ways) == names
         return {
@@ -85,17 +87,20 @@ def test_every_contender_writes_what_plain_decoding_writes(
         assert written == found[PLAIN], name
 
 
-@pytest.mark.parametrize("setting", [Setting(1), Setting(40), Setting(12, 0.9, 1)])
+@pytest.mark.seeds
+@pytest.mark.parametrize(
+    "setting", [Setting(40), Setting(12, 0.9, 1), Setting(1)][: cases(2, of=3)]
+)
 def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
     language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
 ) -> None:
     names = [name for name in ENTRIES if ENTRIES[name].takes_many]
     assert set(ENTRIES) - set(names) == {PROMPT_LOOKUP}
-    contest = Contest(language_model, names, drafts, max_new_tokens=24)
-    prompts = [language_model.encode(text) for text in PROMPTS * 2]
+    contest = Contest(language_model, names, drafts, NEW_TOKENS)
+    prompts = [language_model.encode(text) for text in [*PROMPTS, PROMPTS[0]]]
     with contest.opened(setting) as lineup:
         alone = [lineup.ways[UNDRAFTED](prompt, remember=False).token_ids for prompt in prompts]
-        assert {len(each) for each in alone} != {24}  # some stop
+        assert {len(each) for each in alone} != {NEW_TOKENS}  # some stop
         for name, way in lineup.ways.items():
             assert isinstance(way, ParallelContender)
             run = way.decode_many(prompts, 3, remember=True)
@@ -108,15 +113,18 @@ def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
             )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(cases(1, of=2)))
 def test_of_a_seed_every_contender_draws_what_decoding_without_drafts_draws(
     language_model: LanguageModel, drafts: DrafterSettings, seed: int
 ) -> None:
     found = answers(language_model, drafts, Setting(16, temperature=0.9, seed=seed))
     for name in set(found) - set(LIBRARY):
         assert found[name] == found[UNDRAFTED], name
-    greedy = answers(language_model, drafts, Setting(16))
-    assert found[UNDRAFTED] != greedy[UNDRAFTED]
+    with Contest(language_model, [UNDRAFTED], drafts, NEW_TOKENS).opened(Setting(16)) as lineup:
+        way = lineup.ways[UNDRAFTED]
+        greedy = [way(language_model.encode(text), remember=True).token_ids for text in PROMPTS]
+    assert found[UNDRAFTED] != greedy
 
 
 def test_a_seed_is_another_draw_and_the_order_of_prompts_is_not(
@@ -145,7 +153,7 @@ def test_a_replay_counts_the_passes_of_the_loop(
     """
     contender = "foredraft-retrieval" if name == OWN else name
     contest = Contest(language_model, [contender], drafts, max_new_tokens=40)
-    prompts = [language_model.encode(text) for text in [*PROMPTS, *PROMPTS]]
+    prompts = [language_model.encode(text) for text in [*PROMPTS, "x"] * 2]
     with contest.opened(Setting(nodes)) as lineup:
         runs = [lineup.ways[contender](prompt, remember=True) for prompt in prompts]
     assert sum(len(run.token_ids) - run.num_passes for run in runs) > 2

@@ -1,10 +1,17 @@
+import io
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +29,8 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.speculators import online
 from decoder.speculators.head_files import HeadTarget, load_head, save_head
-from decoder.speculators.online import LearningSpeculator
+from decoder.speculators.online import LearningSpeculator, Order, write_message
+from decoder.training import learner
 from decoder.training.learner import TRAINED_ONLINE
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
@@ -30,14 +38,15 @@ from tests.decoder.decoding import ScriptedDrafter, tiny_llama, tree_of
 from tests.decoder.speculators.published_heads import official_eagle
 from tests.decoder.training.teaching import (
     counting_llama,
-    drawn_head,
     language_model_of,
     prompts_of,
     successors,
+    undecided_head,
 )
 
 COLUMNS = 40
 PATIENCE_S = 240.0
+READING = "import sys; sys.stdin.buffer.read()"
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
 @pytest.fixture
 def head(language_model: LanguageModel, tmp_path: Path) -> Path:
     target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
-    save_head(tmp_path / "head", drawn_head(language_model, COLUMNS), target.origin(("a",)))
+    save_head(tmp_path / "head", undecided_head(language_model, COLUMNS), target.origin(("a",)))
     return tmp_path / "head"
 
 
@@ -56,10 +65,21 @@ def head(language_model: LanguageModel, tmp_path: Path) -> Path:
 def learning(
     language_model: LanguageModel, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LearningSpeculator]:
-    monkeypatch.setattr(online, "_NICENESS", 0)  # other tests keep all cores busy
-    made = LearningSpeculator(head, tmp_path / "learned", language_model.model, share=1.0)
-    with made:
+    """A speculator whose learner takes in what it is sent and never says anything."""
+    stand_in(monkeypatch, READING)
+    with LearningSpeculator(head, tmp_path / "learned", language_model.model) as made:
         yield made
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let processes that learn run so much code, without importing what they would learn with."""
+    start = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        assert command[:4] == [sys.executable, "-P", "-m", "decoder.training.learner"]
+        return start([sys.executable, "-I", "-S", "-c", code], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
 
 
 def settings(**given: Any) -> DrafterSettings:
@@ -102,32 +122,35 @@ def teach(
 
 def test_what_is_learned_is_drafted_from_and_kept(
     language_model: LanguageModel,
-    learning: LearningSpeculator,
     head: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "decoder")
-    first = learning._current
-    learned = tmp_path / "learned" / "config.json"
-    seed = 0
-    while not learned.exists():
-        outputs = teach(language_model, learning, 30, seed)
-        seed += 1
-        assert seed < 40
-        end = time.monotonic() + 2.0  # what was sent is learned beside us, on the same cores
-        while not learned.exists() and time.monotonic() < end:
-            time.sleep(0.05)
-    waits_until(lambda: learning._current is not first)
-    assert teach(language_model, learning, 30, seed - 1) == outputs
-    assert "foretells more and is drafted from" in caplog.text
-    target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
-    assert load_head(head, target).origin.trained_on == ("a",)
-    learning.close()
-    kept = load_head(tmp_path / "learned", target)
+    monkeypatch.setattr(online, "_NICENESS", 0)  # other tests keep all cores busy
+    folder = tmp_path / "learned"
+
+    def has_told(count: int) -> bool:
+        return caplog.text.count("held-out worth") >= count
+
+    with LearningSpeculator(head, folder, language_model.model, share=1.0) as learning:
+        first, found, rounds = learning._current, sent(learning, monkeypatch), 0
+        outputs = teach(language_model, learning, 6)
+        while learning._current is first:
+            for message in found[:6] * 16:  # enough for a round: the learner takes all as new
+                learning._learner._waiting.put(message, timeout=PATIENCE_S)
+            rounds += 1
+            assert rounds < 20
+            waits_until(partial(has_told, rounds))
+        assert teach(language_model, learning, 6) == outputs
+        assert "foretells more and is drafted from" in caplog.text
+        target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
+        assert load_head(head, target).origin.trained_on == ("a",)
+    kept = load_head(folder, target)
     assert kept.origin.trained_on == ("a", TRAINED_ONLINE)
-    again = LearningSpeculator(head, tmp_path / "learned", language_model.model)
-    with again:
+    stand_in(monkeypatch, READING)
+    with LearningSpeculator(head, folder, language_model.model) as again:
         assert again._current.name.endswith("learned")
 
 
@@ -151,30 +174,44 @@ def test_a_learner_that_dies_is_told_and_drafting_goes_on(
     assert len(teach(language_model, learning, 3)) == 3
 
 
-def test_a_head_that_the_learner_cannot_load_is_told(
+def test_a_head_that_the_learner_cannot_load_is_told(  # noqa: PLR0913, PLR0917  fixtures
     language_model: LanguageModel,
     head: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loaded = LearningSpeculator._loaded
-
-    def vanishing(self: LearningSpeculator, path: Path) -> Any:
-        found = loaded(self, path)
-        (path / "config.json").unlink()
-        return found
-
-    monkeypatch.setattr(LearningSpeculator, "_loaded", vanishing)
-    monkeypatch.setattr(online, "_NICENESS", 0)
+    """The learner runs here, without its head, and a process then says what it said."""
+    target = replace(HeadTarget.of(language_model.model, None), vocabulary=None)
+    order = Order(str(head), str(tmp_path / "learned"), asdict(target), 1.0, 1 << 20, niceness=0)
+    stream = io.BytesIO()
+    write_message(stream, {"embedding": torch.zeros(48, 32), "rows": torch.zeros(COLUMNS, 32)})
+    stream.seek(0)
+    config = (head / "config.json").rename(tmp_path / "config.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["learner", json.dumps(asdict(order))])
+        patch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
+        learner.main()
+    config.rename(head / "config.json")
+    stand_in(monkeypatch, f"print({capsys.readouterr().out!r}, end='')")
     with LearningSpeculator(head, tmp_path / "learned", language_model.model):
         waits_until(lambda: "the speculator learns no more" in caplog.text)
     assert "config.json is missing" in caplog.text
 
 
 def sent(learning: LearningSpeculator, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list of what is to be sent from now on; the end is sent all the same."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(learning._learner._waiting, "put_nowait", found.append)
+    put = learning._learner._waiting.put_nowait
+
+    def note(message: dict[str, Any] | None) -> None:
+        if message is None:
+            put(None)
+        else:
+            found.append(message)
+
+    monkeypatch.setattr(learning._learner._waiting, "put_nowait", note)
     return found
 
 
@@ -243,10 +280,11 @@ def test_the_command_line_teaches_and_ends_its_learner(
         made.append(self)
 
     monkeypatch.setattr(LearningSpeculator, "__init__", noted)
+    stand_in(monkeypatch, READING)
     drafts = settings(speculator=head, online=tmp_path / "learned", online_share=0.5)
     with drafts.connect(language_model) as drafter:
         list(assemble(language_model, drafter).generate(prompts_of([6])[0].tolist(), 10))
-    assert made[0]._learner._process.poll() is not None
+    assert made[0]._learner._process.poll() == 0
 
 
 def test_contradictions_are_refused(

@@ -73,8 +73,8 @@ def test_logits_are_the_publishers_on_every_path_of_a_tree(
     made, reference, states = layout
     model = tiny_llama()
     reading = Reading(loaded(made, tmp_path), model, prompt_of(11))
-    for _ in range(4):
-        read = reading.draft()
+    for _ in range(3):
+        read = reading.draft(8)
         target = parts_of(model, reading.tokens)
         for node in range(len(read.tree)):
             path = read.path_to(node)

@@ -336,8 +336,9 @@ def test_planted_errors_are_noticed(
     reading = read_along(head_folder)
     worst = distance(reading)
     for _ in range(3):
-        reading.verify()
-        worst = max(worst, distance(reading))
+        if worst <= SHOWN:
+            reading.verify()
+            worst = max(worst, distance(reading))
     assert worst > SHOWN
 
 

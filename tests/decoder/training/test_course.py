@@ -30,7 +30,7 @@ from tests.decoder.training.teaching import (
 
 pytestmark = pytest.mark.usefixtures("clock")
 
-OPTIONS = CourseOptions(minutes=0.15, num_tokens=4000, max_new_tokens=24, num_columns=40)
+OPTIONS = CourseOptions(minutes=0.1, num_tokens=4000, max_new_tokens=24, num_columns=40)
 SHORT = replace(OPTIONS, minutes=0.03)
 
 

@@ -29,6 +29,7 @@ from tests.decoder.training.teaching import (
     drawn_head,
     language_model_of,
     prompts_of,
+    undecided_head,
 )
 
 COLUMNS = 40
@@ -42,8 +43,16 @@ def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
 @pytest.fixture(scope="module")
 def examples(language_model: LanguageModel) -> list[Example]:
     states = (*trained_states(num_states(language_model.model)), FINAL)
-    answers = Teacher(language_model, states).answer(prompts_of([6] * 160), 40)
+    answers = Teacher(language_model, states).answer(prompts_of([6] * 40), 40)
     return [Example(each.tokens, each.num_prompt, each.states) for each in answers]
+
+
+def in_small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a quarter of the tokens be enough for a round, of batches of a quarter of their size."""
+    monkeypatch.setattr(learning, "_NEW_TOKENS", 1024)
+    monkeypatch.setattr(learning, "_LEAST_JUDGING", 200)
+    for module in (learning, head_trainer):
+        monkeypatch.setattr(module, "BATCH_TOKENS", 1024)
 
 
 def sent_target(language_model: LanguageModel) -> SentTarget:
@@ -93,10 +102,8 @@ def test_the_sent_target_says_what_the_target_says(language_model: LanguageModel
 def test_a_head_learns_from_what_comes(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learning, "_TIMES", 25)
-    monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 256)
-    head = drawn_head(language_model, COLUMNS)
-    learner = learner_of(language_model, head, examples)
+    in_small_rounds(monkeypatch)
+    learner = learner_of(language_model, undecided_head(language_model, COLUMNS), examples)
     found = []
     for made in learner.rounds():
         found.append(made)
@@ -112,6 +119,7 @@ def test_a_head_learns_from_what_comes(
 def test_a_head_that_foretells_less_is_rolled_back(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_small_rounds(monkeypatch)
     head = drawn_head(language_model, COLUMNS)
     before = weights(head)
     judged(monkeypatch, 1.0, 0.9)
@@ -123,6 +131,7 @@ def test_a_head_that_foretells_less_is_rolled_back(
 def test_the_head_as_given_comes_back_where_what_was_learned_is_worth_less(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_small_rounds(monkeypatch)
     given, learned = drawn_head(language_model, COLUMNS, 1), drawn_head(language_model, COLUMNS, 2)
     judged(monkeypatch, 1.0, 0.9, 1.2)
     learner = learner_of(language_model, learned, examples, first=weights(given))
@@ -132,8 +141,9 @@ def test_the_head_as_given_comes_back_where_what_was_learned_is_worth_less(
 
 
 def test_a_step_that_is_no_number_is_undone(
-    language_model: LanguageModel, examples: list[Example]
+    language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_small_rounds(monkeypatch)
     head = drawn_head(language_model, COLUMNS)
     before = weights(head)
     broken = Example(examples[0].tokens, 0, torch.full_like(examples[0].states, torch.nan))
@@ -157,6 +167,7 @@ def test_nothing_is_trained_before_enough_has_come_or_after_the_end(
 def test_a_share_of_the_time_is_kept(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_small_rounds(monkeypatch)
     learner = learner_of(language_model, drawn_head(language_model, COLUMNS), examples, share=0.25)
     worked: list[float] = []
     slept: list[float] = []
@@ -167,7 +178,7 @@ def test_a_share_of_the_time_is_kept(
     monkeypatch.setattr(learner, "_rest", worked.append)
     next(learner.rounds())
     taught = sum(len(each.tokens) for count, each in enumerate(examples, 1) if count % 6)
-    assert len(worked) == math.ceil(2 * taught / 4096) + 2  # two heads are judged
+    assert len(worked) == math.ceil(2 * taught / 1024) + 2  # two heads are judged
     assert min(worked) > 0
 
 

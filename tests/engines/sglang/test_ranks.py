@@ -22,6 +22,7 @@ sharing(group)(nodes)
 print(nodes.tolist())
 torch.distributed.destroy_process_group()
 """
+"""What a rank does: the first of them in the process of the test."""
 
 
 def test_a_model_on_one_device_shares_nothing() -> None:
@@ -31,14 +32,14 @@ def test_a_model_on_one_device_shares_nothing() -> None:
     assert sharing(alone) is None
 
 
-def test_every_rank_gets_the_nodes_of_the_first(tmp_path: Path) -> None:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    printed = [process.communicate(timeout=60)[0] for process in started]
-    assert printed[0] == printed[1] == f"{[[[0, 1, 2, 3]] * 3] * 2}\n"
+def test_every_rank_gets_the_nodes_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "store")
+    second = subprocess.Popen(
+        [sys.executable, "-c", RANK, "1", store], stdout=subprocess.PIPE, text=True
+    )
+    monkeypatch.setattr(sys, "argv", ["-c", "0", store])
+    exec(RANK, {})  # noqa: S102  as the other process does
+    printed, _ = second.communicate(timeout=60)
+    assert capsys.readouterr().out == printed == f"{[[[0, 1, 2, 3]] * 3] * 2}\n"

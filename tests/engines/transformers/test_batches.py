@@ -1,6 +1,7 @@
 """Batches in `model.generate`: each row has the output that it has alone, and drafts of its own."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from threading import Lock
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.sampling.test_processors_with_memory import Remembering
 from tests.engines.transformers.generating import EndsAfter
+from tests.suite_parts import draws_all_cases
 
 NEW_TOKENS = 16
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1, 7)]
@@ -105,18 +107,27 @@ ONLY_ALONE: list[dict[str, Any]] = [
 """Options that see padding in transformers' own batches."""
 
 
-@pytest.mark.parametrize("make", [*MODELS.values(), tiny_mamba])
+OF_EVERY_MODEL: list[dict[str, Any]] = [{}, {"eos_token_id": STOPS}, {"guidance_scale": 1.7}]
+"""Options under which the model itself is read in another way, or for another length."""
+
+OF_LOGITS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[9]]},
+    {"min_new_tokens": 6, "eos_token_id": STOPS, "begin_suppress_tokens": [11, 12]},
+    {"sequence_bias": [[[5], 3.0]], "forced_eos_token_id": 9},
+    {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": STOPS},
+    *ONLY_ALONE,
+]
+"""Options that change logits, whichever model they are of."""
+
+MADE = [*MODELS.values(), tiny_mamba]
+
+
+@pytest.mark.seeds
 @pytest.mark.parametrize(
-    "options",
+    ("make", "options"),
     [
-        {},
-        {"eos_token_id": STOPS},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[9]]},
-        {"min_new_tokens": 6, "eos_token_id": STOPS, "begin_suppress_tokens": [11, 12]},
-        {"guidance_scale": 1.7},
-        {"sequence_bias": [[[5], 3.0]], "forced_eos_token_id": 9},
-        {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": STOPS},
-        *ONLY_ALONE,
+        *product(MADE, OF_EVERY_MODEL),
+        *product(MADE if draws_all_cases() else [tiny_llama], OF_LOGITS),
     ],
 )
 def test_each_row_has_the_output_that_it_has_alone(
@@ -143,10 +154,13 @@ def test_each_row_has_the_output_that_it_has_alone(
 def test_some_rows_wait_for_others(parallel: int) -> None:
     model = tiny_llama()
     prompts = [prompt_of(1 + number % 5, seed=number) for number in range(9)]
-    plugin = foredraft(model, ScriptedDrafter(of_all(truths(model, prompts))), parallel=parallel)
+    sequences = truths(model, prompts)
+    plugin = foredraft(model, ScriptedDrafter(of_all(sequences)), parallel=parallel)
     output = generated(model, prompts, custom_generate=plugin, return_dict_in_generate=True)
     assert isinstance(output, GenerateDecoderOnlyOutput)
-    assert output.sequences.tolist() == joined_alone(model, prompts, lambda _: {})
+    width = NEW_TOKENS + max(map(len, prompts))
+    expected = [[PAD] * (width - len(each)) + each for each in sequences]
+    assert output.sequences.tolist() == expected
     assert plugin.statistics.num_tokens == len(prompts) * NEW_TOKENS
 
 

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from decoder.engines import contract as versions
+from decoder.engines import engine_drafters
 from decoder.engines.engine_options import resolve_settings
 from decoder.engines.vllm import hook_contract
 from decoder.engines.vllm import proposer as adapter
@@ -185,8 +186,9 @@ def test_an_index_of_another_tokenizer_is_left_out(
 
 
 def test_a_server_that_is_away_from_the_start_costs_drafts_of_its_own_alone(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_drafters, "_CONNECT_S", 0.2)
     proposer = opened(server=["127.0.0.1:1"])
     assert propose(proposer, [REPEATED], [1])[0] == [8, 9, 10, 11]
     assert "cannot be reached" in caplog.text
@@ -333,6 +335,7 @@ def test_nothing_is_drafted_where_tenants_could_not_be_told_apart(
         shut_down(drafter)
 
     monkeypatch.setattr(kind, "shut_down", noting)
+    monkeypatch.setattr(engine_drafters, "_CONNECT_S", 0.2)
     if reason == "service":
         proposer = runner(tenants=["a"], server=["127.0.0.1:1"]).drafter
     else:

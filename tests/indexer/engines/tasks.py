@@ -50,14 +50,18 @@ def sleep_for_ever(task: Task) -> None:
     time.sleep(1000)
 
 
-def count_running(task: Task) -> int:
-    """Return how many tasks run at this moment."""
-    mark = task.folder / f"{task.number}"
-    mark.touch()
-    time.sleep(0.3)
-    running = len(list(task.folder.iterdir()))
-    mark.unlink()
-    return running
+def count_running(awaited: int, task: Task) -> int:
+    """Return how many tasks run at once, a moment after so many have begun or 20 s."""
+    begun, running = task.folder / f"begun-{task.number}", task.folder / f"running-{task.number}"
+    running.touch()
+    begun.touch()
+    end = time.monotonic() + 20
+    while len(list(task.folder.glob("begun-*"))) < awaited and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    count = len(list(task.folder.glob("running-*")))
+    running.unlink()
+    return count
 
 
 def environment(_: Task) -> tuple[str | None, str | None]:

@@ -2,6 +2,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,10 @@ def test_an_error_of_a_task_is_raised_as_it_is(tmp_path: Path) -> None:
 def test_as_many_tasks_run_at_once_as_fit_into_the_memory(tmp_path: Path) -> None:
     for need, most in [(1 << 20, 3), (3 * GIB, 2), (5 * GIB, 1)]:
         limit = bytes_taken() + 8 * GIB
-        results = ProcessPool(3, limit).map(tasks.count_running, numbered(6, tmp_path), need)
+        folder = tmp_path / str(most)
+        folder.mkdir()
+        count = partial(tasks.count_running, most)
+        results = ProcessPool(3, limit).map(count, numbered(most + 1, folder), need)
         assert max(results) == most
 
 

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_an_error_of_a_task_is_raised_as_it_is(cluster: RayCluster, tmp_path: Pa
 
 
 def test_ray_keeps_to_the_memory(cluster: RayCluster, tmp_path: Path) -> None:
-    assert max(cluster.map(tasks.count_running, numbered(5, tmp_path), 2 * GIB)) == 1
+    assert max(cluster.map(partial(tasks.count_running, 1), numbered(5, tmp_path), 2 * GIB)) == 1
     with pytest.raises(IndexerError, match=r"too little.*--memory"):
         list(cluster.map(tasks.square, numbered(2, tmp_path), 5 * GIB))
 

@@ -45,8 +45,8 @@ def slow_levels(
             if len(ngram) == order and count >= LEAST[order]:
                 children[ngram[:-1]].append((ngram, rounded(count)))
         level = []
-        for parent, _ in levels[-1]:
-            level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))
+        for parent in (ngram for ngram, _ in levels[-1] if ngram in children):
+            level += sorted(children[parent], key=lambda child: (-child[1], child[0][-1]))
         levels.append(level)
     least = dict(LEAST)
     for order in cycle((4, 2, 3)):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from retriever.client.merging import merge_trees
 from retriever.tree import DraftTree, Source
 from tests.retriever.client.merging_twin import merge_slowly, paths_of, random_tree
+from tests.suite_parts import cases
 
 
 def tree_of(*nodes: tuple[int, int, float], source: Source = Source.CORPUS) -> DraftTree:
@@ -15,7 +16,7 @@ def tree_of(*nodes: tuple[int, int, float], source: Source = Source.CORPUS) -> D
     return DraftTree.checked(token_ids, parents, probabilities, [source] * len(nodes))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(80, of=400), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_trees=st.integers(1, 5),

@@ -17,6 +17,7 @@ from retriever.errors import DrainingError, InvalidRequestError, LimitExceededEr
 from retriever.limits import Limits
 from retriever.operations.observer import ServiceObserver
 from retriever.service.serving import start
+from retriever.sessions import session_table
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -159,7 +160,10 @@ def test_sessions_return_once_their_server_is_back(client: Client) -> None:
 
 @both
 @can_be_kept
-def test_a_full_server_is_left_for_the_next_until_it_has_room(client: Client) -> None:
+def test_a_full_server_is_left_for_the_next_until_it_has_room(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_table, "RETRY_S", 0.1)  # the client waits for a second at least
     with (
         replicas(Limits(max_tenant_sessions=1, idle_session_s=600)) as (home, other),
         client([home.address, other.address], deadline_s=1, local=False) as drafter,

@@ -31,6 +31,7 @@ from tests.retriever.kernels.twins.row_twins import Row
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(300, of=3000)
+NUM_TALKS = cases(8, of=300)
 MAX_ROWS = 12
 MAX_DEPTH = 12
 
@@ -309,7 +310,7 @@ def test_trails_are_kept_as_their_twins_keep_them() -> None:
     rng = np.random.default_rng(76)
     scratch = Scratch(MAX_DEPTH, max_rows=MAX_ROWS, max_nodes=8)
     edited = begun = full = lost = 0
-    for _ in range(NUM_SEEDS // 10):
+    for _ in range(NUM_TALKS):
         source = rng.integers(0, 200, int(rng.choice([20, 400]))).tolist()
         tokens = [*source, *rewritten(rng, source)]
         store = ChainStore(len(tokens), CONTEXT_LIMITS, Source.CONTEXT)
@@ -339,8 +340,8 @@ def test_trails_are_kept_as_their_twins_keep_them() -> None:
             assert trail_of(store) == twin
             lost += was is not None and twin.place is None
             full += store.cursor.trail[3] > MOST_EDITS
-    assert min(edited, 3 * begun) > NUM_SEEDS / 10
-    assert min(full, lost) > NUM_SEEDS / 100
+    assert min(edited, 3 * begun) > NUM_TALKS
+    assert min(full, lost) > NUM_TALKS / 10
 
 
 QUOTED = {0: [701, 702], 1: [703]}

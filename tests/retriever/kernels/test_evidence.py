@@ -101,10 +101,9 @@ def test_a_successor_is_found_among_thousands(vocabulary_size: int) -> None:
 
 
 def linear_search(phrases: PhraseTables, entry: int, token: int) -> int:
-    for place in range(int(phrases.starts[0][entry]), int(phrases.starts[0][entry + 1])):
-        if phrases.tokens[1][place] == token:
-            return place
-    return -1
+    begin, end = (int(place) for place in phrases.starts[0][entry : entry + 2])
+    tokens = phrases.tokens[1][begin:end].tolist()
+    return begin + tokens.index(token) if token in tokens else -1
 
 
 def test_what_does_not_exist_has_no_successor() -> None:

@@ -15,7 +15,7 @@ from tests.retriever.kernels.twins.live_table_twin import (
     successors,
     true_counts,
 )
-from tests.suite_parts import cases
+from tests.suite_parts import cases, draws_all_cases
 
 NUM_SEEDS = cases(100, of=1000)
 CAPACITY = 64
@@ -91,6 +91,7 @@ def follows(generations: Generations, tokens: TokenIds) -> int:
     )
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("max_age_s", [float("inf"), 40.0])
 @pytest.mark.parametrize("longest", [20, 300, 2500])
 def test_what_generations_count_is_what_they_hold(max_age_s: float, longest: int) -> None:
@@ -98,11 +99,13 @@ def test_what_generations_count_is_what_they_hold(max_age_s: float, longest: int
     rng = np.random.default_rng(63)
     now = 0.0
     generations = Generations(1024, max_age_s, clock=lambda: now)
-    for _ in range(150):
+    for number in range(150):
         now += float(rng.choice([0, 1, 30], p=[0.5, 0.45, 0.05]))
         sizes = rng.integers(1, longest, int(rng.integers(1, 4)))
         outputs = [rng.integers(1, 4, int(size)).astype(np.int32) for size in sizes]
         generations.extend([Output(output, now) for output in outputs])
+        if number % 4 and not draws_all_cases():
+            continue  # what is counted wrongly stays so for a while
         held = [SEPARATOR, *generations._store.live().tolist()]
         truth = true_counts(held, 1, len(held), len(generations.live))
         counts = live_counts(generations)

@@ -18,7 +18,7 @@ from tests.retriever.predict.blank import blank_weights
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(60, of=2000)
-NUM_OUTCOMES = cases(20_000, of=100_000)
+NUM_OUTCOMES = cases(8000, of=100_000)
 NONE = -1
 LEAST_GRADIENT = 0.002  # less is not learned from
 

@@ -15,6 +15,7 @@ from retriever.operations import http_connections
 from retriever.operations.lifecycle import Phase
 from retriever.operations.web import Web
 from tests.retriever.operations.watched import asked, watched
+from tests.retriever.service.decodes import wait_until
 
 MANY = 300  # more than are kept open
 HEAD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
@@ -64,8 +65,11 @@ def test_idle_connections_keep_no_probe_waiting(web: Web) -> None:
             assert_answers(web)
 
 
-def test_a_request_that_comes_byte_by_byte_is_cut(web: Web) -> None:
+def test_a_request_that_comes_byte_by_byte_is_cut(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before, each byte gave it five more seconds."""
+    monkeypatch.setattr(http_connections, "_READ_S", 0.5)
     ended, cut = threading.Event(), set[socket.socket]()
 
     def drip(slow: list[socket.socket]) -> None:
@@ -89,16 +93,16 @@ def test_a_request_that_comes_byte_by_byte_is_cut(web: Web) -> None:
 
 
 def test_who_does_not_read_the_answer_is_cut(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connections, "_TOTAL_S", 0.5)
+    monkeypatch.setattr(http_connections, "_TOTAL_S", 0.3)
     large = http_connections.Answer(HTTPStatus.OK, "text/plain", bytes(32 << 20))
     rendered = web._connections._rendered
     monkeypatch.setattr(web._connections, "_rendered", lambda _: large)
     with connected(web, 4) as deaf:
         for each in deaf:
             each.sendall(HEAD + b"\r\n")
-        time.sleep(1)
+        assert wait_until(lambda: bool(web._connections._open), 5)
+        assert wait_until(lambda: not web._connections._open, 5)
         monkeypatch.setattr(web._connections, "_rendered", rendered)
-        assert not web._connections._open
         assert_answers(web)
         for each in deaf:
             received = all_of(each)

@@ -26,6 +26,7 @@ from retriever.predict.provenance import find_ngram
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service
+from tests.suite_parts import cases
 
 BEGINNING = [1, 2, 3, 4, 5, 6]
 LICENCES = {"poem": "CC0-1.0", "novel": "MIT", "letter": ""}
@@ -142,7 +143,7 @@ def check(explanation: Explanation, context: list[int], documents: dict[str, lis
 words = st.lists(st.integers(0, 5), min_size=0, max_size=25)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(15, of=60), deadline=None)
 @given(
     texts=st.lists(words, min_size=1, max_size=12).filter(any),
     context=st.lists(st.integers(0, 5), min_size=1, max_size=30),
@@ -265,6 +266,7 @@ def test_embedded_refuses_numbers_that_cannot_be() -> None:
         drafter.explain([1], 4000)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", ["tokens", "suffixes"])
 def test_damage_misleads_but_does_not_crash(
     tmp_path: Path, vocabulary: Vocabulary, name: str
@@ -275,7 +277,7 @@ def test_damage_misleads_but_does_not_crash(
     build_from_tokens(texts, path, vocabulary)
     (file,) = path.glob(f"segments/*/{name}")
     whole = file.read_bytes()
-    for _ in range(10):
+    for _ in range(cases(3, of=10)):
         file.write_bytes(rng.bytes(len(whole)))
         drafter = EmbeddedDrafter.open_indexes([path])
         for _, text in texts:

@@ -84,7 +84,6 @@ def arrays_in(value: Any, seen: set[int]) -> Iterator[np.ndarray[Any, Any]]:
 
 def in_memory(drafter: EmbeddedDrafter, number: int) -> bool:
     tokens = output(number)[4:12].astype(np.int32).tobytes()
-    gc.collect()
     parts = [drafter._pools, drafter._sessions, drafter._predictor]
     return any(tokens in each.tobytes() for part in parts for each in arrays_in(part, set()))
 

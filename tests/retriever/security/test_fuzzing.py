@@ -15,6 +15,7 @@ from retriever.v1 import retriever_pb2 as pb
 from tests.oracles.fuzz.fuzzing import Fuzzer, LeakError
 from tests.oracles.fuzz.raw_bytes import outcome_of, send_raw, send_to_socket
 from tests.retriever.security.in_process import serving
+from tests.suite_parts import cases
 
 STATUSES = {
     "OK",
@@ -27,6 +28,7 @@ STATUSES = {
 }
 """What a call may end with: the others tell of a mistake that is ours."""
 
+NUM_MESSAGES = cases(3000, of=10_000)
 METHODS = pb.DESCRIPTOR.services_by_name["RetrieverService"].methods
 
 
@@ -45,10 +47,11 @@ def address() -> Iterator[str]:
     made.shut_down()
 
 
+@pytest.mark.seeds
 def test_generated_messages_end_with_a_status_and_leak_nothing(drafter: EmbeddedDrafter) -> None:
     fuzzer = Fuzzer(drafter, seed=1)
-    asyncio.run(fuzzer.send(10_000))
-    assert sum(fuzzer.outcomes.values()) == 10_000
+    asyncio.run(fuzzer.send(NUM_MESSAGES))
+    assert sum(fuzzer.outcomes.values()) == NUM_MESSAGES
     reached = {"OK", "unreadable", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
     assert reached <= set(fuzzer.outcomes)
     assert "INTERNAL" not in fuzzer.outcomes
@@ -64,18 +67,19 @@ def test_a_planted_leak_between_pools_is_found(
 
     monkeypatch.setattr(Pools, "get", shared)
     with pytest.raises(LeakError, match="another tenant's tokens"):
-        asyncio.run(Fuzzer(drafter, seed=1).send(10_000))
+        asyncio.run(Fuzzer(drafter, seed=1).send(NUM_MESSAGES))
 
 
+@pytest.mark.seeds
 def test_raw_bytes_over_a_socket_end_with_a_status(address: str) -> None:
-    outcomes = send_raw(address, 1000, seed=1)
+    outcomes = send_raw(address, cases(300, of=1000), seed=1)
     assert set(outcomes) <= STATUSES
     assert {"OK", "INVALID_ARGUMENT"} <= set(outcomes)
-    send_to_socket(address, 50, seed=1)
+    send_to_socket(address, cases(15, of=50), seed=1)
     assert send_raw(address, 1, seed=2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(40, of=150), deadline=None)
 @given(method=st.sampled_from([method.name for method in METHODS]), content=st.binary(max_size=200))
 def test_any_bytes_end_with_a_status(address: str, method: str, content: bytes) -> None:
     with grpc.insecure_channel(address) as channel:

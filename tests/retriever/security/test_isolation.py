@@ -139,7 +139,7 @@ def piece(tenant: str, begins: tuple[int, int]) -> list[int]:
 
 
 @settings(
-    max_examples=cases(20, of=60),
+    max_examples=cases(10, of=60),
     deadline=None,
     phases=[Phase.generate],
     report_multiple_bugs=False,

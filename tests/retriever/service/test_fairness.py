@@ -16,6 +16,7 @@ from retriever.security.access import add_token
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.service.decodes import wait_until
 
 SERVICE = "/retriever.v1.RetrieverService/"
 NUM_LONG = 1_000_000
@@ -88,11 +89,16 @@ def longest_step_s(victim: Tenant, long: Callable[[], object]) -> float:
         return longest_s
 
 
-def uncut_s() -> float:
-    """Return how long it takes here to read a long message at once: the least of what was uncut."""
-    began_s = time.monotonic()
-    np.array(pb.DraftRequest.FromString(DRAFT).context, np.int32)
-    return time.monotonic() - began_s
+@pytest.fixture(scope="module")
+def uncut() -> float:
+    """How long it takes here to read a long message at once, in seconds: the least of six times."""
+
+    def uncut_s() -> float:
+        began_s = time.monotonic()
+        np.array(pb.DraftRequest.FromString(DRAFT).context, np.int32)
+        return time.monotonic() - began_s
+
+    return min(uncut_s() for _ in range(6))
 
 
 # Requests are bytes already: the interpreter of this test is the victim's.
@@ -128,12 +134,13 @@ def stepping(attacker: Tenant) -> Callable[[], object]:
 
 @pytest.mark.parametrize("attack", [bare, opening, closing, stepping])
 def test_a_stream_goes_on_beside_another_tenants_long_requests(
-    served: tuple[Tenant, Tenant], attack: Callable[[Tenant], Callable[[], object]]
+    served: tuple[Tenant, Tenant], uncut: float, attack: Callable[[Tenant], Callable[[], object]]
 ) -> None:
     victim, attacker = served
-    uncut = min(uncut_s() for _ in range(6))
-    longest = [longest_step_s(victim, attack(attacker)) for _ in range(6)]
-    assert min(longest) < uncut / 2, (longest, uncut)  # the others may have met a busy machine
+    longest: list[float] = []
+    while min(longest, default=uncut) >= uncut / 2:  # which may be a busy machine
+        assert len(longest) < 6, (longest, uncut)
+        longest.append(longest_step_s(victim, attack(attacker)))
 
 
 def test_calls_whose_deadline_passed_are_not_worked_on(served: tuple[Tenant, Tenant]) -> None:
@@ -175,8 +182,8 @@ def test_a_tenant_beyond_its_work_is_refused_and_others_are_not(
     with pytest.raises(grpc.RpcError, match="max_tenant_work"):
         one.call("Draft", pb.DraftRequest(context=[1, 2, 3]))
     assert not other.ask(steps=[step]).statuses
-    time.sleep(1.5)
-    assert not one.ask(steps=[step]).statuses  # its tokens and its length are as they were
+    # Its tokens and its length are as they were.
+    assert wait_until(lambda: not one.ask(steps=[step]).statuses, 10)
     stop_service(process)
 
 

@@ -259,13 +259,13 @@ def test_drafts_stay_valid_while_indexes_come_and_go(
         lambda: come_and_go(others[1], "acme"),
         drafter.refresh,
     ):
-        finish = time.monotonic() + 2
-        while time.monotonic() < finish:
+        finish = time.monotonic() + 0.7
+        while time.monotonic() < finish or max(map(len, seen)) < 2:
+            assert time.monotonic() < finish + 60  # something does come and go
             for at, context in enumerate(contexts):
                 for tenant in ("", "acme"):
                     seen[at].add(str(form(drafter.draft_context(context, 24, tenant=tenant))))
     assert all(each <= known for each, known in zip(seen, valid, strict=True))
-    assert max(map(len, seen)) > 1  # something did come and go
 
 
 def test_concurrent_attachments_of_one_index_attach_it_once(

@@ -167,7 +167,7 @@ def test_what_is_watched_ends_with_who_draws_on_it(tmp_path: Path) -> None:
     assert guard is not None
     gc.collect()
     before, told = len(guard._places), len([each for each in guard._told if each()])
-    for _ in range(3):
+    for _ in range(2):
         drafter = EmbeddedDrafter.open_indexes([path])
         build_from_tokens([("d", [1, 2])], path, VOCABULARY, BuildOptions(overwrite=True))
         build(tmp_path / "again").rename(tmp_path / "moved")

@@ -83,9 +83,9 @@ def test_no_damage_crashes_who_drafts(
     monkeypatch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
     for number in (1, 2):
         build(tmp_path / str(number), number)
-    arguments = (tmp_path / "1", tmp_path / "2", cases(3, of=10), seed)
+    arguments = (tmp_path / "1", tmp_path / "2", cases(1, of=10), seed)
     done = run("-c", DRAFTING, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
-    assert min(counts["drafted"], counts["refused"]) > 150
+    assert min(counts["drafted"], counts["refused"]) > 100
     assert counts["nodes"] > 1000

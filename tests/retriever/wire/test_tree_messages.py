@@ -7,6 +7,9 @@ from retriever.errors import InvalidTreeError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import clear_trees, tree_from_message, trees_from_messages
+from tests.suite_parts import cases
+
+NUM_FORESTS = cases(600, of=3000)
 
 
 def some_tree(rng: np.random.Generator) -> pb.DraftTree:
@@ -50,10 +53,11 @@ def one_by_one(messages: list[pb.DraftTree]) -> list[DraftTree] | None:
         return None
 
 
+@pytest.mark.seeds
 def test_forest_is_valid_where_each_of_its_trees_is() -> None:
     rng = np.random.default_rng(11)
     num_valid = 0
-    for _ in range(3000):
+    for _ in range(NUM_FORESTS):
         messages = [some_tree(rng) for _ in range(int(rng.integers(0, 4)))]
         expected = one_by_one(messages)
         assert (clear_trees(messages) is None) == (expected is None)
@@ -67,7 +71,7 @@ def test_forest_is_valid_where_each_of_its_trees_is() -> None:
                 left, right = getattr(one, field), getattr(other, field)
                 assert left.dtype == right.dtype
                 assert left.tolist() == right.tolist()
-    assert 500 < num_valid < 2500
+    assert NUM_FORESTS / 6 < num_valid < 5 * NUM_FORESTS / 6
 
 
 def test_another_number_of_trees_is_refused() -> None:

@@ -5,13 +5,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import DrafterSettings
 from decoder.commands import main, plain_comparison
 from decoder.commands.bench import BenchOptions, Opened, run_benchmark
 from decoder.commands.parallel.parallel_bench import (
@@ -39,15 +40,23 @@ from decoder.model.passes import Read, Reading
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
 from indexer.launch import INTERRUPTED
+from tests.decoder.commands.command_line import costs_of_earlier_tests, kept_costs  # noqa: F401  fixtures
 
 TEXTS = ["abc", "one two one two", "x", "ab ab ab ab", "zzz", "so it goes so it goes", "q", "abc d"]
 PROMPTS = [Prompt("a", text) for text in TEXTS]
+FOUR = PROMPTS[:4]
 WAYS = (PLAIN, UNDRAFTED, FOREDRAFT)
 
 
 @pytest.fixture(scope="module")
 def language_model(model_directory: Path) -> LanguageModel:
     return load_model(ModelOptions(str(model_directory)))
+
+
+@pytest.fixture(scope="module")
+def rounded(model_directory: Path) -> LanguageModel:
+    """In half precision, so that outputs are not compared with what the model would write."""
+    return load_model(ModelOptions(str(model_directory), precision=Precision.BFLOAT16))
 
 
 def measured(
@@ -129,12 +138,12 @@ def test_no_pass_is_captured_while_it_is_timed(
 
     monkeypatch.setattr(Target, "prepare", noting)
     monkeypatch.setattr(target_module, "capture_on", lambda _: lambda: capture)
-    report = measured(language_model, [2, 3])
+    report = measured(language_model, [2, 3], prompts=FOUR)
     assert not wrong_outputs(report)
     [(began, first), (again, second)] = marks  # once for a width
     assert began < first == again < second == len(captured)
     contest = Contest(language_model, WAYS, DrafterSettings(), 8)
-    run_benchmark(language_model, contest.opened, PROMPTS, BenchOptions(8))
+    run_benchmark(language_model, contest.opened, PROMPTS[:2], BenchOptions(8))
     assert marks[2][0] < marks[2][1] == len(captured)
 
 
@@ -182,20 +191,20 @@ def test_a_wrong_output_is_reported_with_its_place(
     language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flipping(monkeypatch, at=1)
-    report = measured(language_model, [1, 2])
+    report = measured(language_model, [1, 2], prompts=FOUR)
     one, two = report["settings"][0]["widths"]
     assert one["contenders"][FOREDRAFT]["identical"] == one["num_answers"]
-    assert two["contenders"][FOREDRAFT]["identical"] == two["num_answers"] - 4
+    assert two["contenders"][FOREDRAFT]["identical"] == two["num_answers"] - 2
     assert two["contenders"][UNDRAFTED]["identical"] == two["num_answers"]
     different = report["exactness"]["different"]
-    assert [each["prompt"] for each in different] == [1, 3, 5, 7]
+    assert [each["prompt"] for each in different] == [1, 3]
     for each in different:
         assert (each["parallel"], each["contender"], each["position"]) == (2, FOREDRAFT, 1)
         assert each["drafted"] == each["plain"] ^ 1
         assert each["best_tokens"][0] == each["plain"]
     assert wrong_outputs(report) == different
     said = conclusions_of(report)
-    assert sum(line.startswith("DIFFERENT: foredraft, 2 in parallel") for line in said) == 4
+    assert sum(line.startswith("DIFFERENT: foredraft, 2 in parallel") for line in said) == 2
 
 
 def test_a_tie_is_reported_and_is_no_error(
@@ -203,42 +212,40 @@ def test_a_tie_is_reported_and_is_no_error(
 ) -> None:
     flipping(monkeypatch, at=0)
     monkeypatch.setattr(plain_comparison, "TIE", 1e9)
-    report = measured(language_model, [2])
-    assert len(report["exactness"]["different"]) == 4
+    report = measured(language_model, [2], prompts=FOUR)
+    assert len(report["exactness"]["different"]) == 2
     assert not wrong_outputs(report)
-    assert "4 differ, 4 of them where two logits tie" in conclusions_of(report)[-1]
+    assert "2 differ, 2 of them where two logits tie" in conclusions_of(report)[-1]
 
 
 def test_plain_batches_that_go_wrong_are_told_apart_from_ours(
     language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LibraryContender, "_ended", lambda _, tokens: tokens[:1])
-    report = measured(language_model, [2])
+    report = measured(language_model, [2], prompts=FOUR)
     plain = report["settings"][0]["widths"][0]["contenders"][PLAIN]
-    assert plain["identical"] < 8
+    assert plain["identical"] < 4
     assert {each["contender"] for each in report["exactness"]["different"]} == {PLAIN}
     assert not wrong_outputs(report)
 
 
 def test_in_half_precision_outputs_are_those_of_the_same_loop_and_no_error(
-    model_directory: Path,
+    rounded: LanguageModel,
 ) -> None:
-    rounded = load_model(ModelOptions(str(model_directory), precision=Precision.BFLOAT16))
-    report = measured(rounded, [2])
+    report = measured(rounded, [2], prompts=FOUR)
     (width,) = report["settings"][0]["widths"]
     assert report["exactness"] is None
     assert width["compared_with"] == UNDRAFTED
-    assert width["contenders"][UNDRAFTED]["identical"] == width["num_answers"] == 8
-    assert (
-        measured(rounded, [2], names=[PLAIN])["settings"][0]["widths"][0]["compared_with"] is None
-    )
+    assert width["contenders"][UNDRAFTED]["identical"] == width["num_answers"] == 4
+    (alone,) = measured(rounded, [2], names=[PLAIN], prompts=FOUR)["settings"]
+    assert alone["widths"][0]["compared_with"] is None
 
 
 def test_seeds_are_counted_together_and_draw_what_undrafted_draws(
     language_model: LanguageModel,
 ) -> None:
     settings = [Setting(4), Setting(4, 0.9, 1), Setting(4, 0.9, 2)]
-    report = measured(language_model, [1, 4], settings=settings, repeat=2)
+    report = measured(language_model, [1, 3], prompts=FOUR[1:], settings=settings, repeat=2)
     greedy, sampled = report["settings"]
     assert (greedy["num_seeds"], sampled["num_seeds"]) == (1, 2)
     for width in sampled["widths"]:
@@ -265,7 +272,7 @@ class Scripted:
         seconds: dict[str, list[float]],
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        self._target = assemble(language_model, NoDrafter()).target
+        self._target = Target(language_model.model, verdicts=None)
         self._seconds = seconds
         self._before = before
 
@@ -308,12 +315,6 @@ def scripted(
     chosen = BenchOptions(8, parallel=[2], **options)
     opened = Scripted(language_model, seconds).opened()
     return ParallelBenchmark(language_model, opened, PROMPTS, chosen)
-
-
-@pytest.fixture(scope="module")
-def rounded(model_directory: Path) -> LanguageModel:
-    """In half precision, so that outputs are not compared with what the model would write."""
-    return load_model(ModelOptions(str(model_directory), precision=Precision.BFLOAT16))
 
 
 def test_ratios_are_sums_over_sums_with_intervals_over_groups(rounded: LanguageModel) -> None:
@@ -365,7 +366,7 @@ def test_the_fastest_of_all_rounds_counts(rounded: LanguageModel) -> None:
 
 
 def test_of_one_group_there_is_no_interval(language_model: LanguageModel) -> None:
-    report = measured(language_model, [8, 5])
+    report = measured(language_model, [5, 3], prompts=PROMPTS[:5])
     for width in report["settings"][0]["widths"]:
         assert width["num_groups"] == 1
         assert width["contenders"][FOREDRAFT]["over"][PLAIN][1:] == [None, None]
@@ -420,7 +421,7 @@ def test_what_is_known_of_prompts_alone_is_what_outputs_are_compared_with(
     known = {tuple(language_model.encode(TEXTS[3])): [1, 2, 3]}
     contest = Contest(language_model, WAYS, DrafterSettings(), 8)
     options = BenchOptions(8, parallel=[1])
-    benchmark = ParallelBenchmark(language_model, contest.opened, PROMPTS, options, plain=known)
+    benchmark = ParallelBenchmark(language_model, contest.opened, FOUR, options, plain=known)
     benchmark.run()
     different = benchmark.report()["exactness"]["different"]
     assert [(each["prompt"], each["contender"]) for each in different] == [(3, way) for way in WAYS]
@@ -430,12 +431,12 @@ def test_prompts_without_room_for_the_whole_output_are_left_out(
     language_model: LanguageModel,
 ) -> None:
     long = [Prompt("a", "b" * 121), Prompt("a", "c" * 300)]  # the model's limit is 128
-    report = measured(language_model, [2, 9], prompts=[*PROMPTS, *long])
+    report = measured(language_model, [2, 5], prompts=[*FOUR, *long])
     assert report["skipped"] == 2
-    assert report["left_out"] == [9]
+    assert report["left_out"] == [5]
     assert [width["parallel"] for width in report["settings"][0]["widths"]] == [2]
-    with pytest.raises(InvalidPromptError, match=r"9 in parallel need as many prompts: of 10 .* 8"):
-        measured(language_model, [9, 10], prompts=[*PROMPTS, *long])
+    with pytest.raises(InvalidPromptError, match=r"5 in parallel need as many prompts: of 6 .* 4"):
+        measured(language_model, [5, 6], prompts=[*FOUR, *long])
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
@@ -448,7 +449,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
 @pytest.fixture
 def small(model_directory: Path, tmp_path: Path) -> list[str]:
     path = tmp_path / "prompts"
-    path.write_text("\n".join(TEXTS))
+    path.write_text("\n".join(TEXTS[:4]))
     options = ["--model", str(model_directory), "--prompts", str(path), "--max-new-tokens", "6"]
     return [*options, "--parallel", "1", "--parallel", "2", "--parallel", "2"]
 
@@ -478,13 +479,20 @@ def test_the_command_compares_with_and_without_a_draft_model_and_draws(
 def test_the_table_says_first_where_ours_lose(
     small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    decode = OwnContender.decode_many
+
+    def slower(*given: Any, **options: Any) -> Run:
+        run = decode(*given, **options)
+        return replace(run, seconds=20 * run.seconds)
+
+    monkeypatch.setattr(OwnContender, "decode_many", slower)
     assert bench(monkeypatch, *small, "--over", "foredraft-retrieval") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("slower")
     text = "\n".join(lines)
     assert text.index("compared with model.generate") < text.index("x plain batches")
     assert "over foredraft-retrieval" in text
-    assert "1: 8 prompts in 4 groups, 2: 8 prompts in 4 groups" in text
+    assert "1: 4 prompts in 4 groups, 2: 4 prompts in 2 groups" in text
 
 
 def test_a_wrong_output_fails_the_command(
@@ -498,7 +506,8 @@ def test_a_wrong_output_fails_the_command(
 def test_plots_have_a_line_for_each_way_and_a_bar_for_each_step(
     language_model: LanguageModel, tmp_path: Path
 ) -> None:
-    report = measured(language_model, [1, 2], settings=[Setting(4), Setting(8)])
+    prompts = PROMPTS[:2]
+    report = measured(language_model, [1, 2], prompts=prompts, settings=[Setting(4), Setting(8)])
     for name in ("plot.png", "plot.svg"):
         draw_widths(report, tmp_path / name)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
