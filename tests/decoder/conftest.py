@@ -72,6 +72,12 @@ def model_directory(
     return directory
 
 
+@pytest.fixture(scope="module")
+def language_model(model_directory: Path) -> LanguageModel:
+    """That model, once for each file of tests: some change what they load."""
+    return load_model(ModelOptions(str(model_directory)))
+
+
 @pytest.fixture(scope="session")
 def real_model() -> LanguageModel:
     """The default model, in float32."""

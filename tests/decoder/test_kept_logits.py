@@ -19,7 +19,7 @@ from decoder.drafters.kernels.recycled_entries import enter
 from decoder.drafters.recycling import NUM_LIKELY, RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.fingerprint import fingerprint_of
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import FINDING_BYTES, Findings, FoundPage
 from retriever.errors import DrafterUnavailableError, NotPossibleError, StateError
@@ -309,11 +309,6 @@ def test_a_fingerprint_tells_models_apart(model: PreTrainedModel) -> None:
         next(reversed(list(tuned.parameters()))).mul_(1.001)
     others.append(fingerprint_of(tuned, "aa"))
     assert len({known, *others}) == 5
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 def test_settings_keep_and_share(

@@ -28,7 +28,7 @@ from decoder.contenders.contender import (
 )
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Lineup, Setting
 from decoder.contenders.standings import Comparison
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from indexer.launch import INTERRUPTED, TERMINATED
@@ -52,11 +52,6 @@ class Watched(EmbeddedDrafter):
     ) -> None:
         self.opened.append((np.asarray(prompt).tolist(), remember))
         super().open(session, prompt, remember=remember, **options)
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 def test_warm_answers_and_repeats_never_show_a_measured_answer(

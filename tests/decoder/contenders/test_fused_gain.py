@@ -10,7 +10,7 @@ from decoder.contenders.contender import FOREDRAFT, OwnContender
 from decoder.contenders.fused_gain import MAX_NEW_TOKENS, fused_gains
 from decoder.contenders.registry import TABLES, Lineup
 from decoder.loop import Decoder
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.speculators.head_files import HeadTarget, save_head
 from retriever.drafter import Drafter
@@ -19,11 +19,6 @@ from tests.decoder.decoding import ScriptedDrafter, plainly, tiny_llama, tree_of
 from tests.decoder.training.teaching import drawn_head, prompts_of
 
 PROMPTS = prompts_of([12, 9, 15])
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 @pytest.fixture

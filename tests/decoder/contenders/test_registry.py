@@ -26,7 +26,7 @@ from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import project
 from decoder.estimate.token_log import Record
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.speculators.eagle import Eagle1Head, EagleConfig
 from decoder.speculators.head_files import HeadTarget, save_head
 from indexer.build import build_from_texts
@@ -39,11 +39,6 @@ from tests.suite_parts import cases
 PROMPTS = ["abc abc abc", "one two one two one", "b", "a longer one, with one two abc"]
 LIBRARY = (PLAIN, PROMPT_LOOKUP)
 NEW_TOKENS = 14
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Request
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import CERTAIN, Acceptance, PassContext, SampledTree
@@ -133,11 +133,6 @@ def test_model_generate_accepts_drawn_drafts_by_their_distributions() -> None:
         )
         figures.append(plugin.statistics.tokens_per_pass)
     assert figures[0] > 1.2 * figures[1]
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 def test_settings_draw_drafts_as_the_output_is_drawn(

@@ -14,7 +14,7 @@ from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.errors import ContradictoryOptionsError, HeadFileError, HeadMismatchError
 from decoder.loop import Decoder
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.model.states import FINAL
 from decoder.model.target import Target
 from decoder.speculators.eagle import Eagle1Head, Eagle3Head, EagleConfig, EagleHead, EagleKind
@@ -115,11 +115,6 @@ def test_a_target_that_keeps_no_states_is_noticed(tmp_path: Path) -> None:
     decoder = decoder_with(model, fused(official_eagle3().write(tmp_path), model))
     with pytest.raises(ValueError, match="states=states_of"):
         decoded(decoder, prompt_of(5), 4)
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 @pytest.fixture

@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 
 from decoder.errors import TeachingTextError
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.training.lessons import Lesson, from_outputs, held_out, read_lessons
 from indexer.sources.recordings import RecordingTally
 from tests.decoder.training.teaching import prompts_of
-
-
-@pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 def read(

@@ -49,11 +49,6 @@ WAYS = (PLAIN, UNDRAFTED, FOREDRAFT)
 
 
 @pytest.fixture(scope="module")
-def language_model(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
-
-
-@pytest.fixture(scope="module")
 def rounded(model_directory: Path) -> LanguageModel:
     """In half precision, so that outputs are not compared with what the model would write."""
     return load_model(ModelOptions(str(model_directory), precision=Precision.BFLOAT16))
