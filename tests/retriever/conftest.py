@@ -1,5 +1,6 @@
 """A small vocabulary, an index on it, and a service in a process of its own."""
 
+import logging
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
+from retriever.operations.logs import JsonLines, TextLines
 from tests.retriever.warm_interpreter import WarmProcess, start
 
 VOCABULARY_SIZE = 50
@@ -71,6 +73,19 @@ def _no_services_left() -> Iterator[None]:
     yield
     end_services()
     _started.clear()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_logs_on() -> Iterator[None]:
+    """A service that began in this process would go on to log to what is no longer captured."""
+    yield
+    for name in (None, "indexer", "retriever"):
+        logger = logging.getLogger(name)
+        for handler in [*logger.handlers]:
+            if isinstance(handler.formatter, (JsonLines, TextLines)):
+                logger.removeHandler(handler)
+                logger.propagate = True
+                logger.setLevel(logging.NOTSET if name else logging.WARNING)
 
 
 @pytest.fixture(scope="module")
