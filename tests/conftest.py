@@ -55,7 +55,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
-    gc.disable()  # what is collected stays, and is millions of objects
     if not hasattr(config, "workerinput"):
         _check_room()
     os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
@@ -108,6 +107,17 @@ def _is_no_closing_queue(record: logging.LogRecord) -> bool:
     return not (isinstance(error, OSError) and error.errno == errno.EBADF)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage in what tests load, which stays, and is millions of objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Count what hypothesis draws for to the part of seeds."""
@@ -124,9 +134,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what runs with a few cases only; from here on, garbage is that of tests."""
-    gc.freeze()
-    gc.enable()
+    """Note what runs with a few cases only."""
     if not draws_all_cases():
         drawn = sum(item.get_closest_marker(SEEDS) is not None for item in session.items)
         session.config.stash[_left_out][SEEDS] = drawn

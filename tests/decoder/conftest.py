@@ -33,6 +33,19 @@ def _no_costs_from_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, "none")
 
 
+@pytest.fixture(scope="module")
+def kept_costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("costs")
+
+
+@pytest.fixture
+def costs_of_earlier_tests(
+    _no_costs_from_other_runs: None, kept_costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measure what passes cost once for a module that uses this."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(kept_costs))
+
+
 @pytest.fixture
 def prompt() -> list[int]:
     return prompt_of(12)

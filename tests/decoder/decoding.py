@@ -24,11 +24,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder
 from decoder.model.capability_check import Verdicts
 from decoder.model.target import Target
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
+from retriever.follower import DraftLimits
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DraftTree, Source
 
 VOCABULARY = 48
@@ -157,6 +160,13 @@ def plainly(
     output = generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
     generated: list[int] = output[0, len(prompt) :].tolist()
     return generated
+
+
+def fused() -> FusedDrafter:
+    """Return a drafter of this process's own memory, with recycled logits beside it."""
+    return FusedDrafter(
+        [EmbeddedDrafter()], DraftLimits(VOCABULARY, VOCABULARY), recycled=RecycledLogits()
+    )
 
 
 def decoder_with(

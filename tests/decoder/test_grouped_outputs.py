@@ -5,17 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import InvalidPromptError
 from decoder.loop import Generation, Request
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from retriever.drafter import ALONE, Kin
-from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
-from tests.decoder.decoding import VOCABULARY, decoder_with, plainly, prompt_of, tiny_llama
+from tests.decoder.decoding import decoder_with, fused, plainly, prompt_of, tiny_llama
 
 NEW_TOKENS = 60
 PROMPT = prompt_of(12)
@@ -30,12 +27,6 @@ def decoded(drafter: Any, kin: Kin, **options: Any) -> list[Generation]:
     for generation, _ in decoder.generate_many([*long[:2], *short, *long[2:]], 4):
         done[generation.number] = generation
     return [done[number] for number in (0, 1, 4, 5)]
-
-
-def fused() -> FusedDrafter:
-    return FusedDrafter(
-        [EmbeddedDrafter()], DraftLimits(VOCABULARY, VOCABULARY), recycled=RecycledLogits()
-    )
 
 
 @pytest.mark.parametrize(

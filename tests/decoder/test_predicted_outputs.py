@@ -7,20 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder, Generation, Request
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from retriever.drafter import Prediction
-from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from tests.decoder.decoding import (
     VOCABULARY,
     ScriptedDrafter,
     decoder_with,
+    fused,
     nothing,
     plainly,
     prompt_of,
@@ -50,12 +48,6 @@ def run(decoder: Decoder, prompt: list[int], predictions: Sequence[Prediction]) 
 def output_of(generation: Generation, prompt: list[int]) -> list[int]:
     tokens: list[int] = generation.tokens[len(prompt) :].tolist()
     return tokens
-
-
-def fused() -> FusedDrafter:
-    return FusedDrafter(
-        [EmbeddedDrafter()], DraftLimits(VOCABULARY, VOCABULARY), recycled=RecycledLogits()
-    )
 
 
 @pytest.mark.parametrize(

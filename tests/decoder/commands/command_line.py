@@ -7,22 +7,8 @@ from typing import NoReturn
 import pytest
 
 from decoder.commands import main
-from indexer.tokenizer import CACHE_VARIABLE
 
 PROMPT = "abcabc"
-
-
-@pytest.fixture(scope="module")
-def kept_costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("costs")
-
-
-@pytest.fixture(autouse=True)
-def costs_of_earlier_tests(
-    _no_costs_from_other_runs: None, kept_costs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Measure what passes cost once for a module that imports this."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(kept_costs))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

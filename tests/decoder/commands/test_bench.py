@@ -34,8 +34,9 @@ from decoder.observation import Statistics
 from indexer.launch import INTERRUPTED, TERMINATED
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.decoder.commands.command_line import costs_of_earlier_tests, kept_costs  # noqa: F401  fixtures
 from tests.decoder.decoding import tree_of
+
+pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 
 UNREPETITIVE = Path(__file__).parents[3] / "benchmarks" / "prompts" / "unrepetitive.txt"
 

@@ -27,15 +27,10 @@ from decoder.model.pretrained import (
 from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.decoder.commands.command_line import (  # noqa: F401  fixtures
-    PROMPT,
-    costs_of_earlier_tests,
-    generate,
-    kept_costs,
-    never,
-    run,
-)
+from tests.decoder.commands.command_line import PROMPT, generate, never, run
 from tests.decoder.decoding import plainly
+
+pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 
 
 def test_generate_prints_what_the_model_generates(

@@ -23,16 +23,11 @@ from decoder.worth import Worth
 from indexer.build import build_from_texts
 from indexer.launch import INTERRUPTED, TERMINATED
 from retriever.tree import Source
-from tests.decoder.commands.command_line import (  # noqa: F401  fixtures
-    PROMPT,
-    costs_of_earlier_tests,
-    generate,
-    kept_costs,
-    never,
-    run,
-)
+from tests.decoder.commands.command_line import PROMPT, generate, never, run
 from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
+
+pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

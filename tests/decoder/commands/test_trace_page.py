@@ -22,9 +22,11 @@ from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.operations.design import hash_of
 from retriever.tree import DocumentOccurrence, DraftTree, Source
-from tests.decoder.commands.command_line import costs_of_earlier_tests, generate, kept_costs, run  # noqa: F401  fixtures
+from tests.decoder.commands.command_line import generate, run
 from tests.decoder.commands.trace_samples import made_steps
 from tests.headless import Tab, browser_tab, needs_browser
+
+pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 
 NASTY = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>&amp;\u2028'\""
 

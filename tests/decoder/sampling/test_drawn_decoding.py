@@ -95,7 +95,6 @@ def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
         for cell in cells
     ]
     assert set(counts) <= set(expected)
-
     assert sum((came - mean) ** 2 / mean for came, mean in pairs) < CRITICAL
 
 

@@ -40,7 +40,8 @@ from decoder.model.passes import Read, Reading
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
 from indexer.launch import INTERRUPTED
-from tests.decoder.commands.command_line import costs_of_earlier_tests, kept_costs  # noqa: F401  fixtures
+
+pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 
 TEXTS = ["abc", "one two one two", "x", "ab ab ab ab", "zzz", "so it goes so it goes", "q", "abc d"]
 PROMPTS = [Prompt("a", text) for text in TEXTS]
