@@ -350,7 +350,7 @@ class Follower:
         return True
 
 
-_FIRST_PATIENCE_S: Final = 0.02
+FIRST_PATIENCE_S: Final = 0.02
 """How long asking takes as long as it was not measured, in seconds: as long as clients wait at
 most."""
 
@@ -477,6 +477,7 @@ class Followers:
             bug. Otherwise no error of the drafter is: a refused sequence is not drafted for, and
             others are not affected.
         clock: seconds, monotonic.
+        patience_s: how long asking is taken to take as long as it was not measured, in seconds.
 
     Attributes:
         drafter: as given; can be replaced once all sessions are closed or dropped.
@@ -488,7 +489,7 @@ class Followers:
         num_ahead: drafts that were answered ahead, by sequence.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the last four are options)
         self,
         drafter: Drafter,
         limits: DraftLimits | None = None,
@@ -496,6 +497,7 @@ class Followers:
         raises_refusals: bool = True,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
+        patience_s: float = FIRST_PATIENCE_S,
     ) -> None:
         self.drafter = drafter
         self.limits = limits or DraftLimits()
@@ -512,7 +514,7 @@ class Followers:
         self._asks_ahead = False
         self._num_fitting = math.inf
         self._under_way: _AskedAhead | None = None
-        self._asking_s = _FIRST_PATIENCE_S
+        self._asking_s = patience_s
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -622,6 +624,14 @@ class Followers:
                 self._ahead, following, self._num_fitting, timeout_s, self._clock()
             )
             self._under_way.begin(self._thread)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is asked ahead that is not answered; return whether that is so.
+
+        Args:
+            timeout_s: longest wait, in seconds; without end for `None`.
+        """
+        return self._under_way is None or self._under_way.is_done(timeout_s)
 
     def close(self, follower: Follower) -> None:
         """Close a session, if there is one; see `Follower.close`.

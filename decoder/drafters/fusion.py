@@ -40,7 +40,7 @@ from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
 from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, TokenIds
-from retriever.follower import DraftLimits, Followers
+from retriever.follower import FIRST_PATIENCE_S, DraftLimits, Followers
 from retriever.sequences import (
     OpenSessions,
     TokenSequence,
@@ -169,6 +169,11 @@ class FusedDrafter:
             brought more than it took, beyond the tree that there was before.
         recycled: likely tokens of earlier passes; `None` to do without.
         costs: what passes of readers cost; measured if not given.
+        patience_s: see `Followers`.
+
+    Attributes:
+        followers: of each of the drafters, in order: they count what was asked for in time and
+            ahead, and what failed.
 
     Raises:
         VocabularyMismatchError: a reader proposes tokens that the target does not know.
@@ -176,7 +181,7 @@ class FusedDrafter:
 
     takes_groups = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the last four are options)
         self,
         drafters: Sequence[Drafter],
         limits: DraftLimits,
@@ -184,9 +189,12 @@ class FusedDrafter:
         readers: Sequence[TreeReader] = (),
         recycled: RecycledLogits | None = None,
         costs: StepCosts | None = None,
+        patience_s: float = FIRST_PATIENCE_S,
     ) -> None:
         self._limits = limits
-        self._followers = [Followers(drafter, limits) for drafter in drafters]
+        self.followers = tuple(
+            Followers(drafter, limits, patience_s=patience_s) for drafter in drafters
+        )
         self._readers = Readers(readers, costs, limits.model_vocabulary)
         self._recycled = recycled
         self._sessions: OpenSessions[str, FusedSequence] = OpenSessions()
@@ -215,7 +223,7 @@ class FusedDrafter:
             self._recycled.serve(sequence.tenant)
         with ExitStack() as opened:
             members = []
-            for followers in self._followers:
+            for followers in self.followers:
                 members.append(follow(followers, sequence, limits))
                 opened.callback(members[-1].close)
             read = self._readers.follow(sequence)
@@ -270,7 +278,7 @@ class FusedDrafter:
                 followers,
                 [(each.members[at], most) for (each, _), most in zip(asked, limits, strict=True)],
             )
-            for at, followers in enumerate(self._followers)
+            for at, followers in enumerate(self.followers)
         ]
         for number, (sequence, _) in enumerate(asked):
             sequence.take_trees([trees[number] for trees in drafted])
@@ -288,7 +296,7 @@ class FusedDrafter:
         if self._recycled is not None:
             table = self._recycled.table
             asked = [(each, nodes, under_way.recalling(table)) for each, nodes, under_way in asked]
-        for at, followers in enumerate(self._followers):
+        for at, followers in enumerate(self.followers):
             of_members = [
                 (sequence.members[at], min(nodes, MAX_NODES), under_way)
                 for sequence, nodes, under_way in asked

@@ -116,6 +116,7 @@ class LearningSpeculator:
         kept: see `Speculator`.
         share: of one core's time, above 0 and at most 1.
         held_bytes: of states that are held to learn from, in memory.
+        niceness: what is added to the learner's, from 0 to 19; the higher, the more it gives way.
 
     Raises:
         HeadFileError: a head cannot be read, or the folder cannot be used or is in use.
@@ -125,7 +126,7 @@ class LearningSpeculator:
         ValueError: the share is out of its range.
     """
 
-    def __init__(  # noqa: PLR0913  (the last five are options)
+    def __init__(  # noqa: PLR0913  (the last six are options)
         self,
         path: Path,
         folder: Path,
@@ -136,6 +137,7 @@ class LearningSpeculator:
         kept: TokenIds | None = None,
         share: float = DEFAULT_SHARE,
         held_bytes: int = DEFAULT_HELD_BYTES,
+        niceness: int = _NICENESS,
     ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"a share of a core's time is above 0 and at most 1, not {share}")
@@ -153,7 +155,7 @@ class LearningSpeculator:
                 target=asdict(target),
                 share=share,
                 max_bytes=held_bytes,
-                niceness=_NICENESS,
+                niceness=niceness,
             )
             self._learner = _LearnerProcess(order, self._outer_layers(), self._reload)
             opened.callback(self._learner.close)

@@ -66,6 +66,7 @@ class Speculator:
         head: as given.
         max_length: most tokens of a sequence that it drafts for, `None` for no limit.
         most_states: of a prompt that it reads, the last ones.
+        most_rows: of a prompt that it reads in one pass.
 
     Raises:
         UnsupportedModelError: the head drafts with the target's output layer, and that is not one.
@@ -90,6 +91,7 @@ class Speculator:
         self.max_length: int | None = None
         on_cpu = embedding.device.type == "cpu"
         self.most_states = _MOST_STATES_ON_CPU if on_cpu else _MOST_STATES
+        self.most_rows = _PIECE
         self.columns = _columns(head, int(embedding.shape[0]), kept)
         if isinstance(head, MlpHead):
             self.max_depth = head.config.num_depths - 1
@@ -405,11 +407,12 @@ class EagleReading:
             return
         tokens = self._sequence.tokens[states.start + 1 : states.end + 1].tolist()
         projected = self._head.project(states.take())
-        for begin in range(0, len(tokens), _PIECE):
-            piece = tokens[begin : begin + _PIECE]
+        most = self._speculator.most_rows
+        for begin in range(0, len(tokens), most):
+            piece = tokens[begin : begin + most]
             positions = list(range(self._end, self._end + len(piece)))
             visible = np.tri(len(piece), dtype=np.bool_)
-            read = self._step(piece, projected[begin : begin + _PIECE], positions, visible)
+            read = self._step(piece, projected[begin : begin + most], positions, visible)
             self._end += len(piece)
         self._hidden = read[-1:]
 

@@ -161,9 +161,11 @@ class Learner:
         max_bytes: of sequences that are held.
         share: of the time, from 0 to 1: it sleeps for the rest.
         seed: of the order of sequences.
+        new_tokens: that must come before a round.
+        least_judging: tokens to foretell, held out, below which there is no round.
     """
 
-    def __init__(  # noqa: PLR0913  (the last three are options)
+    def __init__(  # noqa: PLR0913  (the last five are options)
         self,
         head: Eagle3Head,
         teaching: Teaching,
@@ -172,6 +174,8 @@ class Learner:
         max_bytes: int,
         share: float = 1.0,
         seed: int = 0,
+        new_tokens: int = _NEW_TOKENS,
+        least_judging: int = _LEAST_JUDGING,
     ) -> None:
         self.head = head
         self._teaching = teaching
@@ -181,6 +185,7 @@ class Learner:
         self._taught, self._judging = RecentExamples(max_bytes - judged), RecentExamples(judged)
         self._share = share
         self._seed = seed
+        self._wanted_tokens, self._wanted_places = new_tokens, least_judging
         self._count = self._new_tokens = self._places = 0
         self._has_ended = False
         self._changed = Condition()
@@ -218,7 +223,7 @@ class Learner:
             yield self._judge(judging)
 
     def _is_due(self) -> bool:
-        return self._new_tokens >= _NEW_TOKENS and self._places >= _LEAST_JUDGING
+        return self._new_tokens >= self._wanted_tokens and self._places >= self._wanted_places
 
     def _train(self, taught: RecentExamples) -> None:
         num_steps = math.ceil(_TIMES * int(taught.lengths().sum()) / BATCH_TOKENS)

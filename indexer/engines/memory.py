@@ -15,7 +15,7 @@ _ENOUGH_BYTES: Final = 3 << 30
 """A build of segments of the usual size in this process and a worker: sorting takes 0.7 to 1 GB,
 each process half a GB by estimate."""
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
+_ROOT: Final = Path("/")
 _GROUP_FILES: Final = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -45,20 +45,26 @@ def describe_size(num_bytes: int) -> str:
     return f"{num_bytes}"
 
 
-def available_bytes() -> int:
+def available_bytes(root: Path = _ROOT) -> int:
     """Return how much memory this process and its children could take now.
 
     That is what the system has left, or what the process's control group has, if that is less.
+
+    Args:
+        root: the folder in which the system shows itself in `proc` and `sys`.
     """
-    return max(min(_left_in_system(), _left_in_groups()), 1)
+    return max(min(_left_in_system(root), _left_in_groups(root)), 1)
 
 
-def default_limit() -> int:
+def default_limit(root: Path = _ROOT) -> int:
     """Return how much memory a build may take by default.
 
     That is half of what is available; where that is little, all up to what most builds need.
+
+    Args:
+        root: as for `available_bytes`.
     """
-    available = available_bytes()
+    available = available_bytes(root)
     return max(available // 2, min(available, _ENOUGH_BYTES))
 
 
@@ -85,16 +91,16 @@ def _page_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE")
 
 
-def _left_in_system() -> int:
+def _left_in_system(root: Path) -> int:
     with suppress(OSError, KeyError):
-        return int(_fields(Path("/proc/meminfo"))["MemAvailable"]) << 10
+        return int(_fields(root / "proc/meminfo")["MemAvailable"]) << 10
     return os.sysconf("SC_PHYS_PAGES") * _page_bytes()
 
 
-def _left_in_groups() -> int:
+def _left_in_groups(root: Path) -> int:
     """Return what the limits of control groups leave; cached files do not count as taken."""
     left = [1 << 62]
-    for folder, (limit, used, cached) in _groups():
+    for folder, (limit, used, cached) in _groups(root):
         with suppress(OSError, ValueError, KeyError):
             most, taken = (int((folder / name).read_text("ascii")) for name in (limit, used))
             stat = (folder / "memory.stat").read_text("ascii").splitlines()
@@ -102,14 +108,14 @@ def _left_in_groups() -> int:
     return min(left)
 
 
-def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """Yield the control groups of this process, and what the files in them are called."""
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines():
+        for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in _GROUP_FILES:
-                root = _CGROUPS / controllers
-                own = root / path.lstrip("/")
+                top = root / "sys/fs/cgroup" / controllers
+                own = top / path.lstrip("/")
                 for folder in (own, *own.parents):
-                    if folder.is_relative_to(root):
+                    if folder.is_relative_to(top):
                         yield folder, _GROUP_FILES[controllers]

@@ -22,7 +22,7 @@ from indexer.format.table_sums import (
     prune,
 )
 
-_STRIDE: Final = 1 << 20
+STRIDE: Final = 1 << 20
 """Occurrences that are counted together: arrays of some tens of MB, long enough for numpy."""
 
 COUNTING_BYTES: Final = 256 << 20
@@ -88,7 +88,9 @@ class _Run:
         return low
 
 
-def plan_ranges(segments: Sequence[Segment], vocabulary_size: int) -> Iterator[NgramRange]:
+def plan_ranges(
+    segments: Sequence[Segment], vocabulary_size: int, stride: int = STRIDE
+) -> Iterator[NgramRange]:
     """Yield ranges that hold all n-grams of two tokens and more, in rising order.
 
     Each has few occurrences, or is of n-grams that have their first three tokens in common, which
@@ -98,39 +100,43 @@ def plan_ranges(segments: Sequence[Segment], vocabulary_size: int) -> Iterator[N
     Args:
         segments: whose arrays are sound.
         vocabulary_size: largest token id plus one.
+        stride: occurrences that are few.
     """
-    yield from _divided([_Run.whole(segment) for segment in segments], (), vocabulary_size)
+    whole = [_Run.whole(segment) for segment in segments]
+    yield from _divided(whole, (), vocabulary_size, stride)
 
 
 def _divided(
-    runs: Sequence[_Run], prefix: tuple[int, ...], vocabulary_size: int
+    runs: Sequence[_Run], prefix: tuple[int, ...], vocabulary_size: int, stride: int
 ) -> Iterator[NgramRange]:
     depth = len(prefix)
-    bounds = _bounds(runs, depth, vocabulary_size)
+    bounds = _bounds(runs, depth, vocabulary_size, stride)
     places = np.array([run.places_of(bounds, depth) for run in runs])
     occurrences = places.sum(axis=0)
     prefix_count = sum(run.end - run.begin for run in runs)
     first, last = 0, len(bounds) - 1
     while first < last:
-        most = occurrences[first] + _STRIDE
+        most = occurrences[first] + stride
         end = max(int(np.searchsorted(occurrences, most, side="right")) - 1, first + 1)
         if occurrences[end] > most and depth < _MAX_PREFIX:
             ends = places[:, [first, end]].tolist()
             parts = [run.within(*each) for run, each in zip(runs, ends, strict=True)]
-            yield from _divided(parts, (*prefix, int(bounds[first])), vocabulary_size)
+            yield from _divided(parts, (*prefix, int(bounds[first])), vocabulary_size, stride)
         elif occurrences[end] > occurrences[first] or (depth == _MAX_PREFIX and first == 0):
             yield NgramRange(prefix, int(bounds[first]), int(bounds[end]), prefix_count)
         first = end
 
 
-def _bounds(runs: Sequence[_Run], depth: int, vocabulary_size: int) -> NDArray[np.int64]:
+def _bounds(
+    runs: Sequence[_Run], depth: int, vocabulary_size: int, stride: int
+) -> NDArray[np.int64]:
     """Return tokens between which a range may end: between two there are few occurrences.
 
     Or there is a single token between them.
     """
     if depth == 0:
         return np.arange(vocabulary_size + 1)
-    step = max(_STRIDE // (2 * len(runs)), 1)
+    step = max(stride // (2 * len(runs)), 1)
     samples = [
         run.next_tokens(np.arange(run.begin, run.end, step), depth).astype(np.int64) for run in runs
     ]
@@ -139,7 +145,9 @@ def _bounds(runs: Sequence[_Run], depth: int, vocabulary_size: int) -> NDArray[n
     return np.unique(np.concatenate([[0, vocabulary_size], seen, seen + 1]))
 
 
-def count_range(segments: Sequence[Segment], each: NgramRange, vocabulary_size: int) -> list[Level]:
+def count_range(
+    segments: Sequence[Segment], each: NgramRange, vocabulary_size: int, stride: int = STRIDE
+) -> list[Level]:
     """Return levels 2 to 4 of the n-grams of a range, each sorted by parent and token.
 
     Their counts are exact, over all segments. A pair that several ranges have for a prefix is in
@@ -149,13 +157,14 @@ def count_range(segments: Sequence[Segment], each: NgramRange, vocabulary_size: 
         segments: as for `plan_ranges`.
         each: of the ranges that it yielded.
         vocabulary_size: largest token id plus one.
+        stride: occurrences that are counted together.
     """
     dtype = token_dtype(vocabulary_size)
     parts = [_nothing(dtype)]
     for segment in segments:
-        for suffixes in _pieces(_run_of(segment, each)):
+        for suffixes in _pieces(_run_of(segment, each), stride):
             parts.append(count_ngrams(segment.tokens, suffixes))
-            if sum(len(part[-1]) for part in parts) > _STRIDE:
+            if sum(len(part[-1]) for part in parts) > stride:
                 parts = [merge_levels(parts)]
     pairs, *longer = merge_levels(parts)
     if len(each.prefix) == _MAX_PREFIX:
@@ -177,9 +186,9 @@ def _run_of(segment: Segment, each: NgramRange) -> _Run:
     return run
 
 
-def _pieces(run: _Run) -> Iterator[NDArray[np.uint32]]:
-    for begin in range(run.begin, run.end, _STRIDE):
-        yield run.suffixes[begin : min(begin + _STRIDE, run.end)]
+def _pieces(run: _Run, stride: int) -> Iterator[NDArray[np.uint32]]:
+    for begin in range(run.begin, run.end, stride):
+        yield run.suffixes[begin : min(begin + stride, run.end)]
 
 
 _PAIRS: Final = 0
@@ -219,7 +228,11 @@ class Branches:
 
 
 def write_branches(
-    segments: Sequence[Segment], counted: NgramRange, vocabulary_size: int, path: Path
+    segments: Sequence[Segment],
+    counted: NgramRange,
+    vocabulary_size: int,
+    path: Path,
+    stride: int = STRIDE,
 ) -> Branches:
     """Count the n-grams of a range, drop those that have no entry in any table, and write them.
 
@@ -228,11 +241,12 @@ def write_branches(
         counted: the range.
         vocabulary_size: largest token id plus one.
         path: of the file.
+        stride: occurrences that are counted together.
 
     Raises:
         IndexerError: the disk is full or refuses.
     """
-    levels = in_order(prune(count_range(segments, counted, vocabulary_size), MIN_COUNTS))
+    levels = in_order(prune(count_range(segments, counted, vocabulary_size, stride), MIN_COUNTS))
     histograms = np.array([np.bincount(each.counts, minlength=NUM_CODES) for each in levels])
     if len(counted.prefix) > 1 and not counted.is_first:
         histograms[_PAIRS] = 0

@@ -4,8 +4,9 @@ Does no input or output, so that the synchronous and the asynchronous client sha
 """
 
 import secrets
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
@@ -300,6 +301,7 @@ class Conversation:
         fingerprint: of the caller's tokenizer; empty if unknown.
         pads: whether messages are padded to hide their size.
         client: that the stream belongs to; None for none.
+        clock: seconds, monotonic, for pauses after refusals.
 
     Attributes:
         is_up: whether there is a stream.
@@ -309,12 +311,19 @@ class Conversation:
     """
 
     def __init__(
-        self, address: str, fingerprint: str, *, pads: bool = False, client: pb.Client | None = None
+        self,
+        address: str,
+        fingerprint: str,
+        *,
+        pads: bool = False,
+        client: pb.Client | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_up = self.is_draining = False
         self.fail_opens: FailOpens = Counter()
         self.missed: FailOpens = Counter()
         self._pads = pads
+        self._clock = clock
         self._client = client
         self._address = address
         self._fingerprint = fingerprint
@@ -503,7 +512,10 @@ class Conversation:
                 if reason is FailOpen.LIMIT and known.predictions:
                     self._unpredicted.add(name)
             if pauses:
-                backoff = self._refused.setdefault(name, Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S))
+                backoff = self._refused.get(name)
+                if backoff is None:
+                    pause = Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S, clock=self._clock)
+                    backoff = self._refused[name] = pause
                 backoff.fail(least_s=min(retry_after_s or 0.0, _LAST_REFUSAL_S))
 
     def _open(

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -231,6 +231,7 @@ class Planner:
         local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
         pads: whether messages are padded to hide their size.
         client: that all sequences belong to; None for none.
+        clock: seconds, monotonic, for pauses after refusals.
 
     Attributes:
         conversations: by address.
@@ -240,7 +241,7 @@ class Planner:
         InvalidRequestError: no address, or a duplicate.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the last three are options)
         self,
         addresses: Iterable[str],
         fingerprint: str,
@@ -248,9 +249,10 @@ class Planner:
         *,
         pads: bool = False,
         client: pb.Client | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.conversations = {
-            each: Conversation(each, fingerprint, pads=pads, client=client)
+            each: Conversation(each, fingerprint, pads=pads, client=client, clock=clock)
             for each in checked_addresses(addresses)
         }
         self._moving: set[str] = set()

@@ -119,6 +119,14 @@ class FailOpenClient:
         """Return whether the stream to a server is up."""
         return self._planner.conversations[address].is_up
 
+    def has_answered(self, address: str) -> bool:
+        """Return whether a server has answered all that it was sent, in what was read so far.
+
+        `wait` reads what has come. As long as a server owes an answer beyond its deadline, it is
+        not asked.
+        """
+        return self._planner.conversations[address].oldest_unanswered_s() is None
+
     def server_of(self, session: str) -> str:
         """Return the address of the server that a session is at.
 

@@ -18,14 +18,30 @@ from http.client import HTTPException, parse_headers
 from threading import Thread
 from typing import Final
 
-_MAX_OPEN: Final = 256  # connections; a descriptor and some 10 KB each
 _MAX_HEAD_BYTES: Final = 8192  # of a request; a browser's has about 1,000
-_READ_S: Final = 2.0  # for a whole request: callers are near, and send it in one piece
-_TOTAL_S: Final = 10.0  # for request and answer; a scraper's own limit is usually 10 s
-_RENDERERS: Final = 2  # threads: a scraper and a browser
 _PERIOD_S: Final = 1.0
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What callers over HTTP may take.
+
+    Attributes:
+        max_open: connections; a descriptor and some 10 KB each.
+        read_s: for a whole request, in seconds: callers are near, and send it in one piece.
+        total_s: for request and answer, in seconds; a scraper's own limit is usually 10 s.
+        renderers: threads for what takes milliseconds: a scraper and a browser.
+    """
+
+    max_open: int = 256
+    read_s: float = 2.0
+    total_s: float = 10.0
+    renderers: int = 2
+
+
+DEFAULT_LIMITS: Final = HttpLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,7 @@ class Connections:
         at_once: answers a request in microseconds, or returns None.
         rendered: answers the others, in another thread.
         act: called every second.
+        limits: of what callers may take.
     """
 
     def __init__(
@@ -78,13 +95,15 @@ class Connections:
         at_once: Callable[[Request], Answer | None],
         rendered: Callable[[Request], Answer],
         act: Callable[[], None],
+        limits: HttpLimits = DEFAULT_LIMITS,
     ) -> None:
+        self._limits = limits
         self._listening = listening
         self._at_once = at_once
         self._rendered = rendered
         self._act = act
         self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
-        self._renderers = ThreadPoolExecutor(_RENDERERS, "foredraft-render")
+        self._renderers = ThreadPoolExecutor(limits.renderers, "foredraft-render")
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = Thread(target=self._run, name="foredraft-metrics", daemon=True)
@@ -113,13 +132,13 @@ class Connections:
             writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MAX_OPEN:
+        if len(self._open) >= self._limits.max_open:
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            async with asyncio.timeout(_TOTAL_S):
+            async with asyncio.timeout(self._limits.total_s):
                 await self._answer(reader, writer)
         except (OSError, EOFError, HTTPException) as error:  # a timeout is an OSError
             _logger.debug("a request over HTTP was not answered: %s", type(error).__name__)
@@ -130,7 +149,7 @@ class Connections:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for all of it
         try:
-            async with asyncio.timeout(_READ_S):
+            async with asyncio.timeout(self._limits.read_s):
                 request = _parsed(await reader.readuntil(b"\r\n\r\n"))
         except asyncio.LimitOverrunError:
             request, status = None, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE

@@ -8,7 +8,13 @@ from http import HTTPStatus
 from typing import Final, Self
 
 from retriever.errors import AddressInUseError, SettingsError
-from retriever.operations.http_connections import Answer, Connections, Request
+from retriever.operations.http_connections import (
+    DEFAULT_LIMITS,
+    Answer,
+    Connections,
+    HttpLimits,
+    Request,
+)
 from retriever.operations.lifecycle import Phase
 from retriever.operations.resolving import without_password
 from retriever.operations.service_report import Service
@@ -86,6 +92,7 @@ class Web:
         service: to report on.
         address: where to listen.
         status_page: whether to serve the page; None to serve it on loopback only.
+        limits: of what callers may take.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
@@ -93,7 +100,12 @@ class Web:
     """
 
     def __init__(
-        self, service: Service, address: WebAddress, *, status_page: bool | None = None
+        self,
+        service: Service,
+        address: WebAddress,
+        *,
+        status_page: bool | None = None,
+        limits: HttpLimits = DEFAULT_LIMITS,
     ) -> None:
         self._service = service
         self._on_loopback = address.is_loopback
@@ -103,7 +115,7 @@ class Web:
         listening = bound(address)
         self.address = WebAddress(address.host, listening.getsockname()[1])
         self._connections = Connections(
-            listening, self._at_once, self._rendered, self._history.sample
+            listening, self._at_once, self._rendered, self._history.sample, limits
         )
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from retriever.kernels.layout import (
     MAX_MATCH,
     SEGMENT_LIMITS,
     Chains,
+    Cursor,
     Scratch,
     SegmentArrays,
     Shared,
@@ -227,6 +228,11 @@ class Context:
     def chains(self) -> Chains:
         """The arrays that kernels read."""
         return self._store.chains
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the sequence is being copied from, and its edits, as kernels keep them."""
+        return self._store.cursor
 
     @property
     def address(self) -> int:

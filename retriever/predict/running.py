@@ -104,6 +104,13 @@ class RunningOutputs:
         return running_bytes(len(self._lanes.tokens))
 
     @property
+    def tokens(self) -> TokenIds:
+        """int32[n], all that the ring has in memory: `SEPARATOR` where nothing is. Read-only."""
+        tokens = self._lanes.tokens.view()
+        tokens.flags.writeable = False
+        return tokens
+
+    @property
     def num_tokens(self) -> int:
         """Most tokens that lanes have: whole blocks."""
         return LANE_BLOCK * int(self._lanes.state[2])

@@ -79,6 +79,7 @@ class Doorkeeper:
         client_ca: authorities of certificates; None: there are none, or others look at the file.
         grace_s: how long callers are let in by what was read once a file cannot be used, in
             seconds.
+        clock: seconds, monotonic.
 
     Attributes:
         refused: refused calls and steps.
@@ -89,18 +90,23 @@ class Doorkeeper:
     """
 
     def __init__(
-        self, access: Path | None, client_ca: Path | None = None, grace_s: float = DEFAULT_GRACE_S
+        self,
+        access: Path | None,
+        client_ca: Path | None = None,
+        grace_s: float = DEFAULT_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.refused = 0
         self._current: Access | None = None
         self.files: dict[str, Reloaded[Any]] = {}
         self._access: Reloaded[Access] | None = None
         if access is not None:
-            self._access = Reloaded([access], lambda: read_access(access), grace_s=grace_s)
+            self._access = Reloaded([access], lambda: read_access(access), clock, grace_s=grace_s)
             self.files["access"] = self._access
         if client_ca is not None:
             self.files["client_ca"] = Reloaded(
-                [client_ca], lambda: _authorities(client_ca), grace_s=grace_s
+                [client_ca], lambda: _authorities(client_ca), clock, grace_s=grace_s
             )
         self._files = tuple(self.files.values())
         self._lock = Lock()
@@ -111,7 +117,7 @@ class Doorkeeper:
 
         Where a file could not be used for longer than the grace, it lists nobody.
         """
-        if time.monotonic() < self._look_at_s:
+        if self._clock() < self._look_at_s:
             return self._current
         if not self._lock.acquire(blocking=False):  # another thread looks; this one goes on
             return _NOBODY if any(file.is_overdue for file in self._files) else self._current

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from threading import Lock, Thread
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakMethod, finalize
 
 import numpy as np
@@ -123,6 +123,20 @@ Behind the missing page there is nothing of a cut file. One that is none of an i
 handler before; without one, a line is written and the process ends as it would have."""
 
 
+class Watched(NamedTuple):
+    """What is watched for cut files in this process.
+
+    Attributes:
+        num_maps: maps whose files may be cut.
+        num_left: maps that there is room for beside these; more are not watched.
+        num_told: who is told of a cut.
+    """
+
+    num_maps: int
+    num_left: int
+    num_told: int
+
+
 class _Guard:
     """The handler of this process, and the maps that it watches."""
 
@@ -158,6 +172,13 @@ class _Guard:
         """Return whether a read of an array came behind the end of its file."""
         place = self._places.get(id(array))
         return place is not None and bool(self._table[place, _WAS_CUT])
+
+    def watched(self) -> Watched:
+        """Return how much is watched, and who is told."""
+        with self._lock:
+            num_left = _MAX_MAPS - int(self._count[0]) + len(self._free)
+            num_told = sum(each() is not None for each in self._told)
+            return Watched(len(self._places), num_left, num_told)
 
     def call(self, react: Callable[[], None]) -> None:
         """Have a method called, in another thread, after a cut was met."""
@@ -263,6 +284,12 @@ def survive_cuts(indexes: Iterable[Index], react: Callable[[], None]) -> None:
         for array in index.mapped_arrays():
             guard.watch(array, line)
     guard.call(react)
+
+
+def watched() -> Watched | None:
+    """Return what is watched in this process; None where cut files are not survived."""
+    guard = _guard()
+    return None if guard is None else guard.watched()
 
 
 def was_cut(index: Index) -> bool:

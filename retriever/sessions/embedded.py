@@ -166,7 +166,7 @@ class EmbeddedDrafter:
         self._predictor = options.get("predictor") or Predictor(
             self.limits.max_budget_nodes, num_threads=options.get("threads", 1)
         )
-        self._sessions = Sessions(self.limits)
+        self._sessions = Sessions(self.limits, options.get("clock", time.monotonic))
         self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
         self._bindings = Bindings(indexes, phrases, bound, self._sessions, self._lock)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""

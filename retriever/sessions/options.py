@@ -122,6 +122,7 @@ class OpeningOptions(TypedDict, total=False):
         predictor: grows the trees, with room for `limits`; made if not given.
         replication: the server through which drafters of the same vocabulary share outputs; None
             for none.
+        clock: seconds, rising, by which sessions are idle; `time.monotonic` by default.
     """
 
     vocabulary: Vocabulary | None
@@ -135,6 +136,7 @@ class OpeningOptions(TypedDict, total=False):
     threads: int
     predictor: Predictor | None
     replication: ReplicationOptions | None
+    clock: Callable[[], float]
 
 
 class DrafterOptions(OpeningOptions, total=False):

@@ -30,7 +30,7 @@ from decoder.model.capability_check import Verdicts
 from decoder.model.target import Target
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
-from retriever.follower import DraftLimits
+from retriever.follower import DraftLimits, Followers
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -162,10 +162,13 @@ def plainly(
     return generated
 
 
-def fused() -> FusedDrafter:
-    """Return a drafter of this process's own memory, with recycled logits beside it."""
+def fused(*drafters: Drafter) -> FusedDrafter:
+    """Return a drafter with recycled logits; it drafts from this process's memory if not told."""
     return FusedDrafter(
-        [EmbeddedDrafter()], DraftLimits(VOCABULARY, VOCABULARY), recycled=RecycledLogits()
+        drafters or [EmbeddedDrafter()],
+        DraftLimits(VOCABULARY, VOCABULARY),
+        recycled=RecycledLogits(),
+        patience_s=PATIENT_S,
     )
 
 
@@ -176,13 +179,15 @@ def decoder_with(
     return Decoder(Target(model, verdicts=verdicts), drafter, FixedBudget(64), **options)
 
 
+PATIENT_S = 1e9
+"""How long drafters are taken to take, so that they are waited for however busy the machine is."""
+
+
 def decoder_ahead(model: Any, drafter: Drafter, nodes: int = 8, **options: Any) -> Decoder:
-    """Return a decoder that waits for answers ahead however busy the machine is."""
+    """Return a decoder that waits for answers ahead; a fused drafter waits for its own members."""
     target = Target(model, verdicts=None)
     decoder = Decoder(target, drafter, FixedBudget(nodes), num_ahead=16, **options)
-    parts = drafter._followers if isinstance(drafter, FusedDrafter) else [decoder.followers]
-    for followers in parts:
-        followers._asking_s = 1e9
+    decoder.followers = Followers(drafter, decoder.followers.limits, patience_s=PATIENT_S)
     return decoder
 
 

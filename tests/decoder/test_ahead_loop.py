@@ -20,16 +20,18 @@ from decoder.errors import InvalidSettingsError
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import ObservedPass
+from retriever import follower as follower_module
 from retriever.backoff import Backoff
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import DrafterUnavailableError
-from retriever.follower import DraftLimits
+from retriever.follower import FIRST_PATIENCE_S, DraftLimits, Followers
 from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.sequences import TokenSequence
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
+    PATIENT_S,
     VOCABULARY,
     AheadDrafter,
     Guess,
@@ -37,6 +39,7 @@ from tests.decoder.decoding import (
     decoded,
     decoder_ahead,
     decoder_with,
+    fused,
     plainly,
     prompt_of,
     tiny_llama,
@@ -82,16 +85,23 @@ def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
     model = tiny_llama()
-    limits = DraftLimits(VOCABULARY, VOCABULARY)
     requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
     truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     known = list(zip(PROMPTS, truths, strict=True))
-    members: list[Drafter] = [EmbeddedDrafter(), AheadDrafter(by_tokens(known, 0.9))]
-    drafter = FusedDrafter(members, limits, recycled=RecycledLogits())
+    drafter = fused(EmbeddedDrafter(), AheadDrafter(by_tokens(known, 0.9)))
     decoder = decoder_ahead(model, drafter)
     for _ in range(2):  # in the second one, generations are drafted from
         assert outputs(decoder, requests, parallel) == truths
-    assert all(followers.num_ahead > 10 for followers in drafter._followers)
+    assert all(followers.num_ahead > 10 for followers in drafter.followers)
+
+
+def never_resting(
+    drafter: Drafter, limits: DraftLimits, patience_s: float = FIRST_PATIENCE_S
+) -> Followers:
+    """Return followers that ask again at once after what failed or came late."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follower_module, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
+        return Followers(drafter, limits, backoff=Backoff(0.0, 0.0), patience_s=patience_s)
 
 
 class Faulty(AheadDrafter):
@@ -119,8 +129,7 @@ def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> 
     truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
     drafter = Faulty(by_tokens(truths, 0.7))
     decoder = Decoder(Target(model), drafter, FixedBudget(8), num_ahead=16)
-    decoder.followers.backoff = Backoff(0.0, 0.0)
-    decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
+    decoder.followers = never_resting(drafter, decoder.followers.limits)
     for _ in range(2):
         requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
         assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
@@ -174,8 +183,7 @@ def test_a_service_that_dies_in_the_middle_costs_drafts_and_no_token(is_back: bo
             drafter.open(f"{each}", np.array(prompt, np.int32))
             drafter.close(f"{each}", np.array(truth, np.int32))
         decoder = decoder_ahead(model, drafter, nodes=4)
-        decoder.followers.backoff = Backoff(0.0, 0.0)
-        decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
+        decoder.followers = never_resting(drafter, decoder.followers.limits, PATIENT_S)
         output: list[int] = []
         for number, tokens in enumerate(decoder.generate(prompt, 50)):
             output += tokens

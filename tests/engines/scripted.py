@@ -55,7 +55,7 @@ class ScriptedDrafter:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         self._check()
-        return [self._tree(request) for request in requests]
+        return [self.tree(request) for request in requests]
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
         self._check()
@@ -68,7 +68,8 @@ class ScriptedDrafter:
         if self.is_away:
             raise self.failure
 
-    def _tree(self, request: DraftRequest) -> DraftTree:
+    def tree(self, request: DraftRequest) -> DraftTree:
+        """Take in a request's tokens and answer it."""
         tokens = self.sessions[request.session]
         tokens.extend(request.new_tokens.tolist())
         self.told += len(request.new_tokens)

@@ -21,6 +21,7 @@ from decoder.errors import UnsupportedEngineError
 from indexer.reader import Vocabulary
 from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from tests.engines.scripted import ScriptedDrafter, chain_tree
 from tests.engines.stated_fields import check_drafts
 
@@ -346,9 +347,12 @@ def test_logits_of_a_prompt_are_computed_where_they_are_shown_alone(adapter: Any
     assert llm.num_rows == len(prompt)
 
 
-def test_rows_of_rejected_tokens_are_learned_as_behind_these_tokens(adapter: Any) -> None:
-    """What was learned of any tokens is what the model's logits after these very tokens say."""
-    learned: list[tuple[list[int], list[int]]] = []
+def noting(adapter: Any) -> list[tuple[DraftTree, int]]:
+    """Have drafts learn as they do, check what of, and note the trees and what was accepted.
+
+    What is learned of any tokens must be what the model's logits after these very tokens say.
+    """
+    learned: list[tuple[DraftTree, int]] = []
 
     class Noting(adapter.FusedDrafter):  # type: ignore[misc]  # made at run time
         def take_in(self, sequence: Any, verified: Any) -> Any:
@@ -360,33 +364,43 @@ def test_rows_of_rejected_tokens_are_learned_as_behind_these_tokens(adapter: Any
             assert len(rows) == len(verified.logits)
             for tokens, logits in zip(rows, verified.logits, strict=True):
                 assert (logits == logits_after(tokens)).all()
-            learned.append((context, verified.tree.token_ids[len(verified.path) :].tolist()))
+            learned.append((verified.tree, len(verified.path)))
             return super().take_in(sequence, verified)
 
     adapter.FusedDrafter = Noting
+    return learned
+
+
+def test_rows_of_rejected_tokens_are_learned_as_behind_these_tokens(adapter: Any) -> None:
+    learned = noting(adapter)
     llm = Llama()
     ours = adapter.attach(llm, ScriptedDrafter(script, 3, VOCABULARY), measure=False)
     for prompt in ([5, 9, 13], [5, 9, 13, 20], [40]):
         accepted(llm, ours, prompt)
     assert ours.num_failures == 0
-    assert sum(len(rejected) > 1 for _, rejected in learned) > 10
+    assert sum(len(tree) - num_accepted > 1 for tree, num_accepted in learned) > 10
 
 
-def test_memory_that_was_written_to_by_others_is_not_taken_for_the_drafts(adapter: Any) -> None:
-    llm = Llama()
-    ours = adapter.attach(llm, NoDrafter(), measure=False)
-    sequence = adapter.TokenSequence(np.array([5, 9, 13], np.int32))
-    chain = chain_tree([20, 21, 22])
-    llm.eval([5, 9, 13, 20, 21, 22])
-    whole, logits = adapter._rows(llm, sequence, chain, 1)
-    assert whole is chain
-    assert (logits[3] == logits_after([5, 9, 13, 20, 21, 22])).all()
-    llm.n_tokens = 5
-    llm.eval([50])  # other tokens came in the chain's place
-    cut, logits = adapter._rows(llm, sequence, chain, 1)
-    assert cut.token_ids.tolist() == [20]
-    assert (logits == np.stack([logits_after([5, 9, 13]), logits_after([5, 9, 13, 20])])).all()
+@pytest.mark.parametrize("is_written_to", [False, True])
+def test_memory_that_was_written_to_by_others_is_not_taken_for_the_drafts(
+    adapter: Any,
+    is_written_to: bool,  # noqa: FBT001
+) -> None:
+    """Of a chain whose last place holds another token by now, only accepted tokens are learned."""
+    learned = noting(adapter)
+    llm, prompt = Llama(), [5, 9, 13]
+    truth = np.array([*prompt, *script(prompt, 100)])
+    ours = adapter.attach(llm, ScriptedDrafter(script, 3, VOCABULARY), measure=False)
+    for _, token in zip(range(80), llm.generate(prompt), strict=False):
+        assert token in truth
+        wrong = np.flatnonzero(llm.input_ids[: llm.n_tokens] != truth[: llm.n_tokens])
+        last = llm.n_tokens - 1
+        if is_written_to and len(wrong) and wrong[0] < last:
+            llm.input_ids[last], llm.scores[last] = 1, 0.0  # no token that is ever drafted
     assert ours.num_failures == 0
+    assert sum(num_accepted > 0 for _, num_accepted in learned) > 10
+    num_rejected = [len(tree) - num_accepted for tree, num_accepted in learned]
+    assert any(number > 1 for number in num_rejected) != is_written_to
 
 
 def test_calls_are_drafted_for_as_they_state(

@@ -13,16 +13,12 @@ from indexer.change.verify import verify_index
 from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import load_tokenizer, vocabulary_of
+from tests.indexer.index_files import contents_of
 from tests.retriever.warm_interpreter import run
 from tests.suite_parts import cases
 
 TextsOf = Callable[[Path], dict[str, str]]
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
-
-
-def contents_of(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 @given(

@@ -3,6 +3,7 @@ import mmap
 import os
 import random
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -199,8 +200,16 @@ def test_an_index_replaced_while_it_is_opened_is_opened_anew(
     monkeypatch.setattr("indexer.reader.hold_latest", replacing)
     with Index.open(tiny_index) as index:
         assert index.document_at(0, 0).name == "new"
-    monkeypatch.setattr("indexer.format.same_folder._MAX_ATTEMPTS", 2)
-    times = iter(range(2))
+
+    def always_moving(path: Path) -> HeldSnapshot:
+        held = hold_latest(path)
+        copy = Path(shutil.copytree(path, path.with_name(f"copy-{next(numbers)}")))
+        path.rename(copy.with_suffix(".old"))
+        copy.rename(path)
+        return held
+
+    numbers = itertools.count()
+    monkeypatch.setattr("indexer.reader.hold_latest", always_moving)
     with pytest.raises(IndexerError, match="replaced faster"):
         Index.open(tiny_index)
 

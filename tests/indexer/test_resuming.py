@@ -26,6 +26,7 @@ from indexer.sources import SourceOptions
 from indexer.stages import gathering, segments
 from indexer.stages.tokenise import tokenise
 from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
+from tests.indexer.index_files import contents_of
 from tests.retriever.warm_interpreter import WarmProcess, start
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +38,6 @@ Start = Callable[..., WarmProcess]
 
 class PlannedError(Exception):
     """Ends a build at a planned moment."""
-
-
-def contents_of(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def fail(*_: object, **__: object) -> None:

@@ -11,6 +11,7 @@ import pytest
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.operations.logs import JsonLines, TextLines
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.warm_interpreter import WarmProcess, start
 
 VOCABULARY_SIZE = 50
@@ -34,6 +35,13 @@ def index(tmp_path_factory: pytest.TempPathFactory, vocabulary: Vocabulary) -> P
     path = tmp_path_factory.mktemp("index") / "corpus"
     build_from_tokens(documents, path, vocabulary)
     return path
+
+
+@pytest.fixture
+def drafter(index: Path) -> Iterator[EmbeddedDrafter]:
+    made = EmbeddedDrafter.open_indexes([index])
+    yield made
+    made.shut_down()
 
 
 def start_service(*arguments: str) -> tuple[WarmProcess, str]:

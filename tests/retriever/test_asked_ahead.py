@@ -16,7 +16,7 @@ from retriever.errors import DrafterUnavailableError, InvalidRequestError, Retri
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import OpenSessions, TokenSequence, check_step
 from retriever.tree import DraftTree
-from tests.retriever.test_follower import chain
+from tests.retriever.draft_trees import chain
 from tests.retriever.token_ids import ids
 
 _LONG_S = 30.0
@@ -105,8 +105,7 @@ def ask(
 ) -> None:
     """Ask ahead for trees of four nodes, and see that the answer is there."""
     followers.ask_ahead([(each, 4, guess(*outcomes)) for each, outcomes in asked], busy_s)
-    if followers._under_way is not None:
-        assert followers._under_way.is_done(_LONG_S)
+    assert followers.wait(_LONG_S)
 
 
 def is_of(tree: DraftTree, follower: Follower) -> bool:
@@ -332,9 +331,9 @@ def test_outcomes_are_found_in_the_other_thread_while_the_caller_goes_on() -> No
 
     followers.ask_ahead([(follower, 4, outcomes)], busy_s=1.0)
     follower.sequence.extend([7])  # what is committed meanwhile is not told as if it had been there
+    assert not followers.wait(0.0)
     may_go_on.set()
-    assert followers._under_way is not None
-    assert followers._under_way.is_done(_LONG_S)
+    assert followers.wait(_LONG_S)
     assert drafter.told.get(follower.name or "").tokens.tolist() == [1, 2]
     assert is_of(follower.draft(4), follower)
     assert followers.num_ahead == 1
@@ -360,8 +359,7 @@ def test_a_mistake_in_finding_outcomes_surfaces() -> None:
     followers, follower = followed(Foreseeing(), 1)
     follower.draft(4)
     followers.ask_ahead([(follower, 4, cast("Any", None))], busy_s=0.0)
-    assert followers._under_way is not None
-    assert followers._under_way.is_done(_LONG_S)
+    assert followers.wait(_LONG_S)
     with pytest.raises(TypeError):
         follower.draft(4)
     assert is_of(follower.draft(4), follower)
@@ -369,23 +367,22 @@ def test_a_mistake_in_finding_outcomes_surfaces() -> None:
 
 def test_fewer_outcomes_are_asked_for_where_a_step_waited_and_more_where_none_did() -> None:
     drafter = Foreseeing()
-    followers, follower = followed(drafter, 1)
+    followers = Followers(drafter, clock=lambda: 0.0, patience_s=2 * _LONG_S)
+    follower = followers.follow(TokenSequence(ids(1)))
     follower.draft(4)
-    followers._asking_s = _LONG_S
     outcomes = guess(*(ids(token) for token in range(64)))
     num_guessed: list[int] = []
     for is_late in (False, True, True, False, False):
         drafter.num_guessed = 0
         drafter.released.clear()
         followers.ask_ahead([(follower, 4, outcomes)], busy_s=0.0)
-        while followers._under_way is None or followers._under_way.num_outcomes == 0:
+        while len(drafter.timeouts_s) == len(num_guessed):
             time.sleep(0.001)
         if is_late:
             Timer(0.05, drafter.released.set).start()
         else:
             drafter.released.set()
-            assert followers._under_way is not None
-            assert followers._under_way.is_done(_LONG_S)
+            assert followers.wait(_LONG_S)
         follower.sequence.extend([3])
         assert is_of(follower.draft(4), follower)
         num_guessed.append(drafter.num_guessed)

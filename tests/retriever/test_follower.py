@@ -20,15 +20,8 @@ from retriever.errors import (
 )
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import OpenSessions, TokenSequence, check_step
-from retriever.tree import DraftTree, Source
-
-
-def chain(*tokens: int) -> DraftTree:
-    size = len(tokens)
-    probabilities = np.linspace(0.9, 0.1, size)
-    return DraftTree.checked(
-        tokens, np.arange(-1, size - 1), probabilities, [Source.CONTEXT] * size
-    )
+from retriever.tree import DraftTree
+from tests.retriever.draft_trees import chain
 
 
 @dataclass

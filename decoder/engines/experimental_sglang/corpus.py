@@ -194,6 +194,7 @@ class DrafterCorpus:
             to check no tree.
         share: for several ranks, which must verify the same nodes.
         reader: of what requests state for their drafts; without tenants if not given.
+        max_step_nodes: most nodes of all requests that a step asks for; drafters refuse more.
 
     Attributes:
         num_errors: steps without drafts because of an error of ours.
@@ -202,13 +203,15 @@ class DrafterCorpus:
 
     remaining_token_budget: Final = 0
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the last four are options)
         self,
         sessions: DrafterSessions | None,
         width: int,
         vocabulary_size: int | None = None,
         share: Share | None = None,
         reader: CustomParams | None = None,
+        *,
+        max_step_nodes: int = _MAX_STEP_NODES,
     ) -> None:
         self.num_errors = 0
         self.num_foreign = 0
@@ -217,6 +220,7 @@ class DrafterCorpus:
         self._vocabulary_size = vocabulary_size
         self._share = share
         self._reader = reader or CustomParams()
+        self._max_step_nodes = max_step_nodes
         self._off: dict[str, EngineRequest] = {}
         self._shows = False
         self._followed: dict[str, FollowedRequest] = {}
@@ -319,7 +323,7 @@ class DrafterCorpus:
         trees = [DraftTree.empty()] * len(names)
         rows = [row for row, name in enumerate(names) if self._is_drafted_for(name)]
         followed = [self._follow(sessions, names[row], tails[row], lengths[row]) for row in rows]
-        most = min(self._width - 1, _MAX_NODES, _MAX_STEP_NODES // max(len(names), 1))
+        most = min(self._width - 1, _MAX_NODES, self._max_step_nodes // max(len(names), 1))
         asked = [(each.follower, each.budget(most)) for each in followed]
         for row, tree in zip(rows, sessions.draft(asked), strict=True):
             trees[row] = self._checked(tree)

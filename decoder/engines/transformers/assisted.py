@@ -171,7 +171,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
             "assisted_generate needs a drafter: model.generate(..., drafter=...)"
         )
     check_transformers()
-    check_contract(["transformers"], TESTED, _changes_of_assisted_generation())
+    check_contract(["transformers"], TESTED, _changes_of_assisted_generation(CandidateGenerator))
     refuse_shared(model, "assisted_generate takes no")
     check_chains(model, input_ids, logits_processor, generation_config, model_kwargs)
     candidates = DrafterCandidates(
@@ -197,12 +197,12 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
 
 
 @cache
-def _changes_of_assisted_generation() -> list[str]:
-    """Return what differs in transformers' own loop and in what it asks candidates of."""
+def _changes_of_assisted_generation(asked: type) -> list[str]:
+    """Return what differs in transformers' own loop and in the class that it asks candidates of."""
     mixin = GenerationMixin
     return [
         *differences(
-            CandidateGenerator,
+            asked,
             attributes=["get_candidates", "update_candidate_strategy"],
             implemented_by=DrafterCandidates,
         ),

@@ -170,16 +170,16 @@ def check_transformers() -> None:
         UnsupportedEngineError: something differs; the message says what.
     """
     check_version(TESTED, "transformers")
-    check_contract(["transformers"], TESTED, _changes_of_generate())
+    check_contract(["transformers"], TESTED, _changes_of_generate(GenerationMixin.generate))
 
 
 @cache
-def _changes_of_generate() -> list[str]:
-    """Return what differs in `generate`, of which `streamer_of_call` reads a variable, too."""
+def _changes_of_generate(generate: Callable[..., Any]) -> list[str]:
+    """Return what differs in this `generate`, of which `streamer_of_call` reads a variable, too."""
     length, stop = MaxLengthCriteria(max_length=1), EosTokenCriteria(eos_token_id=1)
     return [
         *differences(
-            inspect.unwrap(GenerationMixin.generate),
+            inspect.unwrap(generate),
             parameters=["custom_generate", "streamer"],
             called="generate",
         ),

@@ -108,10 +108,12 @@ class ForedraftProposer:
         vllm_config: vLLM's `VllmConfig`.
 
     Attributes:
+        drafter: that gives the drafts, in this process or from a service; None as `sessions`.
         sessions: of the running sequences; None where nothing is drafted.
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        self.drafter: Drafter | None = None
         self.sessions: ContentSessions | None = None
         self._statistics, self._uncounted = Statistics(), Statistics()
         self._num_counted = 0
@@ -187,7 +189,7 @@ class ForedraftProposer:
             with suppress(Exception):
                 sessions.close()
             with suppress(Exception):
-                self._drafter.shut_down()  # type: ignore[attr-defined]  # all that we open have it
+                self.drafter.shut_down()  # type: ignore[union-attr]  # all that we open have it
 
     def _read_settings(self) -> EngineSettings | None:
         """Return the settings, `None` if they cannot be followed; that is logged."""
@@ -221,11 +223,11 @@ class ForedraftProposer:
         tokenizer = _tokenizer(model_config)
         vocabulary, encode = _vocabulary(tokenizer), _encoder(tokenizer)
         self._follow_runner(runner)
-        self._drafter: Drafter = open_drafter(self._settings, vocabulary, encode)
+        drafter = open_drafter(self._settings, vocabulary, encode)
         try:
-            self._check_tenants()
+            self._check_tenants(drafter)
         except SettingsError:
-            self._drafter.shut_down()  # type: ignore[attr-defined]  # as in `shut_down`
+            drafter.shut_down()  # type: ignore[attr-defined]  # as in `shut_down`
             raise
         self._fields = FieldReader(self._settings.tenants, self._max_tokens, encode, vocabulary)
         self._budget = self._opened_budget()
@@ -237,7 +239,7 @@ class ForedraftProposer:
             deadline_s=None if self._settings.server else deadline_s,
             min_probability=self._settings.min_probability,
         )
-        self.sessions = ContentSessions(self._drafter, limits)
+        self.drafter, self.sessions = drafter, ContentSessions(drafter, limits)
         Finalize(None, self.shut_down, exitpriority=10)  # runs at the end of a worker, too
 
     def _follow_runner(self, runner: object | None) -> None:
@@ -259,13 +261,13 @@ class ForedraftProposer:
             return
         self._runner = RunnerView(runner)
 
-    def _check_tenants(self) -> None:
+    def _check_tenants(self, drafter: Drafter) -> None:
         """Refuse to draft where tenants are named and could not be kept apart.
 
         Raises:
             SettingsError: they could not.
         """
-        check_tenants(self._settings.tenants, self._drafter)
+        check_tenants(self._settings.tenants, drafter)
         if self._settings.tenants and self._runner is None:
             raise SettingsError("tenants: this vLLM does not show which request is whose")
 

@@ -25,3 +25,7 @@ def never(*_: object) -> NoReturn:
 
 def generate(monkeypatch: pytest.MonkeyPatch, model: Path, *arguments: str) -> int:
     return run(monkeypatch, "generate", "--model", str(model), *arguments)
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    return run(monkeypatch, "bench", *arguments)

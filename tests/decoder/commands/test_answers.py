@@ -19,7 +19,7 @@ from decoder.commands.generate import (
 )
 from decoder.commands.trace import TraceWriter
 from decoder.loop import Decoder
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.stopping import StopStrings, plain_text
 from indexer.launch import TERMINATED
 from retriever.drafter import DraftRequest
@@ -32,74 +32,78 @@ NEW_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def tiny(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
-
-
-@pytest.fixture(scope="module")
-def truth(tiny: LanguageModel) -> list[int]:
-    return plainly(tiny.model, tiny.encode(PROMPT), NEW_TOKENS)
+def truth(language_model: LanguageModel) -> list[int]:
+    return plainly(language_model.model, language_model.encode(PROMPT), NEW_TOKENS)
 
 
 def answered(
-    tiny: LanguageModel, decoder: Decoder, stops: tuple[str, ...] = (), **options: Any
+    language_model: LanguageModel, decoder: Decoder, stops: tuple[str, ...] = (), **options: Any
 ) -> Answer:
-    return answer(decoder, tiny, PROMPT, AnswerOptions(NEW_TOKENS, StopStrings(stops)), **options)
+    return answer(
+        decoder, language_model, PROMPT, AnswerOptions(NEW_TOKENS, StopStrings(stops)), **options
+    )
 
 
 def check_part(
-    result: Answer, tiny: LanguageModel, truth: list[int], drafter: ScriptedDrafter
+    result: Answer, language_model: LanguageModel, truth: list[int], drafter: ScriptedDrafter
 ) -> None:
     """What there is of an answer is right, and the drafter was told the same."""
     assert result.token_ids == truth[: len(result.token_ids)]
-    assert result.text == plain_text(tiny.tokenizer, result.token_ids)
-    assert drafter.closed == [tiny.encode(PROMPT) + result.token_ids]
+    assert result.text == plain_text(language_model.tokenizer, result.token_ids)
+    assert drafter.closed == [language_model.encode(PROMPT) + result.token_ids]
     assert result.statistics.num_tokens == len(result.token_ids)
 
 
-def test_an_answer_says_why_it_ended(tiny: LanguageModel, truth: list[int]) -> None:
-    decoder = decoder_with(tiny.model, ScriptedDrafter(nothing))
-    whole = answered(tiny, decoder)
+def test_an_answer_says_why_it_ended(language_model: LanguageModel, truth: list[int]) -> None:
+    decoder = decoder_with(language_model.model, ScriptedDrafter(nothing))
+    whole = answered(language_model, decoder)
     assert whole.finish_reason is FinishReason.LENGTH
     stop = whole.text[4:6]
-    stopped = answered(tiny, decoder, (stop,))
+    stopped = answered(language_model, decoder, (stop,))
     assert (stopped.finish_reason, stopped.stop_string) == (FinishReason.STOP, stop)
     assert stopped.text == whole.text[: whole.text.index(stop)]
     assert stopped.report()["stop_string"] == stop
     last = max(set(truth), key=truth.index)
-    by_token = answered(tiny, decoder_with(tiny.model, ScriptedDrafter(nothing), stop_ids=[last]))
+    by_token = answered(
+        language_model,
+        decoder_with(language_model.model, ScriptedDrafter(nothing), stop_ids=[last]),
+    )
     assert by_token.finish_reason is FinishReason.STOP
     assert by_token.token_ids == truth[: truth.index(last) + 1]
 
 
 def test_an_error_while_generating_keeps_the_text_so_far(
-    tiny: LanguageModel, truth: list[int]
+    language_model: LanguageModel, truth: list[int]
 ) -> None:
     class Refusing(ScriptedDrafter):
         def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-            if requests[0].length > len(tiny.encode(PROMPT)) + 5:
+            if requests[0].length > len(language_model.encode(PROMPT)) + 5:
                 raise InvalidRequestError("out of order")
             return super().draft(requests)
 
     drafter = Refusing(nothing)
     shown: list[str] = []
-    result = answered(tiny, decoder_with(tiny.model, drafter), on_text=shown.append)
+    result = answered(
+        language_model, decoder_with(language_model.model, drafter), on_text=shown.append
+    )
     assert len(result.token_ids) == 6
     assert result.finish_reason is FinishReason.ERROR
     assert result.report()["error"] == "out of order"
     assert "".join(shown) == result.text
-    check_part(result, tiny, truth, drafter)
+    check_part(result, language_model, truth, drafter)
 
 
 def test_a_full_disk_ends_a_traced_answer_and_keeps_its_text(
-    tiny: LanguageModel, truth: list[int]
+    language_model: LanguageModel, truth: list[int]
 ) -> None:
     drafter = ScriptedDrafter(nothing)
-    with TraceWriter(Path("/dev/full"), tiny.tokenizer) as writer:
-        result = answered(tiny, decoder_with(tiny.model, drafter), observer=writer.observer(1))
+    with TraceWriter(Path("/dev/full"), language_model.tokenizer) as writer:
+        result = answered(
+            language_model, decoder_with(language_model.model, drafter), observer=writer.observer(1)
+        )
     assert "cannot write the trace /dev/full: No space left" in str(result.error)
     assert len(result.token_ids) == 1
-    check_part(result, tiny, truth, drafter)
+    check_part(result, language_model, truth, drafter)
 
 
 def interrupting(after: int, number: int = signal.SIGINT) -> Callable[[str], None]:
@@ -116,58 +120,60 @@ def interrupting(after: int, number: int = signal.SIGINT) -> Callable[[str], Non
 
 @pytest.mark.parametrize("after", [1, 2, 7])
 def test_ctrl_c_ends_an_answer_between_two_passes(
-    after: int, tiny: LanguageModel, truth: list[int]
+    after: int, language_model: LanguageModel, truth: list[int]
 ) -> None:
     drafter = ScriptedDrafter(nothing)
     interruption = Interruption()
     before = signal.getsignal(signal.SIGINT)
     with interruption.handled():
         result = answered(
-            tiny,
-            decoder_with(tiny.model, drafter),
+            language_model,
+            decoder_with(language_model.model, drafter),
             on_text=interrupting(after),
             interruption=interruption,
         )
     assert signal.getsignal(signal.SIGINT) is before
     assert result.finish_reason is FinishReason.INTERRUPTED
     assert len(result.token_ids) == after
-    check_part(result, tiny, truth, drafter)
+    check_part(result, language_model, truth, drafter)
 
 
 def test_ctrl_c_ends_the_prompts_pass_at_once(
-    tiny: LanguageModel, truth: list[int], monkeypatch: pytest.MonkeyPatch
+    language_model: LanguageModel, truth: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = ScriptedDrafter(nothing)
-    decoder = decoder_with(tiny.model, drafter)
+    decoder = decoder_with(language_model.model, drafter)
     monkeypatch.setattr(decoder.target, "read", lambda _: os.kill(os.getpid(), signal.SIGINT))
     interruption = Interruption()
     with interruption.handled():
-        result = answered(tiny, decoder, interruption=interruption)
+        result = answered(language_model, decoder, interruption=interruption)
     assert result.finish_reason is FinishReason.INTERRUPTED
     assert not result.token_ids
-    check_part(result, tiny, truth, drafter)
+    check_part(result, language_model, truth, drafter)
 
 
 def test_a_request_to_terminate_ends_an_answer_in_the_same_way(
-    tiny: LanguageModel, truth: list[int]
+    language_model: LanguageModel, truth: list[int]
 ) -> None:
     drafter = ScriptedDrafter(nothing)
     interruption = Interruption()
     before = signal.getsignal(signal.SIGTERM)
     with interruption.handled():
         result = answered(
-            tiny,
-            decoder_with(tiny.model, drafter),
+            language_model,
+            decoder_with(language_model.model, drafter),
             on_text=interrupting(2, signal.SIGTERM),
             interruption=interruption,
         )
     assert signal.getsignal(signal.SIGTERM) is before
     assert (result.finish_reason, len(result.token_ids)) == (FinishReason.INTERRUPTED, 2)
     assert interruption.status == TERMINATED
-    check_part(result, tiny, truth, drafter)
+    check_part(result, language_model, truth, drafter)
 
 
-def test_ctrl_c_keeps_what_there_is_of_all_answers(tiny: LanguageModel, truth: list[int]) -> None:
+def test_ctrl_c_keeps_what_there_is_of_all_answers(
+    language_model: LanguageModel, truth: list[int]
+) -> None:
     interruption = Interruption()
     num_passes = 0
 
@@ -178,10 +184,10 @@ def test_ctrl_c_keeps_what_there_is_of_all_answers(tiny: LanguageModel, truth: l
             interruption.is_requested = True
 
     drafter = ScriptedDrafter(nothing)
-    decoder = decoder_with(tiny.model, drafter)
-    tasks = [Task(tiny.encode(PROMPT), observer=observe) for _ in range(5)]
+    decoder = decoder_with(language_model.model, drafter)
+    tasks = [Task(language_model.encode(PROMPT), observer=observe) for _ in range(5)]
     options = AnswerOptions(NEW_TOKENS)
-    results = dict(answer_many(decoder, tiny, tasks, options, 3, interruption))
+    results = dict(answer_many(decoder, language_model, tasks, options, 3, interruption))
     assert results.keys() == {0, 1, 2}
     for result in results.values():
         assert result.finish_reason is FinishReason.INTERRUPTED

@@ -34,6 +34,7 @@ from decoder.observation import Statistics
 from indexer.launch import INTERRUPTED, TERMINATED
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.decoder.commands.command_line import bench
 from tests.decoder.decoding import tree_of
 
 pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
@@ -160,13 +161,6 @@ def test_the_command_warms_repeats_and_keeps_what_it_measured(
     assert report["warm"]["left_out_as_measured"] == 2
     kept = sorted(path.name.partition("-")[0] for path in (tmp_path / "costs").iterdir())
     assert kept == ["check", "cost"]
-
-
-def bench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
-    monkeypatch.setattr(sys, "argv", ["decoder", "bench", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code or 0
 
 
 @pytest.fixture

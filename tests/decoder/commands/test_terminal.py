@@ -2,7 +2,6 @@
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +11,7 @@ from decoder.commands.answers import together
 from decoder.commands.generate import AnswerOptions, answer
 from decoder.commands.options import Colouring
 from decoder.commands.terminal import Painter, Palette, sources_of, watching
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass
 from decoder.stopping import StopStrings
 from retriever.tree import ROOT, DraftTree, Source
@@ -21,11 +20,6 @@ from tests.decoder.decoding import ScriptedDrafter, decoder_with, plainly, tree_
 PROMPT = "abcabc"
 ESCAPES = re.compile("\x1b\\[[0-9;]*m")
 MOVES = re.compile("\x1b\\[[?0-9;]*[A-Zhl]|\r")
-
-
-@pytest.fixture(scope="module")
-def tiny(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 class Terminal(io.StringIO):
@@ -54,10 +48,10 @@ def test_text_is_coloured_on_terminals_that_want_it(
 
 @pytest.mark.parametrize("stops", [(), ("a",), ("\u00e9", "xyz")])
 def test_colours_follow_the_sources_and_change_no_text(
-    tiny: LanguageModel, stops: tuple[str, ...]
+    language_model: LanguageModel, stops: tuple[str, ...]
 ) -> None:
-    prompt = tiny.encode(PROMPT)
-    truth = prompt + plainly(tiny.model, prompt, 60)
+    prompt = language_model.encode(PROMPT)
+    truth = prompt + plainly(language_model.model, prompt, 60)
 
     def guess(tokens: list[int], _budget: int) -> DraftTree:
         """Three right tokens, from one source and then from another."""
@@ -68,14 +62,14 @@ def test_colours_follow_the_sources_and_change_no_text(
     def answered(palette: Palette | None) -> tuple[str, str, list[Source | None]]:
         pieces: list[str] = []
         sources: list[Source | None] = []
-        painter = Painter(tiny.tokenizer, pieces.append, palette)
+        painter = Painter(language_model.tokenizer, pieces.append, palette)
 
         def note(step: ObservedPass) -> None:
             sources.extend(sources_of(step))
 
         result = answer(
-            decoder_with(tiny.model, ScriptedDrafter(guess)),
-            tiny,
+            decoder_with(language_model.model, ScriptedDrafter(guess)),
+            language_model,
             PROMPT,
             AnswerOptions(40, StopStrings(stops)),
             on_text=painter.text,

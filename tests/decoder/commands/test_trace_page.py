@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from decoder.commands.trace import TracedStep, TraceWriter, read_as_far, read_tr
 from decoder.commands.viewer.trace_page import page_of, written_passes
 from decoder.commands.viewer.traced_documents import DocumentFinder
 from decoder.errors import CutTraceError, TraceFileError
+from decoder.observation import ObservedPass, Times
 from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.operations.design import hash_of
@@ -160,7 +162,9 @@ def test_a_page_is_written_without_a_trace_and_after_an_error(
     page = tmp_path / "t.html"
     with suppress(KeyError), written_passes(None, page, byte_tokenizer, []) as writer:
         assert isinstance(writer, TraceWriter)
-        writer._write(made_steps(1)[0])
+        nothing = DraftTree.empty()
+        seen = ObservedPass(nothing, nothing, np.empty(0, np.int64), [1], Times(0.0, 0.001, 0.0))
+        writer.observer(0, "words")(seen)
         raise KeyError
     assert len(data_of(page.read_text())["passes"]) == 1
 

@@ -2,8 +2,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from safetensors.torch import save_file
 
 from decoder.commands import train_command
 from decoder.contenders import fused_gain
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.errors import TeachingTextError
+from decoder.model.pretrained import LanguageModel
 from decoder.speculators.head_files import HeadTarget, load_head
 from decoder.training import taught_store
+from decoder.training.lessons import Lesson
 from indexer.launch import INTERRUPTED
 from retriever.log.generations_log import GenerationsLog
 from retriever.predict.generations import Output
@@ -21,11 +24,6 @@ from retriever.predict.pool import Entry
 from tests.decoder.commands.command_line import never, run
 
 QUICK = ("--minutes", "0.1", "--tokens", "2500", "--draft-vocabulary", "64")
-
-
-@pytest.fixture(scope="module")
-def loaded(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def train(monkeypatch: pytest.MonkeyPatch, model: Path, output: Path, *arguments
 @pytest.mark.usefixtures("clock")
 def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     model_directory: Path,
-    loaded: LanguageModel,
+    language_model: LanguageModel,
     texts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -67,7 +65,7 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
         assert low <= value <= high
         assert each["draft_ms"] > 0
         assert each["draft_share_of_pass"] == each["draft_ms"] / each["pass_ms"]
-    target = HeadTarget.of(loaded.model, None, loaded.vocabulary)
+    target = HeadTarget.of(language_model.model, None, language_model.vocabulary)
     assert load_head(output, target).origin.trained_on == ("prompts.txt",)
     assert train(monkeypatch, model_directory, output, "--from", str(texts)) == 0
     said = capsys.readouterr().out
@@ -109,12 +107,12 @@ def test_what_cannot_be_taught_is_told(  # noqa: PLR0913, PLR0917  fixtures
 @pytest.mark.usefixtures("clock")
 def test_a_head_of_outputs_alone_is_not_compared_and_that_is_said(
     model_directory: Path,
-    loaded: LanguageModel,
+    language_model: LanguageModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log = GenerationsLog(tmp_path / "state", loaded.vocabulary.fingerprint)
+    log = GenerationsLog(tmp_path / "state", language_model.vocabulary.fingerprint)
     rng = np.random.default_rng(0)
     for _ in range(60):
         log.append(Entry("", Output(rng.integers(1, 250, 50).astype(np.int32), time.time())))
@@ -137,17 +135,30 @@ def test_an_output_folder_must_be_named(
     assert "--state" in capsys.readouterr().out
 
 
-def test_outputs_of_another_tenant_are_not_read(loaded: LanguageModel, tmp_path: Path) -> None:
+def test_outputs_of_another_tenant_are_not_read(
+    model_directory: Path,
+    language_model: LanguageModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     state = tmp_path / "state"
     rng = np.random.default_rng(0)
     outputs = {tenant: rng.integers(1, 250, 40).astype(np.int32) for tenant in ("ours", "theirs")}
-    log = GenerationsLog(state, loaded.vocabulary.fingerprint)
+    log = GenerationsLog(state, language_model.vocabulary.fingerprint)
     for tenant, output in outputs.items():
         log.append(Entry(tenant, Output(output, time.time())))
     log.close()
-    kept = train_command._outputs_of(state, "ours", loaded)
-    assert [each.tolist() for each in kept] == [outputs["ours"].tolist()]
-    assert train_command._outputs_of(state, "", loaded) == []
+    read: list[list[list[int]]] = []
+
+    def note(_model: LanguageModel, lessons: Sequence[Lesson], *_: object) -> NoReturn:
+        read.append([each.output.tolist() for each in lessons])
+        raise TeachingTextError("that was all")
+
+    monkeypatch.setattr(train_command, "Course", note)
+    for named in (["--tenant", "ours"], []):
+        of_state = ("--state", str(state), *named)
+        assert train(monkeypatch, model_directory, tmp_path / "head", *of_state) == 1
+    assert read == [[outputs["ours"].tolist()], []]
 
 
 def test_a_full_disk_is_one_line(

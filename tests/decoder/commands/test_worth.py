@@ -1,7 +1,6 @@
 """What drafts were worth: an estimate from measured passes, or a comparison by the clock."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from decoder.budget.budget import MeasuredBudget
 from decoder.budget.costs import CostSurface
 from decoder.commands.generate import AnswerOptions, Interruption, answer
 from decoder.commands.plain_comparison import Comparison, first_difference
-from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Times
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
@@ -19,11 +18,6 @@ from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, at_random, decoder_with, nothing
 
 PROMPT = "abcabc"
-
-
-@pytest.fixture(scope="module")
-def tiny(model_directory: Path) -> LanguageModel:
-    return load_model(ModelOptions(str(model_directory)))
 
 
 def seen(num_tokens: int, target_s: float) -> ObservedPass:
@@ -66,17 +60,19 @@ def sampled() -> AcceptRule:
 
 
 @pytest.mark.parametrize("rule", ["greedy", "sampled"])
-def test_a_comparison_decodes_the_same_without_drafts(tiny: LanguageModel, rule: str) -> None:
+def test_a_comparison_decodes_the_same_without_drafts(
+    language_model: LanguageModel, rule: str
+) -> None:
     accept = accept_greedy if rule == "greedy" else sampled()
-    drafted = decoder_with(tiny.model, ScriptedDrafter(at_random()), accept=accept)
+    drafted = decoder_with(language_model.model, ScriptedDrafter(at_random()), accept=accept)
     options = AnswerOptions(20)
-    comparison = Comparison(drafted, tiny, options)
-    interrupted = answer(drafted, tiny, "cab", options)  # its random numbers are used up
+    comparison = Comparison(drafted, language_model, options)
+    interrupted = answer(drafted, language_model, "cab", options)  # its random numbers are used up
     assert interrupted.token_ids
     comparison.skip()
     total = Worth()
     for _ in range(2):
-        result = answer(drafted, tiny, PROMPT, options)
+        result = answer(drafted, language_model, PROMPT, options)
         worth = comparison.worth(PROMPT, result, Interruption())
         assert worth is not None
         assert (worth.num_compared, worth.num_different) == (1, 0)
@@ -86,11 +82,13 @@ def test_a_comparison_decodes_the_same_without_drafts(tiny: LanguageModel, rule:
     assert total.summary().endswith("all 2 are identical")
 
 
-def test_a_comparison_says_where_outputs_differ(tiny: LanguageModel) -> None:
-    decoder = decoder_with(tiny.model, ScriptedDrafter(nothing))
-    result = answer(decoder, tiny, PROMPT, AnswerOptions(20))
+def test_a_comparison_says_where_outputs_differ(language_model: LanguageModel) -> None:
+    decoder = decoder_with(language_model.model, ScriptedDrafter(nothing))
+    result = answer(decoder, language_model, PROMPT, AnswerOptions(20))
     result.token_ids[7] += 1
-    worth = Comparison(decoder, tiny, AnswerOptions(20)).worth(PROMPT, result, Interruption())
+    worth = Comparison(decoder, language_model, AnswerOptions(20)).worth(
+        PROMPT, result, Interruption()
+    )
     assert worth is not None
     assert worth.summary().endswith("; the output differs from token 8 on")
     assert worth.report()["is_identical"] is False
@@ -98,10 +96,10 @@ def test_a_comparison_says_where_outputs_differ(tiny: LanguageModel) -> None:
     assert first_difference([1, 2], [1, 2]) is None
 
 
-def test_a_comparison_tells_no_drafter(tiny: LanguageModel) -> None:
+def test_a_comparison_tells_no_drafter(language_model: LanguageModel) -> None:
     drafter = ScriptedDrafter(nothing)
-    decoder = decoder_with(tiny.model, drafter)
-    result = answer(decoder, tiny, PROMPT, AnswerOptions(5))
+    decoder = decoder_with(language_model.model, drafter)
+    result = answer(decoder, language_model, PROMPT, AnswerOptions(5))
     before = list(drafter.closed)
-    Comparison(decoder, tiny, AnswerOptions(5)).worth(PROMPT, result, Interruption())
+    Comparison(decoder, language_model, AnswerOptions(5)).worth(PROMPT, result, Interruption())
     assert drafter.closed == before

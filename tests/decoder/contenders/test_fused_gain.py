@@ -1,3 +1,6 @@
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ from decoder.budget.budget import FixedBudget
 from decoder.contenders import fused_gain
 from decoder.contenders.contender import FOREDRAFT, OwnContender
 from decoder.contenders.fused_gain import MAX_NEW_TOKENS, fused_gains
-from decoder.contenders.registry import TABLES, Lineup
+from decoder.contenders.registry import TABLES, Lineup, Setting
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
@@ -16,7 +19,7 @@ from decoder.speculators.head_files import HeadTarget, save_head
 from retriever.drafter import Drafter
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, plainly, tiny_llama, tree_of
-from tests.decoder.training.teaching import drawn_head, prompts_of
+from tests.decoder.training.teaching import StepClock, drawn_head, prompts_of
 
 PROMPTS = prompts_of([12, 9, 15])
 
@@ -41,7 +44,21 @@ def knowing(model: PreTrainedModel, num_nodes: int) -> Drafter:
     return ScriptedDrafter(guess)
 
 
-def test_a_gain_is_the_ratio_of_tokens_per_pass() -> None:
+class Prepared:
+    """A contest whose ways of decoding a test has made."""
+
+    def __init__(self, lineup: Lineup) -> None:
+        self.lineup = lineup
+
+    @contextmanager
+    def opened(self, setting: Setting) -> Iterator[Lineup]:
+        assert setting == Setting(5)
+        yield self.lineup
+
+
+def test_a_gain_is_the_ratio_of_tokens_per_pass(
+    language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 47 tokens behind the prompt's pass, two a pass make 24 passes, four a pass 12."""
     model = tiny_llama()
     target = Target(model)
@@ -50,8 +67,10 @@ def test_a_gain_is_the_ratio_of_tokens_per_pass() -> None:
         for name, known in ((TABLES, 1), (FOREDRAFT, 3))
     }
     seen = list[tuple[int, float, str]]()
-    lineup = Lineup(dict(ways), target, None)
-    gain = fused_gain._gain(5, lineup, PROMPTS, lambda *told: seen.append(told))
+    contest = Prepared(Lineup(dict(ways), target, None))
+    monkeypatch.setattr(fused_gain, "Contest", lambda *_: contest)
+    monkeypatch.setattr(fused_gain, "NODES", (5,))
+    (gain,) = fused_gains(language_model, drafts, PROMPTS, lambda *told: seen.append(told))
     assert gain.without == pytest.approx([47 / 24] * 3)
     assert gain.with_head == pytest.approx([47 / 12] * 3)
     assert gain.ratio == pytest.approx([2.0] * 3)
@@ -76,7 +95,7 @@ def test_a_head_is_asked_at_every_number_of_nodes(
 def test_what_takes_long_goes_on_with_fewer_prompts(
     language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_gain, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(time, "perf_counter", StepClock(40.0))
     monkeypatch.setattr(fused_gain, "NODES", (5,))
     monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 20)
     (gain,) = fused_gains(language_model, drafts, PROMPTS, lambda *_: None)

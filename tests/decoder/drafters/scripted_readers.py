@@ -15,6 +15,8 @@ from tests.decoder.decoding import VOCABULARY
 Script = Callable[[list[int]], dict[int, float]]
 """From the tokens so far to the logits of tokens; those of others are -9."""
 
+SURE = 6.0
+
 
 class ScriptedReader:
     """Says what a script says, and keeps to the protocol strictly."""
@@ -83,3 +85,29 @@ class ScriptedReading:
 
     def close(self) -> None:
         self._reader.open.remove(self)
+
+
+def counting(tokens: list[int]) -> dict[int, float]:
+    """Expect the next number, and half as probably the one after that."""
+    return {(tokens[-1] + 1) % VOCABULARY: SURE, (tokens[-1] + 2) % VOCABULARY: SURE - 0.7}
+
+
+class Unavailable(ScriptedReader):
+    """Fails for sequences that begin with a token."""
+
+    def __init__(self, first: int, error: Exception) -> None:
+        super().__init__(counting)
+        self.first = first
+        self.error = error
+
+    def follow(self, sequence: TokenSequence) -> ScriptedReading:
+        failing = self
+
+        class Failing(ScriptedReading):
+            def begin(self) -> torch.Tensor | None:
+                if self._sequence.tokens[0] == failing.first:
+                    raise failing.error
+                return super().begin()
+
+        self.open.append(Failing(self, sequence))
+        return self.open[-1]

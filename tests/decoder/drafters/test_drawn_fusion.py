@@ -18,9 +18,8 @@ from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
-from tests.decoder.drafters.scripted_readers import ScriptedReader
-from tests.decoder.drafters.test_fusion import LIMITS, paths_of, saying
-from tests.decoder.drafters.test_readers import Unavailable
+from tests.decoder.drafters.chains import LIMITS, paths_of, saying
+from tests.decoder.drafters.scripted_readers import ScriptedReader, Unavailable
 from tests.suite_parts import cases
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)

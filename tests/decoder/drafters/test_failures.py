@@ -29,6 +29,7 @@ from tests.decoder.decoding import (
     plainly,
     tiny_llama,
 )
+from tests.decoder.drafters.chains import refusing
 
 NEW_TOKENS = 30
 
@@ -98,10 +99,6 @@ def test_a_drafter_that_hangs_is_left_alone_for_a_while(prompt: list[int]) -> No
     list(generation)
     assert drafter.num_drafts <= 2
     assert generation.statistics.num_failures >= NEW_TOKENS - 3
-
-
-def refusing(_tokens: list[int], _budget: int) -> NoReturn:
-    raise InvalidRequestError("the request is at fault")
 
 
 def test_a_refused_request_surfaces_and_the_session_is_closed(prompt: list[int]) -> None:
@@ -188,7 +185,7 @@ def test_a_sequence_beyond_the_drafters_limit_leaves_no_session_behind(prompt: l
     decoder = decoder_with(model, drafter)
     for count in (3, NEW_TOKENS):
         assert decoded(decoder, prompt, count) == plainly(model, prompt, count)
-        assert len(drafter._sessions) == 0
+        assert drafter.num_sessions == 0
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, 2**31 - 1, -1])

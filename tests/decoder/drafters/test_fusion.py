@@ -14,9 +14,8 @@ from retriever.errors import (
     SessionExistsError,
     UnknownSessionError,
 )
-from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
-from retriever.tree import ROOT, DraftTree, Source
+from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
@@ -27,8 +26,8 @@ from tests.decoder.decoding import (
     plainly,
     prompt_of,
 )
+from tests.decoder.drafters.chains import LIMITS, logits_for, paths_of, saying
 
-LIMITS = DraftLimits(VOCABULARY)
 NEW_TOKENS = 60
 
 
@@ -41,34 +40,11 @@ def broken() -> Drafter:
     return ScriptedDrafter(refuse)
 
 
-def saying(*paths: tuple[list[int], float], source: Source = Source.CORPUS) -> Drafter:
-    """Return a drafter that always drafts chains, each with the probability of its every node."""
-    nodes: list[tuple[int, int, float]] = []
-    for tokens, probability in paths:
-        parent = ROOT
-        for depth, token in enumerate(tokens, start=1):
-            known = [at for at, (p, t, _) in enumerate(nodes) if (p, t) == (parent, token)]
-            if not known:
-                nodes.append((parent, token, probability - 1e-3 * depth))
-            parent = known[0] if known else len(nodes) - 1
-    tree = DraftTree.checked(
-        [token for _, token, _ in nodes],
-        [parent for parent, _, _ in nodes],
-        [probability for _, _, probability in nodes],
-        [source] * len(nodes),
-    )
-    return ScriptedDrafter(lambda _tokens, budget: tree.prefix(budget))
-
-
 def fused(*drafters: Drafter, budget: int = 16) -> DraftTree:
     drafter = FusedDrafter(drafters, LIMITS)
     drafter.open("a", np.array([1, 2, 3], np.int32))
     [tree] = drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 3, budget)])
     return DraftTree.checked(tree.token_ids, tree.parents, tree.probabilities, tree.sources)
-
-
-def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
-    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(len(tree))]
 
 
 def test_shared_paths_are_one_and_the_rest_is_grafted() -> None:
@@ -172,14 +148,6 @@ def test_sessions_are_as_the_protocol_says() -> None:
     drafter.close("a")
     with pytest.raises(UnknownSessionError):
         drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
-
-
-def logits_for(*rows: dict[int, float]) -> torch.Tensor:
-    logits = torch.full((len(rows), VOCABULARY), -9.0)
-    for row, odds in enumerate(rows):
-        for token, value in odds.items():
-            logits[row, token] = value
-    return logits
 
 
 def test_likely_tokens_come_back_where_their_context_does() -> None:

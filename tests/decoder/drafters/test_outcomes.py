@@ -19,15 +19,12 @@ from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, write_rows
 from retriever.drafter import NUM_FOUND
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import random_tree
+from tests.decoder.drafters.chains import paths_of
 
 VOCABULARY = 9
 Outcome = tuple[int, ...]
 Likely = dict[tuple[int, ...], dict[int, float]]
 """Log-odds of tokens by the context before them, the latest token first."""
-
-
-def paths_of(tree: DraftTree) -> list[Outcome]:
-    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(len(tree))]
 
 
 def possible(verified: DraftTree, max_tokens: int) -> set[Outcome]:

@@ -21,17 +21,16 @@ from tests.decoder.decoding import (
     decoder_with,
     prompt_of,
 )
-from tests.decoder.drafters.scripted_readers import ScriptedReader, ScriptedReading
-from tests.decoder.drafters.test_fusion import LIMITS, logits_for, paths_of, saying
+from tests.decoder.drafters.chains import LIMITS, logits_for, paths_of, saying
+from tests.decoder.drafters.scripted_readers import (
+    SURE,
+    ScriptedReader,
+    Unavailable,
+    counting,
+)
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 NEW_TOKENS = 60
-SURE = 6.0
-
-
-def counting(tokens: list[int]) -> dict[int, float]:
-    """Expect the next number, and half as probably the one after that."""
-    return {(tokens[-1] + 1) % VOCABULARY: SURE, (tokens[-1] + 2) % VOCABULARY: SURE - 0.7}
 
 
 def drafted(
@@ -177,27 +176,6 @@ def test_a_reader_that_gives_no_numbers_is_dropped_for_good(
     assert len(bad.passes) == 1 + pass_number
     assert len(good.passes) > 3
     assert not bad.open
-
-
-class Unavailable(ScriptedReader):
-    """Fails for sequences that begin with a token."""
-
-    def __init__(self, first: int, error: Exception) -> None:
-        super().__init__(counting)
-        self.first = first
-        self.error = error
-
-    def follow(self, sequence: TokenSequence) -> ScriptedReading:
-        failing = self
-
-        class Failing(ScriptedReading):
-            def begin(self) -> torch.Tensor | None:
-                if self._sequence.tokens[0] == failing.first:
-                    raise failing.error
-                return super().begin()
-
-        self.open.append(Failing(self, sequence))
-        return self.open[-1]
 
 
 @pytest.mark.parametrize(

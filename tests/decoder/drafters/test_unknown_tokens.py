@@ -1,7 +1,7 @@
 """Embeddings padded beyond the tokenizer hold tokens that no drafter for it knows."""
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from decoder.assembly import DrafterSettings, assemble
 from decoder.model.pretrained import ModelOptions, load_model
@@ -16,12 +16,9 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
+from tests.decoder.drafters.chains import refusing
 
 NEW_TOKENS = 30
-
-
-def refusing(_tokens: list[int], _budget: int) -> NoReturn:
-    raise InvalidRequestError("the request is at fault")
 
 
 def strict(end: int, guess: Guess) -> Guess:

@@ -6,17 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.budget import FixedBudget
-from decoder.drafters.asking import StepCosts
-from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.drawn_fusion import DrawnFusion
 from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Request
@@ -27,42 +22,14 @@ from decoder.sampling.verification import CERTAIN, Acceptance, PassContext, Samp
 from retriever.drafter import Drafter
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
-from tests.decoder.decoding import ScriptedDrafter, decoder_with, oracle, prompt_of, tiny_llama
-from tests.decoder.drafters.model_drafter.draft_models import distribution
-from tests.decoder.drafters.test_fusion import LIMITS
+from tests.decoder.decoding import decoder_with, prompt_of, tiny_llama
+from tests.decoder.drafters.model_drafter.draft_models import FREE
+from tests.decoder.sampling.drawn_outputs import TOP_K, drawn_from, shares_of_outputs
 from tests.suite_parts import cases
 
-FREE = StepCosts(target_s=1.0, pass_s=0.0)
-TOP_K = 3
 NUM_OUTPUTS = cases(150, of=600)
 CRITICAL = 54.1
 """Of chi-square with 26 degrees of freedom, at 0.001."""
-
-
-def drawn_from(
-    model: PreTrainedModel, retrieved: list[int], draws: Draws, *, recycles: bool = True
-) -> Drafter:
-    return DrawnFusion(
-        [ScriptedDrafter(oracle(retrieved, num_nodes=6))],
-        LIMITS,
-        readers=[ModelReader(DraftModel(model))],
-        draws=draws,
-        recycled=RecycledLogits(1 << 8) if recycles else None,
-        costs=FREE,
-    )
-
-
-def shares_of_outputs(target: PreTrainedModel, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """Return how probable each output of three tokens is, drawn from the likeliest ones."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer: dict[tuple[int, ...], float] = {}
-        for path, above in found.items():
-            row = distribution(target, [*prompt, *path])
-            likely = np.argsort(-row)[:TOP_K].tolist()
-            longer |= {(*path, token): above * row[token] / row[likely].sum() for token in likely}
-        found = longer
-    return found
 
 
 @pytest.mark.seeds

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, SuppressTokensLogitsProcessor, TopKLogitsWarper
+from transformers import SuppressTokensLogitsProcessor, TopKLogitsWarper
 
 from decoder.drafters.following import NoDrafter
 from decoder.sampling.rule import accept_rule
@@ -14,7 +14,6 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import Acceptance, AcceptRule, PassContext, accept_greedy
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
-    VOCABULARY,
     Guess,
     ScriptedDrafter,
     at_random,
@@ -26,6 +25,7 @@ from tests.decoder.decoding import (
     random_tree,
     tiny_llama,
 )
+from tests.decoder.sampling.remembering import Remembering
 from tests.oracles.elsewhere import elsewhere, sent
 
 NEW_TOKENS = 24
@@ -35,27 +35,6 @@ SETTINGS = {
     "drawn": SamplingSettings(1.0, seed=5),
     "everything": SamplingSettings(0.9, 20, 0.95, 0.01, 1.2, 0.3, 0.2, seed=5),
 }
-
-
-class Remembering(LogitsProcessor):
-    """Prefers tokens by how often it was called and by the sum of all that it was shown.
-
-    Attributes:
-        seen: the tokens of every row that it was shown.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-        self._sum = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows = input_ids.cpu().tolist()
-        self.seen += rows
-        self._sum += sum(map(sum, rows))
-        preferred = [(self._sum + 7 * len(self.seen) + step) % VOCABULARY for step in (0, 5, 11)]
-        change = torch.zeros(VOCABULARY)
-        change[preferred] = 3.0
-        return scores + change.to(scores.device)
 
 
 def on_the_cpu(rule: AcceptRule) -> AcceptRule:

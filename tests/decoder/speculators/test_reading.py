@@ -1,6 +1,7 @@
 """A head's reading of a sequence: its bounds, its gaps, its failures; and errors are noticed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from decoder.drafters.following import Verified
 from decoder.model.states import FINAL
-from decoder.speculators import speculator as speculator_module
 from decoder.speculators.eagle import (
     DraftLayer,
     Eagle3Head,
@@ -17,10 +18,16 @@ from decoder.speculators.eagle import (
     JoinedKeyValues,
     unrolled_mask,
 )
-from decoder.speculators.speculator import EagleReading, Speculator, TrueStates, load_speculator
+from decoder.speculators.speculator import (
+    Ancestors,
+    RotationTable,
+    Speculator,
+    TrueStates,
+    load_speculator,
+)
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
-from retriever.tree import ROOT
+from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import VOCABULARY, prompt_of, tiny_llama
 from tests.decoder.rounding import SHOWN
 from tests.decoder.speculators.drafted_sequences import Reading, parts_of, rounding_of
@@ -63,17 +70,19 @@ def distance(reading: Reading, first: int = 0, made: Published = MADE) -> float:
     return rounding_of(made, model, depth).apart(torch.stack(found), torch.stack(wanted))
 
 
-def read_along(folder: Path, prompt_length: int = 11) -> Reading:
+def read_along(folder: Path, prompt_length: int = 11, **bounds: int) -> Reading:
+    """Begin a sequence; bounds are those of `Speculator` that are given."""
     model = tiny_llama()
-    return Reading(load_speculator(folder, model), model, prompt_of(prompt_length))
+    speculator = load_speculator(folder, model)
+    for name, most in bounds.items():
+        assert getattr(speculator, name) > most
+        setattr(speculator, name, most)
+    return Reading(speculator, model, prompt_of(prompt_length))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 9, 10])
-def test_prompts_are_read_in_pieces(
-    length: int, head_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speculator_module, "_PIECE", 3)
-    assert distance(read_along(head_folder, length)) <= 1
+def test_prompts_are_read_in_pieces(length: int, head_folder: Path) -> None:
+    assert distance(read_along(head_folder, length, most_rows=3)) <= 1
 
 
 def test_states_of_several_passes_are_read_together(head_folder: Path) -> None:
@@ -95,20 +104,13 @@ def test_a_draft_that_is_begun_again_is_the_same(head_folder: Path) -> None:
     rounding_of(MADE, tiny_llama(), 1).check(logits, read.nodes[children])
 
 
-def test_only_the_newest_states_are_kept_and_at_their_positions(
-    head_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speculator_module, "_MOST_STATES_ON_CPU", 6)
-    reading = read_along(head_folder)
+def test_only_the_newest_states_are_kept_and_at_their_positions(head_folder: Path) -> None:
+    reading = read_along(head_folder, most_states=6)
     assert distance(reading, first=5) <= 1
     reading.verify()
     assert distance(reading, first=5) <= 1
     for _ in range(4):
         reading.verify()
-    waiting: Any = reading.reader
-    kept = waiting._states
-    assert kept.end - kept.start == 6
-    assert kept.end == len(reading.tokens) - 1
     assert distance(reading, first=len(reading.tokens) - 7) <= 1
 
 
@@ -233,9 +235,14 @@ def test_rows_unrolled_in_training_see_what_rows_of_a_draft_see(head_folder: Pat
         hidden = head.step(embedded, hidden, positions + depth, mask, cache)
         unrolled.append(head.logits(hidden))
     for row in range(length):
-        reading: Any = speculator.follow(TokenSequence(tokens[: row + 2].numpy()))
-        states = reading._states
-        states._rows, states.end = [features[0, : row + 1]], row + 1
+        sequence = TokenSequence(tokens[: row + 1].numpy())
+        reading: Any = speculator.follow(sequence)
+        states = dict(zip(STATES, features[0, : row + 1].chunk(3, dim=-1), strict=True))
+        nothing, logits = np.zeros(0, np.int64), torch.zeros(1, VOCABULARY)
+        following = int(tokens[row + 1])
+        last = int(tokens[row])
+        reading.learn(Verified(last, DraftTree.empty(), logits, nothing, following, states))
+        sequence.extend(np.array([following], np.int32))
         found = [reading.begin()]
         found += [
             reading.read([int(tokens[row + 1 + depth])], [depth - 2]) for depth in range(1, depths)
@@ -266,13 +273,13 @@ def test_gradients_reach_every_weight(tmp_path: Path) -> None:
 
 
 def _late_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = EagleReading._step
+    turn = RotationTable.forward
 
-    def late(self: Any, tokens: Any, hidden: Any, positions: Any, visible: Any) -> Any:
-        is_tree = len(self._hidden) > 0
-        return step(self, tokens, hidden, [each + is_tree for each in positions], visible)
+    def late(self: RotationTable, states: torch.Tensor, positions: torch.Tensor) -> Any:
+        goes_on = int(positions[0, 0] > 0)  # behind the prompt
+        return turn(self, states, positions + goes_on)
 
-    monkeypatch.setattr(EagleReading, "_step", late)
+    monkeypatch.setattr(RotationTable, "forward", late)
 
 
 def _states_of_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,28 +288,26 @@ def _states_of_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _states_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = TrueStates.__init__
-    monkeypatch.setattr(
-        TrueStates, "__init__", lambda self, numbers, most: made(self, numbers[::-1], most)
-    )
+    take = TrueStates.take
+
+    def reversed_states(self: TrueStates) -> torch.Tensor:
+        return torch.cat(take(self).chunk(3, dim=-1)[::-1], dim=-1)
+
+    monkeypatch.setattr(TrueStates, "take", reversed_states)
 
 
 def _rejected_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    committed = speculator_module._committed
-    monkeypatch.setattr(
-        speculator_module,
-        "_committed",
-        lambda states, path: committed(states, np.maximum(path - 1, -1)),
-    )
+    learn = TrueStates.learn
+
+    def misled(self: TrueStates, verified: Verified, length: int) -> None:
+        learn(self, replace(verified, path=np.maximum(verified.path - 1, -1)), length)
+
+    monkeypatch.setattr(TrueStates, "learn", misled)
 
 
 def _siblings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    extended = speculator_module.Ancestors.extended
-    monkeypatch.setattr(
-        speculator_module.Ancestors,
-        "extended",
-        lambda self, parents: extended(self, parents) | True,
-    )
+    extended = Ancestors.extended
+    monkeypatch.setattr(Ancestors, "extended", lambda self, parents: extended(self, parents) | True)
 
 
 def _no_norm_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:

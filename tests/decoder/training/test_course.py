@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,20 @@ def noting(stages: list[str]) -> Callable[[str, float, str], None]:
     return lambda stage, _over, _told: stages.append(stage)
 
 
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, TaughtStore]:
+    """What courses recorded, by the names of its folders: `taught` and `judging`."""
+    made: dict[str, TaughtStore] = {}
+
+    class Noted(TaughtStore):
+        def __init__(self, directory: Path, stamp: Mapping[str, Any]) -> None:
+            super().__init__(directory, stamp)
+            made[directory.name] = self
+
+    monkeypatch.setattr(course, "TaughtStore", Noted)
+    return made
+
+
 def files_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("taught-*")}
 
@@ -111,10 +125,11 @@ def test_starting_and_judging_are_a_part_of_the_minutes(
     language_model: LanguageModel,
     tmp_path: Path,
     clock: StepClock,
+    stores: dict[str, TaughtStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A head that is finished stays so, however much quicker its next start is."""
-    delay_s, taken = 0.3, list[tuple[str, float]]()
+    delay_s, taken = 0.6, list[tuple[str, float]]()
 
     def slowed(work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: object) -> object:
@@ -128,14 +143,12 @@ def test_starting_and_judging_are_a_part_of_the_minutes(
 
     monkeypatch.setattr(course, "started_head", slowed(started_head))
     monkeypatch.setattr(course, "agreement", slowed(agreement))
-    monkeypatch.setattr(Course, "_judges", slowed(Course._judges))
+    monkeypatch.setattr(Teacher, "answer", slowed(Teacher.answer))
     monkeypatch.setattr(HeadTrainer, "train", train)
     options = replace(OPTIONS, minutes=0.3)
     lessons, output = lessons_of(160), tmp_path / "head"
-    first = Course(language_model, lessons, output, options, silent)
-    first.run([])
-    recorded = TaughtStore(tmp_path / "head.training" / "taught", first._stamp())
-    left = 18.0 - min(recorded.seconds, 9.0)
+    Course(language_model, lessons, output, options, silent).run([])
+    left = 18.0 - min(stores["taught"].seconds, 9.0)
     first_stage, second_stage = (stage.name for stage in STAGES)
     assert [name for name, _ in taken] == [first_stage, second_stage]
     # Answers to judge by, the start, and judgements: before, and behind each stage.
@@ -148,15 +161,13 @@ def test_starting_and_judging_are_a_part_of_the_minutes(
     assert [name for name, _ in taken] == [second_stage]
 
 
-def test_no_held_out_prompt_is_taught(language_model: LanguageModel, tmp_path: Path) -> None:
-    lessons = lessons_of(160)
-    course = Course(language_model, lessons, tmp_path / "head", SHORT, silent)
-    outcome = course.run([])
+def test_no_held_out_prompt_is_taught(
+    language_model: LanguageModel, tmp_path: Path, stores: dict[str, TaughtStore]
+) -> None:
+    outcome = Course(language_model, lessons_of(160), tmp_path / "head", SHORT, silent).run([])
     judging = {lesson.prompt.tobytes() for lesson in outcome.judging}
     assert judging
-    stamp_free = tmp_path / "head.training" / "taught"
-    store = TaughtStore(stamp_free, course._stamp())
-    taught = {example.tokens[: example.num_prompt].tobytes() for example in store}
+    taught = {example.tokens[: example.num_prompt].tobytes() for example in stores["taught"]}
     assert taught
     assert not taught & judging
 

@@ -1,7 +1,11 @@
 import io
 import math
+import time
+from collections.abc import Callable
+from threading import Condition, Timer
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +17,7 @@ from decoder.speculators.online import read_messages, write_message
 from decoder.training import head_trainer
 from decoder.training import learner as learning
 from decoder.training.head_start import trained_states
-from decoder.training.head_trainer import TeachingModel
+from decoder.training.head_trainer import HeadTrainer, Stage, TeachingModel
 from decoder.training.judging import Agreement
 from decoder.training.learner import (
     Learner,
@@ -25,6 +29,7 @@ from decoder.training.teacher import Teacher
 from tests.decoder.decoding import VOCABULARY
 from tests.decoder.rounding import Rounding
 from tests.decoder.training.teaching import (
+    StepClock,
     counting_llama,
     drawn_head,
     language_model_of,
@@ -33,6 +38,8 @@ from tests.decoder.training.teaching import (
 )
 
 COLUMNS = 40
+SMALL_ROUNDS = {"new_tokens": 1024, "least_judging": 200}
+"""A quarter of the tokens that are enough for a round of a learner in use."""
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +55,7 @@ def examples(language_model: LanguageModel) -> list[Example]:
 
 
 def in_small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a quarter of the tokens be enough for a round, of batches of a quarter of their size."""
-    monkeypatch.setattr(learning, "_NEW_TOKENS", 1024)
-    monkeypatch.setattr(learning, "_LEAST_JUDGING", 200)
+    """Let batches have a quarter of their size, too."""
     for module in (learning, head_trainer):
         monkeypatch.setattr(module, "BATCH_TOKENS", 1024)
 
@@ -64,6 +69,7 @@ def sent_target(language_model: LanguageModel) -> SentTarget:
 def learner_of(
     language_model: LanguageModel, head: Eagle3Head, examples: list[Example], **options: Any
 ) -> Learner:
+    options = SMALL_ROUNDS | options
     made = Learner(head, sent_target(language_model), max_bytes=1 << 24, **options)
     for example in examples:
         made.take(example)
@@ -158,28 +164,56 @@ def test_a_step_that_is_no_number_is_undone(
 def test_nothing_is_trained_before_enough_has_come_or_after_the_end(
     language_model: LanguageModel, examples: list[Example]
 ) -> None:
-    learner = learner_of(language_model, drawn_head(language_model, COLUMNS), examples[:20])
-    assert not learner._is_due()
-    learner.end()
-    assert list(learner.rounds()) == []
+    head = drawn_head(language_model, COLUMNS)
+    before = weights(head)
+    told = [len(each.tokens) - each.num_prompt for each in examples]
+    num_judging = sum(told[5::6])
+    num_taught = sum(told) - num_judging
+    for lacking in ({"new_tokens": num_taught + 1}, {"least_judging": num_judging + 1}):
+        learner = learner_of(language_model, head, examples, **lacking)
+        ending = Timer(0.05, learner.end)
+        ending.start()
+        assert list(learner.rounds()) == []
+        ending.join()
+        assert list(learner.rounds()) == []
+    assert_equal(weights(head), before)  # a round that had begun would have changed it
 
 
 def test_a_share_of_the_time_is_kept(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Three times as long as each step and each judgement takes, which here the test says."""
     in_small_rounds(monkeypatch)
-    learner = learner_of(language_model, drawn_head(language_model, COLUMNS), examples, share=0.25)
-    worked: list[float] = []
-    slept: list[float] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(learner._changed, "wait_for", lambda _, timeout: slept.append(timeout))
-        learner._rest(2.0)
-        assert slept == [6.0]
-    monkeypatch.setattr(learner, "_rest", worked.append)
-    next(learner.rounds())
+    step_s, judging_s = 1.0, 2.0
+    clock, rests = StepClock(0.0), list[float]()
+    found = Agreement(np.full((4, 3), 0.5), np.full(4, 300))
+
+    def train(_trainer: HeadTrainer, _stage: Stage, _s: float, on_step: Any) -> None:
+        clock.go_on(step_s)
+        while on_step(0.0, 1.0):
+            clock.go_on(step_s)
+
+    def judge(*_: object) -> Agreement:
+        clock.go_on(judging_s)
+        return found
+
+    wait_for = Condition.wait_for
+
+    def rest(changed: Condition, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+        if timeout is None:
+            return wait_for(changed, is_so)
+        rests.append(timeout)
+        return False
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(HeadTrainer, "train", train)
+    monkeypatch.setattr(learning, "agreement", judge)
+    monkeypatch.setattr(Condition, "wait_for", rest)
+    head = drawn_head(language_model, COLUMNS)
+    next(learner_of(language_model, head, examples, share=0.25).rounds())
     taught = sum(len(each.tokens) for count, each in enumerate(examples, 1) if count % 6)
-    assert len(worked) == math.ceil(2 * taught / 1024) + 2  # two heads are judged
-    assert min(worked) > 0
+    num_steps = math.ceil(2 * taught / 1024)
+    assert rests == [3 * step_s] * num_steps + [3 * judging_s] * 2  # two heads are judged
 
 
 def test_the_oldest_sequences_are_dropped_beyond_the_bytes(examples: list[Example]) -> None:

@@ -4,13 +4,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.errors import TrainingError, UnsupportedModelError
 from decoder.model.target import Target
 from decoder.training.lessons import Lesson
 from decoder.training.teacher import Taught, Teacher
-from tests.decoder.decoding import MODELS, plainly, tiny_llama, tiny_mamba
+from tests.decoder.decoding import MODELS, VOCABULARY, plainly, tiny_llama, tiny_mamba
 from tests.decoder.rounding import Rounding
 from tests.decoder.training.teaching import language_model_of, prompts_of, states_of
 
@@ -102,15 +104,20 @@ def test_an_answer_ends_with_its_stop_token(byte_tokenizer: PreTrainedTokenizerB
 
 
 def test_a_batch_ends_once_few_are_left(
-    byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    byte_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    teacher = made(tiny_llama(), byte_tokenizer, (1,))
     scripted = iter([[5, 5, 5, 5], [1, 5, 5, 5], [6, 1, 1, 5]])
 
-    def choose(*_: Any) -> torch.Tensor:
-        return torch.tensor(next(scripted))
+    class Scripted(nn.Module):
+        """Finds the tokens of the next line the likeliest."""
 
-    monkeypatch.setattr("decoder.training.teacher._choose", choose)
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            wanted = torch.tensor(next(scripted))[:, None].expand(hidden.shape[:-1])
+            return functional.one_hot(wanted, VOCABULARY).float()
+
+    model: Any = tiny_llama()
+    model.lm_head = Scripted()
+    teacher = made(model, byte_tokenizer, (1,))
     taught = teacher.answer(prompts_of([4, 5, 6, 7]), 50)
     outputs = [each.tokens[each.num_prompt :].tolist() for each in taught]
     assert outputs == [[5, 1], [5, 5, 1], [5, 5, 1], [5, 5, 5]]

@@ -11,7 +11,7 @@ from decoder.speculators.head_folders import folder_lock
 from decoder.training.course import Course
 from decoder.training.lessons import Lesson
 from decoder.training.options import CourseOptions
-from decoder.training.teacher import Teacher
+from decoder.training.teacher import Taught, Teacher
 from tests.decoder.decoding import tiny_llama
 from tests.decoder.training.teaching import language_model_of, prompts_of
 
@@ -78,18 +78,18 @@ def test_copies_are_taught_once(
 ) -> None:
     read: list[bytes] = []
 
-    def note(_: Teacher, lessons: list[Lesson]) -> list[object]:
+    def note(_: Teacher, lessons: list[Lesson]) -> list[Taught]:
         read.extend(each.output.tobytes() for each in lessons)
         return []
 
     monkeypatch.setattr(Teacher, "read", note)
+    monkeypatch.setattr(Teacher, "answer", lambda *_: list[Taught]())
     lessons = [
         Lesson(prompt, np.full(4, number, np.int32))
         for number, prompt in enumerate(prompts_of([8] * 40))
     ]
-    found = course(byte_tokenizer, tmp_path / "head", lessons * 50)
-    for batch in found._read_batches():
-        note(None, batch)  # type: ignore[arg-type]
+    with pytest.raises(TeachingTextError, match="0 tokens are too little"):
+        course(byte_tokenizer, tmp_path / "head", lessons * 50).run([])
     assert len(read) == len(set(read)) > 30
     with pytest.raises(TeachingTextError, match="1 different prompts"):
         course(byte_tokenizer, tmp_path / "head", lessons[:1] * 10_000)

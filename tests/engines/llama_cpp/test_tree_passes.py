@@ -50,8 +50,8 @@ class Branching(ScriptedDrafter):
         self.random = np.random.default_rng(seed)
         self.truth = truth
 
-    def _tree(self, request: DraftRequest) -> DraftTree:
-        super()._tree(request)
+    def tree(self, request: DraftRequest) -> DraftTree:
+        super().tree(request)
         tokens = self.sessions[request.session]
         at = len(tokens)
         coming = next((each[at:] for each in self.known if each[:at] == tokens), [])

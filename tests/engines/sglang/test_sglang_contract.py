@@ -228,7 +228,7 @@ class Batch:
         if is_late:
             for each in reqs:
                 self.late[each.rid] = [each.output_ids.pop()]
-        self._relay()
+        self.relay()
 
     def grammar_needs_sync(self) -> bool:
         return False
@@ -242,9 +242,9 @@ class Batch:
             self.late[request.rid] = tokens
         else:
             request.output_ids.extend(tokens)
-        self._relay()
+        self.relay()
 
-    def _relay(self) -> None:
+    def relay(self) -> None:
         """The tensors that the last step leaves to the next one."""
         import torch  # noqa: PLC0415  (not where the engine is absent)
 
@@ -276,7 +276,7 @@ def test_the_engines_worker_decodes_with_our_drafts(worker: Any, kernels: Kernel
         if gone:  # as the worker does itself after its forward pass
             worker.ngram_corpus.erase_match_state(gone)
             batch.reqs = left
-            batch._relay()
+            batch.relay()
     outputs = [list(request.output_ids) for request in everyone]
     assert outputs == [
         plain(r.origin_input_ids_unpadded, len(o)) for r, o in zip(everyone, outputs, strict=True)

@@ -198,10 +198,7 @@ def test_ranks_verify_what_the_first_has_drafted() -> None:
 
 
 @pytest.mark.parametrize(("width", "num_rows"), [(1, 1), (400, 1), (20, 30)])
-def test_no_more_nodes_are_asked_for_than_drafters_take(
-    width: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoder.engines.experimental_sglang.corpus._MAX_STEP_NODES", 300)
+def test_no_more_nodes_are_asked_for_than_drafters_take(width: int, num_rows: int) -> None:
     asked: list[int] = []
 
     class Counted(Watched):
@@ -209,7 +206,7 @@ def test_no_more_nodes_are_asked_for_than_drafters_take(
             asked.extend(request.budget_nodes for request in requests)
             return super().draft(requests)
 
-    corpus = DrafterCorpus(DrafterSessions(Counted()), width)
+    corpus = DrafterCorpus(DrafterSessions(Counted()), width, max_step_nodes=300)
     names = [str(row) for row in range(num_rows)]
     tokens, masks = corpus.batch_get(names, [[1, 2, 1]] * num_rows, [3] * num_rows)
     assert (tokens.size, masks.size) == (num_rows * width, num_rows * width * width)

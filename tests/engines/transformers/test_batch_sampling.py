@@ -22,8 +22,8 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
-from tests.decoder.sampling.test_drawn_decoding import TOP_K, drawn_from, shares_of_outputs
-from tests.engines.transformers.test_batches import PROMPTS, foredraft, generated
+from tests.decoder.sampling.drawn_outputs import TOP_K, drawn_from, shares_of_outputs
+from tests.engines.transformers.batched import PROMPTS, foredraft, generated
 from tests.suite_parts import cases
 
 ROWS = 8

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decoder.budget.budget import FixedBudget, MeasuredBudget
+from decoder.budget.budget import MeasuredBudget
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.engines.transformers.prompt_rows import own_copy
@@ -37,31 +37,20 @@ from tests.decoder.decoding import (
     tiny_llama,
     tiny_mamba,
 )
-from tests.decoder.sampling.test_processors_with_memory import Remembering
+from tests.decoder.sampling.remembering import Remembering
+from tests.engines.transformers.batched import (
+    NEW_TOKENS,
+    PAD,
+    PROMPTS,
+    foredraft,
+    generated,
+    padded,
+)
 from tests.engines.transformers.generating import EndsAfter
 from tests.suite_parts import draws_all_cases
 
-NEW_TOKENS = 16
-PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1, 7)]
-PAD = 0
 STOPS = [5, 11, 17, 23, 29, 31, 37, 41]
 """So many that rows end at different lengths."""
-
-
-def padded(prompts: Sequence[list[int]], pad: int = PAD) -> dict[str, torch.Tensor]:
-    """Return the arguments for a batch that is padded on the left."""
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[pad] * (width - len(p)) + p for p in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
-    }
-
-
-def generated(model: PreTrainedModel, prompts: Sequence[list[int]], **options: Any) -> Any:
-    """Generate for a batch."""
-    generate: Any = model.generate
-    length = {} if "max_length" in options else {"max_new_tokens": NEW_TOKENS}
-    return generate(**padded(prompts), **{"pad_token_id": PAD, **length, **options})
 
 
 def joined_alone(
@@ -94,10 +83,6 @@ def of_all(sequences: Sequence[list[int]], num_nodes: int = 12) -> Guess:
         return at_random(num_nodes)(tokens, budget)
 
     return guess
-
-
-def foredraft(model: PreTrainedModel, drafter: Any, **options: Any) -> Foredraft:
-    return Foredraft(model, drafter, budget=FixedBudget(12), **options)
 
 
 ONLY_ALONE: list[dict[str, Any]] = [

@@ -4,7 +4,7 @@ import gc
 import json
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.budget.budget import MeasuredBudget
-from decoder.budget.cost_store import CostStore
+from decoder.budget.cost_store import CostStore, known_costs
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
 from decoder.engines.transformers.assisted import assisted_generate
@@ -386,8 +386,6 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
         measured.append(target)
         return CostSurface.flat((1, 64), (1.0, 1.0))
 
-    curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
-    monkeypatch.setattr(custom_generate, "_curves", curves)
     monkeypatch.setattr(custom_generate, "known_costs", watched)
     expected = prompt + plainly(model, prompt, NEW_TOKENS)
     for _ in range(2):
@@ -396,10 +394,10 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert output.tolist() == drafter.closed == [expected]
     assert len(measured) == 1
     measured.clear()
-    assert list(curves) == [model]
+    kept = ref(model)
     del model
     gc.collect()
-    assert not list(curves)
+    assert kept() is None  # nor does what was measured keep it
 
 
 def test_what_passes_cost_is_kept_for_the_next_start(
@@ -407,10 +405,14 @@ def test_what_passes_cost_is_kept_for_the_next_start(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     model = tiny_llama()
-    curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
-    monkeypatch.setattr(custom_generate, "_curves", curves)
+    used: list[CostSurface] = []
+
+    def noted(*given: Any) -> CostSurface:
+        used.append(known_costs(*given))
+        return used[-1]
+
+    monkeypatch.setattr(custom_generate, "known_costs", noted)
     Foredraft(model, ScriptedDrafter(nothing))
     (kept,) = tmp_path.glob("cost-*.json")
     surface = CostStore(tmp_path).load(json.loads(kept.read_bytes())["key"])
-    assert surface is not None
-    assert curves[model] == surface
+    assert used == [surface]

@@ -13,7 +13,7 @@ from decoder.drafters.asking import AskingRule
 from decoder.drafters.following import NoDrafter
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
-from decoder.engines.transformers import assisted, requests
+from decoder.engines.transformers import assisted
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import (
@@ -135,21 +135,19 @@ def test_assistants_that_cannot_be_used_are_refused() -> None:
 def later_generate(self: Any, inputs: Any = None, decoding: Any = None, **options: Any) -> Any: ...
 
 
-def later_candidates(self: Any, input_ids: Any, positions: Any, /) -> Any: ...
+class LaterCandidates(CandidateGenerator):
+    def get_candidates(self, input_ids: Any, positions: Any, /) -> Any: ...  # type: ignore[override]
+
+
+LaterCandidates.__qualname__ = CandidateGenerator.__qualname__
 
 
 def test_a_transformers_that_calls_otherwise_is_refused_with_what_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_llama()
-    monkeypatch.setattr(requests, "_changes_of_generate", requests._changes_of_generate.__wrapped__)
-    monkeypatch.setattr(
-        assisted,
-        "_changes_of_assisted_generation",
-        assisted._changes_of_assisted_generation.__wrapped__,
-    )
     with monkeypatch.context() as other_version:
-        other_version.setattr(CandidateGenerator, "get_candidates", later_candidates)
+        other_version.setattr(assisted, "CandidateGenerator", LaterCandidates)
         options = {"custom_generate": assisted_generate, "drafter": NoDrafter()}
         with pytest.raises(UnsupportedEngineError) as caught:
             generated(model, PROMPT, **options)

@@ -214,7 +214,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             "failures": sessions.num_failures,
         }
         proposer = watcher.proposer
-        report["sessions_of_drafter"] = getattr(proposer._drafter, "num_sessions", None)
+        report["sessions_of_drafter"] = getattr(proposer.drafter, "num_sessions", None)
         proposer.shut_down()
         report["exposed"] = exposed()
     return report | {"counts": counts(llm)}

@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from indexer.tokenizer import load_tokenizer
-from tests.engines.vllm.test_vllm_engine import run
+from tests.engines.vllm.vllm_jobs import run
 from tests.indexer.engines.corpora import save_byte_tokenizer
 
 NEAR = 0.5

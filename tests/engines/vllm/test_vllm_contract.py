@@ -1,10 +1,11 @@
 """The proposer as vLLM calls it, without vLLM."""
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from decoder.engines import contract as versions
-from decoder.engines import engine_drafters
+from decoder.engines.engine_drafters import open_drafter
 from decoder.engines.engine_options import resolve_settings
 from decoder.engines.vllm import hook_contract
 from decoder.engines.vllm import proposer as adapter
@@ -31,12 +32,18 @@ LENGTH = 48
 VOCABULARY = 100
 
 
-def config(num_tokens: int = 4, rank: int = 0, **given: Any) -> Any:
+def config(
+    num_tokens: int = 4,
+    rank: int = 0,
+    length: int = LENGTH,
+    vocabulary_size: int = VOCABULARY,
+    **given: Any,
+) -> Any:
     """The part of vLLM's configuration that a proposer reads; all drafts are worth verifying."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            max_model_len=LENGTH,
-            get_vocab_size=lambda: VOCABULARY,
+            max_model_len=length,
+            get_vocab_size=lambda: vocabulary_size,
             is_hybrid=False,
             has_inner_state=False,
             is_attention_free=False,
@@ -58,11 +65,28 @@ def opened(**options: Any) -> ForedraftProposer:
     return proposer
 
 
+def with_tokenizer(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let vLLM be there as far as it gives the tokenizer of an engine."""
+    for name in ("vllm", "vllm.tokenizers", "vllm.tokenizers.registry"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    registry: Any = sys.modules["vllm.tokenizers.registry"]
+    registry.cached_tokenizer_from_config = lambda _: tokenizer
+
+
+def with_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a service that never comes no longer than a moment."""
+    wait = ResilientDrafter.wait
+    monkeypatch.setattr(
+        ResilientDrafter, "wait", lambda drafter, timeout_s: wait(drafter, min(timeout_s, 0.2))
+    )
+
+
 def propose(
     proposer: ForedraftProposer, rows: Sequence[Sequence[int]], new: Sequence[int]
 ) -> list[list[int]]:
     """Show rows as vLLM does: views of one table, in which drafts stand behind the tokens."""
-    table = np.full((len(rows) + 2, LENGTH), 99, np.int32)
+    length = max(LENGTH, *map(len, rows), 0)
+    table = np.full((len(rows) + 2, length), 99, np.int32)
     lengths = np.zeros(len(rows) + 2, np.int32)
     for slot, row in enumerate(rows):
         table[slot, : len(row)] = row
@@ -101,9 +125,11 @@ def test_what_came_of_proposals_is_counted_by_source() -> None:
     assert proposer.statistics.num_drafts == 2  # nothing is counted twice
 
 
-def test_proposals_end_before_what_the_model_cannot_embed() -> None:
-    proposer = opened()
-    proposer._vocabulary_size = 9
+def test_proposals_end_before_what_the_model_cannot_embed(
+    byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_tokenizer(monkeypatch, byte_tokenizer)
+    proposer = opened(vocabulary_size=9)
     assert propose(proposer, [REPEATED], [1]) == [[8]]
 
 
@@ -128,9 +154,13 @@ def test_nothing_is_raised(
             assert propose(proposer, [REPEATED, REPEATED], [1, 0]) == [[], []]
             assert propose(proposer, [REPEATED], [1]) == [[]]
     assert len([record for record in caplog.records if "goes on without" in record.message]) == 1
-    monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
-    proposer.sessions = proposer.sessions and type(proposer.sessions)(proposer._drafter)
-    assert propose(proposer, [REPEATED], [1])[0]
+    later_s = time.monotonic() + 3600
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    for _ in range(500):  # a drafter that failed is spared for some tenths of a second
+        if propose(proposer, [REPEATED], [1])[0]:
+            return
+        time.sleep(0.02)
+    pytest.fail("nothing is proposed any more")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +180,11 @@ def test_other_ranks_open_nothing() -> None:
 
 
 def test_more_tokens_than_vllm_verifies_are_not_proposed(caplog: pytest.LogCaptureFixture) -> None:
-    assert opened(num_tokens=500)._max_tokens == hook_contract.USUAL_MAX_TOKENS
+    proposer = opened(num_tokens=500, length=1000, budget_nodes=256)
+    row = [*range(5, 95)] * 4
+    assert propose(proposer, [row], [1]) == [row[:128]]
     assert "at most 128 tokens" in caplog.text
+    assert hook_contract.USUAL_MAX_TOKENS == 128
 
 
 def test_another_version_is_told_once(
@@ -174,12 +207,12 @@ def test_an_index_of_another_tokenizer_is_left_out(
     corpus = write_corpus(tmp_path / "corpus", 1, 50)
     index = tmp_path / "index"
     build_index([corpus], index, str(save_byte_tokenizer(tmp_path / "tokenizer")))
-    monkeypatch.setattr(adapter, "_tokenizer", lambda _: byte_tokenizer)
+    with_tokenizer(monkeypatch, byte_tokenizer)
     proposer = opened(index=[index, tmp_path / "nowhere"])
     assert propose(proposer, [REPEATED], [1])[0]
-    assert isinstance(proposer._drafter, EmbeddedDrafter)
-    assert proposer._drafter.indexes == ()
-    assert proposer._drafter.vocabulary == vocabulary_of(byte_tokenizer)
+    assert isinstance(proposer.drafter, EmbeddedDrafter)
+    assert proposer.drafter.indexes == ()
+    assert proposer.drafter.vocabulary == vocabulary_of(byte_tokenizer)
     assert "another tokenizer" in caplog.text
     assert "nowhere" in caplog.text
     proposer.shut_down()
@@ -188,7 +221,7 @@ def test_an_index_of_another_tokenizer_is_left_out(
 def test_a_server_that_is_away_from_the_start_costs_drafts_of_its_own_alone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_drafters, "_CONNECT_S", 0.2)
+    with_short_waits(monkeypatch)
     proposer = opened(server=["127.0.0.1:1"])
     assert propose(proposer, [REPEATED], [1])[0] == [8, 9, 10, 11]
     assert "cannot be reached" in caplog.text
@@ -224,7 +257,7 @@ def test_settings_come_from_engine_environment_and_file(tmp_path: Path) -> None:
 def test_outputs_are_kept_for_the_next_engine(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "_tokenizer", lambda _: byte_tokenizer)
+    with_tokenizer(monkeypatch, byte_tokenizer)
     first = opened(state=tmp_path / "state")
     second = opened(state=tmp_path / "state")  # in use: drafts, but keeps nothing
     row = [1, 2, 3]
@@ -256,7 +289,7 @@ class Runner:
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         self.drafter = ForedraftProposer(config(**options))
-        self.drafter.load_model(object())
+        self.load_model()
 
     def load_model(self) -> None:
         self.drafter.load_model(object())
@@ -273,22 +306,19 @@ class Runner:
         return propose(self.drafter, list(rows.values()), new)
 
 
-def runner(**options: Any) -> Runner:
-    found = Runner()
-    found.drafter = ForedraftProposer(config(**options))
-    found.load_model()
-    return found
-
-
-def test_the_runner_that_holds_a_proposer_is_found_and_no_other() -> None:
-    found = runner()
-    assert found.drafter._runner is not None
-    assert found.drafter._runner.running is found.requests
-    assert opened()._runner is None
+def test_the_runner_that_holds_a_proposer_is_found_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Runner()
+    assert "requests' own fields are not read" not in caplog.text
+    assert engine.show({"one": REPEATED}, [1], one={"drafts": False}) == [[]]
+    assert engine.show({"two": REPEATED}, [1]) == [[8, 9, 10, 11]]
+    opened()
+    assert "no model runner of vLLM holds this" in caplog.text
 
 
 def test_outputs_are_drafted_from_as_soon_as_their_request_has_ended() -> None:
-    engine = runner()
+    engine = Runner()
     story = [1, 2, *range(40, 60)]
     for length in range(3, len(story) + 1):
         engine.show({"one": story[:length]}, [1])
@@ -300,7 +330,7 @@ def test_outputs_are_drafted_from_as_soon_as_their_request_has_ended() -> None:
 
 
 def test_a_preempted_request_goes_on_however_long_it_waits() -> None:
-    engine = runner()
+    engine = Runner()
     engine.show({"one": REPEATED}, [1])
     for length in range(3, 33):
         engine.show({"two": [20] * length}, [1])
@@ -311,7 +341,7 @@ def test_a_preempted_request_goes_on_however_long_it_waits() -> None:
 
 
 def test_a_name_that_another_request_takes_is_another_sequence() -> None:
-    engine = runner(tenants=["a", "b"])
+    engine = Runner(tenants=["a", "b"])
     story = [1, 2, *range(40, 60)]
     engine.show({"one": story}, [20], one={"tenant": "a"})
     del engine.requests["one"]
@@ -334,16 +364,24 @@ def test_nothing_is_drafted_where_tenants_could_not_be_told_apart(
         ended.append(drafter)
         shut_down(drafter)
 
+    made: list[Any] = []
+
+    def noting_made(*given: Any) -> Any:
+        made.append(open_drafter(*given))
+        return made[-1]
+
     monkeypatch.setattr(kind, "shut_down", noting)
-    monkeypatch.setattr(engine_drafters, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(adapter, "open_drafter", noting_made)
+    with_short_waits(monkeypatch)
     if reason == "service":
-        proposer = runner(tenants=["a"], server=["127.0.0.1:1"]).drafter
+        proposer = Runner(tenants=["a"], server=["127.0.0.1:1"]).drafter
     else:
         proposer = opened(tenants=["a"])
     assert proposer.sessions is None
     assert propose(proposer, [REPEATED], [1]) == [[]]
     assert "vLLM runs without drafts: tenants:" in caplog.text
-    assert ended == [proposer._drafter]  # nothing is left running
+    assert len(made) == 1
+    assert ended == made  # nothing is left running
 
 
 class OtherHook:
@@ -470,8 +508,7 @@ def test_as_much_is_proposed_as_pays_by_the_cost_of_the_passes_that_come(  # noq
     num_rows: int,
 ) -> None:
     clock = Clock(monkeypatch)
-    engine = runner(measure=True)
-    engine.drafter._max_model_len = 1 << 20
+    engine = Runner(measure=True, length=1 << 20)
     texts = [written(kind, seed) for seed in range(num_rows)]
     lengths = np.full(num_rows, 20, np.int32)
     table = np.array(texts, np.int32)

@@ -1,12 +1,8 @@
 """vLLM itself, started as a user would, on SmolLM2: `make test-engine-vllm` runs this.
 
-Greedy outputs are compared in float32. A pass over several tokens adds up in another order than
-one over a single token, in vLLM as elsewhere, so where two tokens are equally probable to some
-1e-4, either may come: an output may leave the plain one at such a tie and nowhere else.
+See `vllm_jobs` for how outputs are compared.
 """
 
-import json
-import os
 import socket
 import subprocess
 import sys
@@ -20,77 +16,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engine-vllm")
 
 from indexer.build import build_index
-from indexer.tokenizer import load_tokenizer
-from tests.engines.smollm2 import save_smollm2
+from tests.engines.vllm.vllm_jobs import TOKENS, assert_identical, run
 from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
-
-TIE = 1e-3
-TOKENS = 40
-TEXTS = (
-    "Repeat this list three times: red, green, blue, yellow, black, white, orange, purple.",
-    "Repeat this list three times: red, green, blue, yellow, black, white, orange, purple!",
-    "Write the numbers from one to thirty, separated by commas.",
-    "What is the capital of France? Answer in one sentence, then repeat the sentence.",
-    "Write a Python function that adds two numbers, and then one that subtracts them.",
-    "Tell me a short story about a fox and a crow.",
-    "Explain why the sky is blue in simple words.",
-    "Translate to French: the cat sits on the table and the dog lies under the table.",
-    "Write the numbers from one to thirty, separated by commas.",
-    "Write a poem in which every line begins with the words: in the morning.",
-)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_smollm2(tmp_path_factory.mktemp("smollm2"))
-
-
-@pytest.fixture(scope="module")
-def job(model: Path) -> dict[str, Any]:
-    tokenizer = load_tokenizer(str(model))
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in TEXTS
-    ]
-    return {"model": str(model), "prompts": prompts, "max_tokens": TOKENS}
-
-
-def run(folder: Path, job: dict[str, Any], **more: Any) -> Any:
-    """Do a job in a process of its own; in one that can be watched, if that is asked for.
-
-    Everything is proposed, whatever passes cost on this machine, unless a job says otherwise.
-    """
-    more["settings"] = {"measure": False} | more.get("settings", {})
-    report = folder / "report.json"
-    inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not more.get("watch")))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.vllm.engine", str(report)],
-        input=json.dumps(job | more),
-        env={**os.environ, **inside, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {**json.loads(report.read_text()), "log": done.stdout + done.stderr}
-
-
-@pytest.fixture(scope="module")
-def plain(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run(tmp_path_factory.mktemp("plain"), job)["alone"]
-
-
-def assert_identical(outputs: list[Any], plain: list[Any]) -> int:
-    """Return how many are equal; every other one leaves the plain one at a tie."""
-    num_equal = 0
-    for ours, reference in zip(outputs, plain, strict=True):
-        pairs = zip(ours["tokens"], reference["tokens"], strict=False)
-        apart = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
-        num_equal += apart is None
-        assert apart is None or reference["gaps"][apart] < TIE
-    return num_equal
 
 
 def test_greedy_output_is_that_of_vllm_alone(

@@ -17,9 +17,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engine-vllm")
 
 from retriever.client.strict import RemoteDrafter
-from tests.engines.vllm.test_vllm_engine import TEXTS, assert_identical, run
-from tests.engines.vllm.test_vllm_engine import job as job  # noqa: PLC0414  (fixtures)
-from tests.engines.vllm.test_vllm_engine import model as model  # noqa: PLC0414
+from tests.engines.vllm.vllm_jobs import TEXTS, assert_identical, run
 from tests.patience import free_port
 
 ROOT = Path(__file__).parents[3]

@@ -17,6 +17,7 @@ from indexer.reader import Index
 from indexer.sources import SourceOptions
 from indexer.stages.gathering import gather_part
 from indexer.stages.parts import TokenisedDocument
+from tests.indexer.index_files import contents_of
 
 KEEPING = BuildOptions(keep_texts=True, max_segment_tokens=60)
 
@@ -27,11 +28,6 @@ def words() -> PreTrainedTokenizerBase:
     core = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
-
-
-def contents_of(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def test_another_tokenizers_index_is_the_one_that_its_sources_give(

@@ -66,3 +66,7 @@ def count_running(awaited: int, task: Task) -> int:
 
 def environment(_: Task) -> tuple[str | None, str | None]:
     return os.environ.get("TOKENIZERS_PARALLELISM"), os.environ.get("RAYON_NUM_THREADS")
+
+
+def numbered(count: int, folder: Path) -> list[Task]:
+    return [Task(number, folder) for number in range(count)]

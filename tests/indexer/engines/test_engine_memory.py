@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.engines import Serial, memory
+from indexer.engines import Serial
 from indexer.engines.memory import available_bytes, default_limit, describe_size, parse_size
 from indexer.engines.processes import ProcessPool
 from indexer.engines.ray import RayCluster
@@ -115,22 +115,20 @@ def test_what_a_process_takes_grows_with_it() -> None:
     assert MIB < before < 64 * MIB < more < 80 * MIB
 
 
-def test_the_limits_of_control_groups_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
     free = available_bytes()
     assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = tmp_path / "group"
-    group.mkdir()
+    group = tmp_path / "sys/fs/cgroup/group"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("1:name=other:/elsewhere\n0::/group/inner\n")
     (group / "memory.max").write_text("1000000\n")
     (group / "memory.current").write_text("600000\n")
     (group / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
-    names = ("memory.max", "memory.current", "inactive_file")
-    monkeypatch.setattr(memory, "_groups", lambda: [(group, names), (tmp_path, names)])
-    assert available_bytes() == 500_000
-    assert default_limit() == 500_000
+    assert available_bytes(tmp_path) == 500_000
+    assert default_limit(tmp_path) == 500_000
     (group / "memory.max").write_text("max\n")
-    assert available_bytes() > 500_000
+    assert available_bytes(tmp_path) > 500_000
 
 
 def test_segments_are_halved_until_sorting_one_fits(caplog: pytest.LogCaptureFixture) -> None:

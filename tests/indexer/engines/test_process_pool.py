@@ -13,15 +13,11 @@ from indexer.engines.processes import ProcessPool
 from indexer.errors import IndexerError, SourceError
 from tests.indexer.engines import tasks
 from tests.indexer.engines.process_memory import is_alive, members
-from tests.indexer.engines.tasks import Task
+from tests.indexer.engines.tasks import numbered
 from tests.retriever.warm_interpreter import start
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[3]
-
-
-def numbered(count: int, folder: Path) -> list[Task]:
-    return [Task(number, folder) for number in range(count)]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

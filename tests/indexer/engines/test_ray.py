@@ -16,7 +16,7 @@ from indexer.engines.ray import RayCluster
 from indexer.errors import IndexerError, SourceError
 from tests.indexer.engines import tasks
 from tests.indexer.engines.corpora import build_and_change, save_byte_tokenizer, write_corpus
-from tests.indexer.engines.tasks import Task
+from tests.indexer.engines.tasks import Task, numbered
 
 ray = pytest.importorskip("ray", reason="an extra: `make test-ray`")
 GIB = 1 << 30
@@ -29,10 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def cluster() -> Iterator[RayCluster]:
     yield RayCluster(2, 4 * GIB)
     ray.shutdown()
-
-
-def numbered(count: int, folder: Path) -> list[Task]:
-    return [Task(number, folder) for number in range(count)]
 
 
 def test_results_come_in_the_order_of_tasks(cluster: RayCluster, tmp_path: Path) -> None:

@@ -1,17 +1,19 @@
+import ctypes
 import errno
 import fcntl
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.change.verify import verify_index
 from indexer.errors import IndexerError, IndexExistsError
-from indexer.format import output as output_module
 from indexer.reader import Index, Vocabulary
+from tests.indexer.index_files import contents_but_lock
 from tests.retriever.warm_interpreter import start
 
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
@@ -33,19 +35,13 @@ build_from_tokens(documents(), sys.argv[1], Vocabulary(100, "aa"), options)
 """
 
 
-def contents_of(path: Path) -> dict[str, bytes]:
-    """Return the files of an index, except for the lock, which says nothing of what it holds."""
-    files = (file for file in path.rglob("*") if file.is_file() and file.name != "writer.lock")
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
-
-
 def test_an_existing_output_is_refused_and_left_alone(
     tmp_path: Path, tiny_index: Path, vocabulary: Vocabulary
 ) -> None:
-    before = contents_of(tiny_index)
+    before = contents_but_lock(tiny_index)
     with pytest.raises(IndexExistsError, match="--overwrite"):
         build_from_tokens([("new", [1])], tiny_index, vocabulary)
-    assert contents_of(tiny_index) == before
+    assert contents_but_lock(tiny_index) == before
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/thesis.txt").write_text("mine")
@@ -79,10 +75,10 @@ def test_what_an_index_does_not_hold_is_never_overwritten(
 ) -> None:
     (tiny_index / name).parent.mkdir(parents=True, exist_ok=True)
     (tiny_index / name).write_text("mine")
-    before = contents_of(tiny_index)
+    before = contents_but_lock(tiny_index)
     with pytest.raises(IndexExistsError, match=r"not an index \(it holds "):
         build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
-    assert contents_of(tiny_index) == before
+    assert contents_but_lock(tiny_index) == before
     assert list(tiny_index.parent.iterdir()) == [tiny_index]
 
 
@@ -145,7 +141,7 @@ def test_overwriting_replaces_the_index_under_readers_that_keep_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not in_one_step:  # as on a file system that cannot exchange folders
-        monkeypatch.setattr(output_module, "_exchange", lambda *_: False)
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
     with Index.open(tiny_index) as old:
         before = documents_of(old)
         build_from_tokens([("new", [7])], tiny_index, vocabulary, BuildOptions(overwrite=True))
@@ -158,11 +154,11 @@ def test_overwriting_replaces_the_index_under_readers_that_keep_theirs(
 def test_a_failing_overwrite_leaves_the_old_index(
     tmp_path: Path, tiny_index: Path, vocabulary: Vocabulary
 ) -> None:
-    before = contents_of(tiny_index)
+    before = contents_but_lock(tiny_index)
     for bad in ([], [("bad", [5000])]):
         with pytest.raises(IndexerError):
             build_from_tokens(bad, tiny_index, vocabulary, BuildOptions(overwrite=True))
-    assert contents_of(tiny_index) == before
+    assert contents_but_lock(tiny_index) == before
     assert list(tmp_path.iterdir()) == [tiny_index]
 
 
@@ -173,14 +169,14 @@ def test_a_killed_build_leaves_what_was_there_and_the_next_one_cleans_up(
     path = tmp_path / "index"
     if replacing:
         build_from_tokens([("old", [1, 2])], path, vocabulary)
-    before = contents_of(path)
+    before = contents_but_lock(path)
     with start("-c", HANGING_BUILD, path) as process:
         assert process.stdout.readline() == "half-way\n"
         (partial,) = tmp_path.glob(".index.partial-*")
         assert list(partial.rglob("tokens"))
         process.send_signal(signal.SIGKILL)
     assert path.exists() == replacing
-    assert contents_of(path) == before
+    assert contents_but_lock(path) == before
     assert partial.exists()
 
     build_from_tokens([("next", [3])], path, vocabulary, BuildOptions(overwrite=replacing))
@@ -226,14 +222,15 @@ def test_an_index_published_at_the_last_moment_is_not_replaced_unasked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "index"
-    publish = output_module._publish
+    rename = Path.rename
 
-    def publish_second(folder: Path, output: Path, *, overwrite: bool) -> None:
-        monkeypatch.undo()
-        build_from_tokens([("first", [1])], path, vocabulary)
-        publish(folder, output, overwrite=overwrite)
+    def rename_second(folder: Path, target: Path) -> Path:
+        if target == path:
+            monkeypatch.undo()
+            build_from_tokens([("first", [1])], path, vocabulary)
+        return rename(folder, target)
 
-    monkeypatch.setattr(output_module, "_publish", publish_second)
+    monkeypatch.setattr(Path, "rename", rename_second)
     with pytest.raises(IndexExistsError, match="--overwrite"):
         build_from_tokens([("second", [2])], path, vocabulary)
     with Index.open(path) as index:
@@ -246,7 +243,7 @@ def test_a_failing_second_rename_keeps_the_old_index(
     *, taken: bool, tiny_index: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename = Path.rename
-    before = contents_of(tiny_index)
+    before = contents_but_lock(tiny_index)
 
     def fail_between(self: Path, target: Path) -> Path:
         if ".partial-" in self.name and not tiny_index.exists():
@@ -256,7 +253,7 @@ def test_a_failing_second_rename_keeps_the_old_index(
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)
 
-    monkeypatch.setattr(output_module, "_exchange", lambda *_: False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
     monkeypatch.setattr(Path, "rename", fail_between)
     with pytest.raises(IndexerError, match="cannot put the index") as caught:
         build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
@@ -265,7 +262,7 @@ def test_a_failing_second_rename_keeps_the_old_index(
         (kept,) = tiny_index.parent.glob(".tiny.index.replaced-*")
         assert str(kept) in str(caught.value)
         assert (tiny_index / "thesis.txt").read_text() == "mine"
-    assert contents_of(kept) == before
+    assert contents_but_lock(kept) == before
     assert {*tiny_index.parent.iterdir()} == {tiny_index, kept}
 
 

@@ -1,5 +1,6 @@
 """Readers and a writer at once: each reader sees one whole snapshot, and keeps it."""
 
+import fcntl
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from indexer.change import writer as writer_module
 from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.verify import verify_index
 from indexer.errors import DamagedIndexError
-from indexer.format import snapshots as snapshots_module
+from indexer.format.snapshots import publish
 from indexer.reader import Index
 from tests.retriever.warm_interpreter import WarmProcess, start
 
@@ -171,14 +172,14 @@ def test_a_reader_in_a_loop_always_sees_one_whole_snapshot(index: Path, source: 
 def test_a_reader_that_comes_while_files_are_removed_finds_the_next_snapshot(
     index: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold = snapshots_module._hold
+    def open_too_late(path: Path, flags: int) -> int:
+        if Path(path).parent == index / "catalog":
+            monkeypatch.undo()
+            add(index, source, "a.txt", "a " * 90)
+        return opened_at_once(path, flags)
 
-    def hold_too_late(path: Path) -> int | None:
-        monkeypatch.undo()
-        add(index, source, "a.txt", "a " * 90)
-        return hold(path)
-
-    monkeypatch.setattr(snapshots_module, "_hold", hold_too_late)
+    opened_at_once = os.open
+    monkeypatch.setattr(os, "open", open_too_late)
     with Index.open(index) as opened:
         assert (opened.number, names_in(opened)) == (1, ["base.txt", "a.txt"])
 
@@ -186,14 +187,14 @@ def test_a_reader_that_comes_while_files_are_removed_finds_the_next_snapshot(
 def test_an_unlinked_snapshot_that_was_opened_before_is_not_held(
     index: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = snapshots_module._lock
+    lock = fcntl.flock
 
-    def lock_too_late(descriptor: int, kind: int) -> bool:
+    def lock_too_late(descriptor: int, kind: int) -> None:
         monkeypatch.undo()
         add(index, source, "a.txt", "a " * 90)
-        return lock(descriptor, kind)
+        lock(descriptor, kind)
 
-    monkeypatch.setattr(snapshots_module, "_lock", lock_too_late)
+    monkeypatch.setattr(fcntl, "flock", lock_too_late)
     with Index.open(index) as opened:
         assert opened.number == 1
 
@@ -201,11 +202,13 @@ def test_an_unlinked_snapshot_that_was_opened_before_is_not_held(
 def test_names_that_change_while_they_are_listed_are_listed_again(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = snapshots_module._names
-    lists: list[list[str]] = [[], []]
-    monkeypatch.setattr(
-        snapshots_module, "_names", lambda path: lists.pop() if lists else names(path)
-    )
+    listed = Path.iterdir
+    lists: list[list[Path]] = [[], []]
+
+    def changing(folder: Path) -> Iterator[Path]:
+        return iter(lists.pop()) if folder == index / "catalog" and lists else listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", changing)
     Index.open(index).close()
     assert lists == []
 
@@ -254,7 +257,6 @@ def test_new_folders_are_on_disk_before_they_are_published(
     index: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    publish = snapshots_module.publish
     monkeypatch.setattr(
         writer_module, "sync_folder", lambda path: events.append(str(path.relative_to(index)))
     )

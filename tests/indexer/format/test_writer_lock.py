@@ -24,6 +24,7 @@ from indexer.change.writer import writing
 from indexer.errors import IndexBusyError, IndexerError
 from indexer.format.output import writer_lock
 from indexer.reader import Index, Vocabulary
+from tests.indexer.index_files import contents_but_lock
 from tests.retriever.warm_interpreter import WarmProcess, run, start
 
 HOLDER = """
@@ -88,13 +89,8 @@ def another_writer(index: Path) -> Iterator[WarmProcess]:
             process.kill()
 
 
-def contents_of(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file() and file.name != "writer.lock")
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
-
-
 def test_a_second_writer_is_refused_and_told_who_writes(index: Path) -> None:
-    before = contents_of(index)
+    before = contents_but_lock(index)
     with another_writer(index) as process:
         for _ in range(2):  # who is refused must not wipe out who holds the lock
             with pytest.raises(IndexBusyError) as caught:
@@ -106,7 +102,7 @@ def test_a_second_writer_is_refused_and_told_who_writes(index: Path) -> None:
         assert found is not None
         assert (int(found[1]), found[2]) == (process.pid, socket.gethostname())
         assert abs((datetime.now(UTC) - datetime.fromisoformat(found[3])).total_seconds()) < 600
-    assert contents_of(index) == before
+    assert contents_but_lock(index) == before
 
 
 def test_a_writer_that_was_killed_leaves_the_lock_free(index: Path) -> None:
@@ -205,13 +201,13 @@ def test_a_file_system_without_locks_takes_no_changes(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    before = contents_of(index)
+    before = contents_but_lock(index)
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(IndexerError, match=r"has no locks .* build the index on another one"):
         compact(index)
     with Index.open(index) as opened:
         assert opened.num_documents == 3
-    assert contents_of(index) == before
+    assert contents_but_lock(index) == before
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_one(index: Path) -> None:
@@ -234,7 +230,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(index: Path) -> No
 def test_a_change_that_fails_leaves_nothing(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = contents_of(index)
+    before = contents_but_lock(index)
 
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -249,7 +245,7 @@ def test_a_change_that_fails_leaves_nothing(
     for change in changes:
         with pytest.raises(KeyboardInterrupt):
             change()
-        assert contents_of(index) == before
+        assert contents_but_lock(index) == before
     assert sorted(place.name for place in index.iterdir()) == [
         "catalog",
         "phrases",
@@ -264,13 +260,13 @@ def test_a_change_that_fails_leaves_nothing(
 def test_a_file_that_can_grow_no_further_leaves_the_index_as_it_was(
     verb: str, limit: int, index: Path, tmp_path: Path
 ) -> None:
-    before = contents_of(index)
+    before = contents_but_lock(index)
     (tmp_path / "d.txt").write_text("d " * 1000)
     argument = tmp_path / ("d.txt" if verb == "add" else "a.txt")
     done = run("-c", CRAMPED, index, verb, argument, limit)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"cannot write [^\n]*File too large\n", done.stdout), done
-    assert contents_of(index) == before
+    assert contents_but_lock(index) == before
     assert verify_index(index).findings == ()
 
 
@@ -297,7 +293,7 @@ def test_a_full_disk_leaves_the_index_as_it_was(
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 2500)
     paths = [tmp_path / f"{name}.txt" for name in "abc"]
     build_index(paths, path, tokenizer, BuildOptions(max_segment_tokens=5100))
-    before = contents_of(path)
+    before = contents_but_lock(path)
     (tmp_path / "d.txt").write_text("d " * 20_000)
     room = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_bsize - (60 << 10)))
@@ -308,7 +304,7 @@ def test_a_full_disk_leaves_the_index_as_it_was(
     for change in changes:
         with pytest.raises(IndexerError, match=r"cannot write .*No space left"):
             change()
-        assert contents_of(path) == before
+        assert contents_but_lock(path) == before
     assert verify_index(path).findings == ()
     remove_documents(path, [str(paths[0])])
     assert verify_index(path).findings == ()

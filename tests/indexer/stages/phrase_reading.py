@@ -9,22 +9,25 @@ import numpy as np
 from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_DTYPE, token_dtype
 from indexer.format.opening import Segment
 from indexer.format.phrase_tables import COUNT_SCALE, PhraseTables
-from indexer.stages.ngram_ranges import plan_ranges, write_branches
+from indexer.stages.ngram_ranges import STRIDE, plan_ranges, write_branches
 from indexer.stages.phrase_writer import join_branches, token_counts
 
 
-def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
+def build_tables(
+    segments: Sequence[Segment], vocabulary_size: int, stride: int = STRIDE
+) -> PhraseTables:
     """Return the phrase tables of all documents in segments, as `write_phrases` writes them.
 
     Args:
         segments: whose arrays are sound.
         vocabulary_size: largest token id plus one.
+        stride: occurrences that are counted together.
     """
     dtypes = {"tokens": token_dtype(vocabulary_size), "counts": COUNT_DTYPE}
     with TemporaryDirectory() as name:
         branches = [
-            write_branches(segments, each, vocabulary_size, Path(name, f"{number:08d}"))
-            for number, each in enumerate(plan_ranges(segments, vocabulary_size))
+            write_branches(segments, each, vocabulary_size, Path(name, f"{number:08d}"), stride)
+            for number, each in enumerate(plan_ranges(segments, vocabulary_size, stride))
         ]
         join_branches(branches, token_counts(segments, vocabulary_size), Path(name))
         arrays = {

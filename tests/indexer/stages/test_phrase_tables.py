@@ -46,8 +46,11 @@ def segment_of(documents: Documents, vocabulary_size: int) -> Segment:
     )
 
 
-def tables_of(vocabulary_size: int, *segments: Documents) -> PhraseTables:
-    return build_tables([segment_of(each, vocabulary_size) for each in segments], vocabulary_size)
+def tables_of(
+    vocabulary_size: int, *segments: Documents, stride: int = ranges.STRIDE
+) -> PhraseTables:
+    made = [segment_of(each, vocabulary_size) for each in segments]
+    return build_tables(made, vocabulary_size, stride)
 
 
 def random_documents(rng: random.Random, alphabet: Sequence[int]) -> Documents:
@@ -73,14 +76,12 @@ ALPHABETS: dict[int, list[Sequence[int]]] = {
 @pytest.mark.seeds
 @pytest.mark.parametrize("vocabulary_size", ALPHABETS)
 @pytest.mark.parametrize("seed", range(cases(4, of=12)))
-def test_tables_are_those_of_a_dictionary(
-    vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_those_of_a_dictionary(vocabulary_size: int, seed: int) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(ranges, "_STRIDE", rng.choice([1, 2, 7, 40, 1 << 20]))
+    stride = rng.choice([1, 2, 7, 40, 1 << 20])
     alphabet = rng.choice(ALPHABETS[vocabulary_size])
     segments = [random_documents(rng, alphabet) for _ in range(rng.randrange(1, 5))]
-    built = tables_of(vocabulary_size, *segments)
+    built = tables_of(vocabulary_size, *segments, stride=stride)
     expected = slow_levels(count_all(list(itertools.chain(*segments))), vocabulary_size)
     assert levels_in(built) == expected
     assert {tokens.dtype for tokens in built.tokens} == {token_dtype(vocabulary_size)}
@@ -127,24 +128,21 @@ def test_pairs_that_occur_once_have_an_entry_and_longer_ngrams_do_not() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 5, 40, 300])
-def test_very_frequent_tokens_are_divided_and_the_tables_are_the_same(
-    stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_very_frequent_tokens_are_divided_and_the_tables_are_the_same(stride: int) -> None:
     rng = random.Random(stride)
     documents = [[7, *rng.choices(range(30), k=rng.randrange(1, 9))] for _ in range(60)]
     documents += [[7, 7, *rng.choices(range(30), k=5)] for _ in range(60)]
     documents += [[7, 7, 7, rng.randrange(30), 3] for _ in range(60)]
     documents += [[9, 8]] * 50  # a frequent pair that nothing follows
-    monkeypatch.setattr(ranges, "_STRIDE", stride)
     segments = [segment_of(documents[number::3], 30) for number in range(3)]
-    planned = list(ranges.plan_ranges(segments, 30))
+    planned = list(ranges.plan_ranges(segments, 30, stride))
     lengths = {len(each.prefix) for each in planned}
     assert max(lengths) == (1 if stride == 300 else 2)
     for each in planned:
-        sizes = [len(level) for level in ranges.count_range(segments, each, 30)]
+        sizes = [len(level) for level in ranges.count_range(segments, each, 30, stride)]
         assert sizes[0] <= stride or each.end - each.begin == 1
         assert sizes[2] <= max(stride, 30)
-    built = build_tables(segments, 30)
+    built = build_tables(segments, 30, stride)
     assert levels_in(built) == slow_levels(count_all(documents), 30)
 
 
@@ -171,8 +169,8 @@ def test_the_rarest_ngrams_of_each_length_go_in_turn_until_the_rest_fits(
     sizes = set()
     for max_bytes in [0, 8, 9, *rng.sample(range(whole), cases(2, of=12)), whole - 1, whole]:
         monkeypatch.setattr(phrase_writer, "size_limit", lambda _, limit=max_bytes: limit)
-        monkeypatch.setattr(ranges, "_STRIDE", rng.choice([9, 50, 1 << 20]))
-        built = tables_of(vocabulary_size, documents[::2], documents[1::2])
+        stride = rng.choice([9, 50, 1 << 20])
+        built = tables_of(vocabulary_size, documents[::2], documents[1::2], stride=stride)
         expected = slow_levels(
             counts, vocabulary_size, max_bytes=max_bytes, token_bytes=token_bytes
         )

@@ -13,6 +13,7 @@ import grpc
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.errors import RetrieverError
+from retriever.sessions.administration import SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -115,8 +116,8 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
 
     def lengths(self) -> list[int]:
         """Return the lengths of the open sessions' sequences."""
-        sessions = self.drafter._sessions.all()
-        return [len(session.databases.context) for session in sessions]
+        slices = self.drafter.administration.sessions(SessionFilter())
+        return [each.num_tokens for part in slices for each in part]
 
     @staticmethod
     def _or_status(context: Any, answer: Callable[[], Any]) -> Any:

@@ -33,11 +33,9 @@ def tokens_of(trees: Sequence[DraftTree]) -> list[list[int]]:
 def test_followers_use_the_answers_of_a_service() -> None:
     service = EmbeddedDrafter()
     with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
-        followers = Followers(drafter)
+        followers = Followers(drafter, patience_s=2 * LONG_S)
         follower = followers.follow(TokenSequence(ids(*PROMPT)))
-        followers._asking_s = LONG_S
         for number in range(12):
-            followers._asking_s = LONG_S
             tree = follower.draft(8)
             token = number % 8 + 1
             assert tree.token_ids.tolist()[0] == token

@@ -3,9 +3,10 @@
 import asyncio
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from retriever.client.conversation import (
     SequenceStep,
 )
 from retriever.client.local import LocalDrafter
-from retriever.client.planner import LocalSide, ranked
+from retriever.client.planner import LocalSide, Plan, Planner, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, OutOfSequenceError, UnknownSessionError
@@ -28,7 +29,8 @@ from retriever.limits import Limits
 from retriever.sequences import TokenSequence
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import Source
+from retriever.sessions.session_table import CheckedRequest
+from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.token_ids import ids
@@ -104,7 +106,11 @@ def test_local_drafter_keeps_its_contract() -> None:
     drafter.open("t", [1, 2])
     assert len(drafter.draft([DraftRequest("t", ids(), 2, 4)])[0]) == 0  # it was to forget
     drafter.close("t", np.arange(100))
-    assert len(drafter._recent) == 8
+    for token, continuation in ((91, []), (92, [93]), (98, [99])):  # the last eight are kept
+        drafter.open("u", [token])
+        (tree,) = drafter.draft([DraftRequest("u", ids(), 1, 1)])
+        assert tree.token_ids.tolist() == continuation
+        drafter.close("u")
 
 
 def test_backlog_is_bounded_and_keeps_the_newest() -> None:
@@ -199,17 +205,45 @@ def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
     assert LocalSide(False).draft([], 0.0) == {}
 
 
-def test_cancelled_step_leaves_nothing_behind() -> None:
+class Stuck(EmbeddedDrafter):
+    """A drafter that answers no step until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = Event()
+
+    def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
+        assert self.released.wait(60)
+        return super().draft_each(steps)
+
+
+def test_cancelled_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was planned is finished, too."""
+    plan, finish, under_way = Planner.plan, Planner.finish, list[Plan]()
+
+    def planned(planner: Planner, *arguments: Any) -> Plan:
+        under_way.append(plan(planner, *arguments))
+        return under_way[-1]
+
+    def finished(planner: Planner, done: Plan) -> list[DraftTree]:
+        under_way.remove(done)
+        return finish(planner, done)
+
+    monkeypatch.setattr(Planner, "plan", planned)
+    monkeypatch.setattr(Planner, "finish", finished)
+
     async def run() -> None:
-        service = EmbeddedDrafter()
+        service = Stuck()
         with serving(service) as address:
             async with AsyncResilientDrafter(address, deadline_s=30) as drafter:
                 assert await drafter.wait(60)
                 await drafter.open("s", [1, 2])
-                with service._lock, pytest.raises(TimeoutError):  # it cannot answer
+                with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await drafter.draft([DraftRequest("s", ids(), 2, 4)])
-                assert not drafter._planner._under_way
+                service.released.set()
+                assert under_way == []
+                await drafter.draft([DraftRequest("s", ids(), 2, 4)])
 
     asyncio.run(run())
 

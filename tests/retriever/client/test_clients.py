@@ -26,8 +26,7 @@ from tests.retriever.client.kinds_of_clients import Client, both
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.security.authorities import signed
 from tests.retriever.security.in_process import serving
-from tests.retriever.service.decodes import PROMPT, decode, plain
-from tests.retriever.service.test_faults import DEADLINE_S
+from tests.retriever.service.decodes import DEADLINE_S, PROMPT, decode, plain
 from tests.retriever.token_ids import ids
 
 DOWN: Final = pb.FAIL_OPEN_REASON_DOWN

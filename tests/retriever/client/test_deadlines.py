@@ -25,7 +25,8 @@ def late_steps(
         for name in names:
             drafter.open(name, PROMPT)
         for _ in range(num_late):
-            assert wait_until(lambda: has_answered(drafter, address))  # else it is not asked
+            # Else it is not asked.
+            assert wait_until(lambda: drafter.wait(0.0) and drafter.has_answered(address))
             length += 1
             step = [DraftRequest(name, np.array([3], np.int32), length, 8) for name in names]
             began = time.monotonic()
@@ -35,12 +36,6 @@ def late_steps(
         assert set(drafter.fail_opens) == {FailOpen.TIMEOUT}
         assert drafter.fail_opens.total() == width * num_late
     return waits_s
-
-
-def has_answered(drafter: ResilientDrafter, address: str) -> bool:
-    with drafter._lock:
-        drafter._take_all()
-        return drafter._planner.conversations[address].oldest_unanswered_s() is None
 
 
 @pytest.mark.faults

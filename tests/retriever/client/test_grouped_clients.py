@@ -11,12 +11,13 @@ from retriever.client.resilient import ResilientDrafter
 from retriever.drafter import DraftRequest, GroupDrafter
 from retriever.errors import InvalidRequestError
 from retriever.follower import Followers
-from retriever.sequences import SessionKey, TokenSequence, checked_kin
+from retriever.sequences import TokenSequence, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.client.kinds_of_clients import clients, ready
+from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.security.in_process import serving
 from tests.retriever.token_ids import ids
 
@@ -45,15 +46,15 @@ def test_sequences_of_a_group_draft_from_one_another(connect: Any) -> None:
 
 @clients
 def test_versions_travel(connect: Any) -> None:
-    service = EmbeddedDrafter()
+    service = WatchedDrafter()
     with serving(service) as address, ready(connect(address)) as drafter:
         drafter.open("s", PROMPT, group="g\u00e9", policy_version=1 << 40, oldest_version=3)
         step(drafter, "s", [], 3)
-        (session,) = service._sessions.all()
+        (session,) = service.open_sessions()
         assert session.kin == checked_kin(group="g\u00e9", policy_version=1 << 40, oldest_version=3)
         drafter.open("t", PROMPT, policy_version=0)
         step(drafter, "t", [], 3)
-        assert [each.kin.policy_version for each in service._sessions.all()] == [1 << 40, 0]
+        assert [each.kin.policy_version for each in service.open_sessions()] == [1 << 40, 0]
 
 
 @clients
@@ -92,12 +93,11 @@ def test_a_stream_that_ends_leaves_nothing_of_its_lanes() -> None:
         message = pb.DraftStreamRequest(sequence_number=1, openings=[opening], steps=steps)
         (response,) = stub.DraftStream(iter([message]))
         assert not response.statuses
-        kin = service._sessions.get(SessionKey("", "kin"))
         assert service.num_sessions == 1
-        running = kin.databases.pool.running
+        running = service.load("").running
         assert running is not None
         assert (running.num_lanes, running.num_tokens) == (1, 0)
-        assert not np.isin(running._lanes.tokens, [1, 2, 3]).any()
+        assert not np.isin(running.tokens, [1, 2, 3]).any()
 
 
 def test_a_drafter_that_takes_no_groups_is_not_told() -> None:
@@ -117,7 +117,7 @@ def test_a_drafter_that_takes_no_groups_is_not_told() -> None:
 
 def test_replicas_have_a_group_together() -> None:
     """On two services its sequences could not draft from one another."""
-    services = [EmbeddedDrafter(), EmbeddedDrafter()]
+    services = [WatchedDrafter(), WatchedDrafter()]
     with (
         serving(services[0]) as first,
         serving(services[1]) as second,
@@ -130,5 +130,5 @@ def test_replicas_have_a_group_together() -> None:
                 drafter.open(name, PROMPT, group=group)
                 step(drafter, name, [], 3)
         for group in ("g", "h"):
-            having = [{each.kin.group for each in one._sessions.all()} for one in services]
+            having = [{each.kin.group for each in one.open_sessions()} for one in services]
             assert sum(group in each for each in having) == 1

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -22,11 +23,13 @@ from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.long_messages import LONG_LIST, LongMessage, opened, parsed
 from retriever.wire.messages import addition_message, opening_message
-from retriever.wire.statuses import session_status
+from retriever.wire.statuses import error_of, session_status
 from tests.retriever.client.kinds_of_clients import CLIENTS, LONG_S, clients, ready
-from tests.retriever.client.test_replicas import Replica
+from tests.retriever.client.replica_servers import Replica
+from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.security.in_process import serving
 from tests.retriever.token_ids import ids
 
@@ -90,7 +93,7 @@ def test_a_service_that_was_started_again_is_told_all_predictions(
         drafter.add_predictions("s", [Prediction(ids(*LATER))])
         assert begins(draft(drafter, FILE[:9], 12), FILE[9:])
         replica.end()
-        before, replica.drafter = replica.drafter, EmbeddedDrafter()
+        before, replica.drafter = replica.drafter, WatchedDrafter()
         replica.begin()
         length, tree = 12, DraftTree.empty()
         for token in FILE[9:60]:
@@ -135,7 +138,8 @@ def test_a_message_carries_what_its_server_has_not_been_told() -> None:
 
 def test_a_server_that_refuses_predictions_is_told_of_the_sequence_without() -> None:
     """Its limits may be lower than the client's: that costs the predictions, not all drafts."""
-    conversation = Conversation("a", "")
+    now_s = 0.0
+    conversation = Conversation("a", "", clock=lambda: now_s)
     conversation.begin()
     sequence = TokenSequence(ids(1), predictions=[Prediction(ids(2))])
     message, _ = conversation.ask([step_of(sequence)], 0.0, 1.0)
@@ -144,7 +148,7 @@ def test_a_server_that_refuses_predictions_is_told_of_the_sequence_without() -> 
     conversation.settle(
         pb.DraftStreamResponse(sequence_number=1, trees=[pb.DraftTree()], statuses=[status])
     )
-    conversation._refused.clear()  # the pause is over
+    now_s += 60.0  # the pause is over
     message, _ = conversation.ask([step_of(sequence)], 0.0, 1.0)
     assert len(message.openings) == 1
     assert told(message) == ([], [])
@@ -201,14 +205,16 @@ def test_nobody_adds_predictions_to_sessions_of_others() -> None:
 def test_a_message_has_few_predictions() -> None:
     """However often each is repeated: what a message costs is bounded before it is looked at."""
     service = EmbeddedDrafter()
-    with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
+    with serving(service) as address, grpc.insecure_channel(address) as channel:
+        stub = RetrieverServiceStub(channel)
         opening = opening_message(
             "s", ids(1), remember=True, fingerprint="", predictions=[Prediction(ids(2))] * 1000
         )
-        drafter._call(drafter._stub.OpenSession, opening)
+        stub.OpenSession(opening)
         addition = addition_message("s", [Prediction(ids(2))] * 1025)
-        with pytest.raises(LimitExceededError, match="1025 predictions in one message"):
-            drafter._call(drafter._stub.AddPredictions, addition)
+        with pytest.raises(grpc.RpcError, match="1025 predictions in one message") as refused:
+            stub.AddPredictions(addition)
+        assert isinstance(error_of(refused.value), LimitExceededError)
     service.shut_down()
 
 

@@ -15,54 +15,19 @@ from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import DrainingError, InvalidRequestError, LimitExceededError
 from retriever.limits import Limits
-from retriever.operations.observer import ServiceObserver
-from retriever.service.serving import start
 from retriever.sessions import session_table
-from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import tree_to_message
 from retriever.wire.statuses import session_status
 from tests.patience import can_be_kept, free_address, must_hold
-from tests.retriever.client.kinds_of_clients import Awaited, Client, both
-from tests.retriever.security.in_process import on_loop
+from tests.retriever.client.kinds_of_clients import Awaited, Client, both, ready
+from tests.retriever.client.replica_servers import Replica
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.token_ids import ids
 from tests.retriever.warm_interpreter import run
 
 BUDGET: Final = 4
-
-
-class Replica:
-    """A service in this process that can drain, end and begin again at its address."""
-
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
-        self.limits = limits
-        self.address = free_address()
-        self.drafter = EmbeddedDrafter(limits=limits)
-        self.begin()
-
-    def begin(self) -> None:
-        self._observer = ServiceObserver()
-        self._server, _ = on_loop(start(self.drafter, self.address, self._observer))
-
-    def drain(self) -> None:
-        on_loop(self._observer.lifecycle.drain(lambda: True, 0))
-
-    def end(self) -> None:
-        on_loop(self._server.stop(0))
-
-    def shut_down(self) -> None:
-        on_loop(self._server.stop(0))
-        self.drafter.shut_down()
-
-    @property
-    def num_sessions(self) -> int:
-        return self.drafter.num_sessions
-
-    @property
-    def generated_tokens(self) -> int:
-        return self.drafter.census().generations_tokens
 
 
 @contextmanager
@@ -84,7 +49,7 @@ def _limited_home(made: dict[str, Replica], limits: Limits) -> tuple[Replica, Re
     limited = next(each for each in made.values() if each.limits is limits)
     other = next(each for each in made.values() if each is not limited)
     while ranked("s", [limited.address, other.address])[0] != limited.address:
-        on_loop(limited._server.stop(0))
+        limited.end()
         limited.address = free_address()
         limited.begin()
     return limited, other
@@ -268,7 +233,8 @@ class Wire:
     """A planner whose servers are played by the test."""
 
     def __init__(self, client: pb.Client | None = None) -> None:
-        self.planner = Planner(["a", "b"], "", local=False, client=client)
+        self.now_s = 0.0
+        self.planner = Planner(["a", "b"], "", local=False, client=client, clock=lambda: self.now_s)
         self.home, self.other = ranked("s", ["a", "b"])
         self.sent: list[tuple[str, pb.DraftStreamRequest]] = []
 
@@ -335,9 +301,16 @@ def test_a_server_that_asks_for_patience_is_given_it() -> None:
     wire = Wire()
     wire.begin(wire.home)
     wire.planner.open("s", PROMPT, remember=True)
-    wire.step({"s": len(PROMPT)}, refusing(LimitExceededError("full", retry_after_s=25.0)))
-    backoff = wire.planner.conversations[wire.home]._refused["s"]
-    assert backoff._until_s - backoff._clock() > 24
+    length, home = {"s": len(PROMPT)}, wire.planner.conversations[wire.home]
+    wire.step(length, refusing(LimitExceededError("full", retry_after_s=25.0)))
+    wire.now_s = 24.0
+    assert not home.takes("s")
+    wire.step(length)
+    assert not wire.sent[-1][1].openings
+    wire.now_s = 31.0
+    assert home.takes("s")
+    wire.step(length)
+    assert len(wire.sent[-1][1].openings) == 1
 
 
 def test_sequences_return_at_a_bounded_rate() -> None:
@@ -421,16 +394,13 @@ def test_a_client_is_named_in_the_first_message_of_each_stream() -> None:
 
 @pytest.mark.parametrize("client", [RemoteDrafter, ResilientDrafter, Awaited])
 def test_later_lives_of_a_client_have_higher_incarnations(client: Client) -> None:
-    seen: list[pb.Client] = []
+    seen: list[Any] = []
     replica = Replica()
     for _ in range(2):
-        drafter = client(replica.address, client="engine-1")
-        made = drafter._client if client is RemoteDrafter else None
-        if made is None:
-            inner = drafter.drafter if client is Awaited else drafter
-            made = inner._planner.conversations[replica.address]._client
-        seen.append(made)
-        drafter.shut_down() if client is not Awaited else drafter.__exit__()
+        with ready(client(replica.address, client="engine-1")) as drafter:
+            drafter.open("s", PROMPT)
+            drafter.draft([DraftRequest("s", ids(), len(PROMPT), BUDGET)])
+            seen += [each.client for each in replica.drafter.open_sessions()]
     assert [each.name for each in seen] == ["engine-1"] * 2
     assert 0 < seen[0].incarnation < seen[1].incarnation
     replica.shut_down()

@@ -18,6 +18,15 @@ from retriever.predict.question import Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
+from tests.retriever.kernels.edited_files import (
+    AHEAD,
+    EDITS,
+    NEWLINE,
+    NUM_FILES,
+    edited,
+    random_file,
+    rows_in,
+)
 from tests.retriever.kernels.twins.cursor_twin import (
     LONG,
     LOST,
@@ -27,7 +36,6 @@ from tests.retriever.kernels.twins.cursor_twin import (
     TrailTwin,
     without_cursor,
 )
-from tests.retriever.kernels.twins.row_twins import Row
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(300, of=3000)
@@ -133,50 +141,6 @@ def test_what_may_follow_an_edit_is_collected_as_the_twin_does() -> None:
         full += num_rows == MAX_ROWS > first
         blind += any(row.count < 1 for _, row in expected)
     assert min(full, blind) > NUM_SEEDS / 20
-
-
-def rows_in(scratch: Scratch, first: int, end: int) -> list[tuple[int, Row]]:
-    """Rows with their places."""
-    found = []
-    for index in range(first, end):
-        row = scratch.rows[index]
-        tokens = tuple(scratch.continuations[index, : row["length"]].tolist())
-        match, count, source = int(row["match"]), float(row["count"]), int(row["source"])
-        written = Row(tokens, match, count, source, similarity=float(row["similarity"]))
-        found.append((int(row["position"]), written))
-    return found
-
-
-NEWLINE = 0
-NUM_WORDS = 60
-NUM_FILES = 20
-AHEAD = 6
-EDITS = {
-    "one token replaced": (1, [901]),
-    "three tokens inserted": (0, [901, 902, 903]),
-    "five tokens left out": (5, []),
-    "a line replaced by two": (None, [901, 902, 903, 904, NEWLINE, 905, 906, 907, NEWLINE]),
-}
-
-
-def random_file(rng: np.random.Generator) -> list[int]:
-    """Some 300 tokens in lines of 6 to 13; a few words are frequent and many are rare."""
-    shares = 1 / np.arange(1, NUM_WORDS + 1)
-    lines = [
-        [*(rng.choice(NUM_WORDS, int(rng.integers(5, 13)), p=shares / shares.sum()) + 1), NEWLINE]
-        for _ in range(32)
-    ]
-    return [int(token) for line in lines for token in line]
-
-
-def edited(rng: np.random.Generator, file: list[int], edit: str) -> tuple[list[int], list[int]]:
-    """The file up to the end of an edit, and what follows there in the old file."""
-    num_old, new = EDITS[edit]
-    begin = int(rng.integers(100, 200))
-    if num_old is None:
-        begin = file.index(NEWLINE, begin) + 1
-        num_old = file.index(NEWLINE, begin) + 1 - begin
-    return file[:begin] + new, file[begin + num_old :]
 
 
 def drafts_after(file: list[int], before: list[int], after: list[int]) -> list[DraftTree]:
@@ -374,9 +338,8 @@ def test_what_is_supposed_leaves_no_trail() -> None:
     context, scratch = Context(file), Scratch(AHEAD)
     context.commit(file[20:40])
     collect(context, scratch)
-    store = context._store
-    before = [array.copy() for array in store.cursor]
+    before = [array.copy() for array in context.cursor]
     with context.supposing(np.array([901, *range(41, 50)], np.int32), file[:0]):
         assert collect(context, scratch)
-        assert store.cursor.trail[3] == 1
-    assert all(map(np.array_equal, store.cursor, before))
+        assert context.cursor.trail[3] == 1
+    assert all(map(np.array_equal, context.cursor, before))

@@ -106,7 +106,9 @@ def test_what_generations_count_is_what_they_hold(max_age_s: float, longest: int
         generations.extend([Output(output, now) for output in outputs])
         if number % 4 and not draws_all_cases():
             continue  # what is counted wrongly stays so for a while
-        held = [SEPARATOR, *generations._store.live().tolist()]
+        held = [SEPARATOR]
+        for each in generations.outputs():
+            held += [*each.tokens.tolist(), SEPARATOR]
         truth = true_counts(held, 1, len(held), len(generations.live))
         counts = live_counts(generations)
         assert all(count <= truth[key] for key, count in counts.items())

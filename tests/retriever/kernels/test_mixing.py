@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Traits, Work
 from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
 from retriever.predict.predictor import DEFAULT_PRIOR
-from retriever.predict.weights import Weights, from_values, prior_weights, values_of
+from retriever.predict.weights import Weights, prior_weights, values_of
 from retriever.tree import Source
 from tests.retriever.kernels.twins import mixing_twin
 from tests.retriever.kernels.twins.mixing_twin import Parameters
-from tests.retriever.predict.blank import blank_weights
+from tests.retriever.predict.blank import blank_weights, random_weights
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(60, of=2000)
@@ -68,17 +68,6 @@ def random_node(rng: np.random.Generator, most: int = 12) -> Node:
     match = longest + depth if longest else 0
     traits = [match, depth, rng.uniform(0.03, 1.03), *counts]
     return Node(evidence.tolist(), traits, int(rng.integers(0, len(Source))))
-
-
-def random_weights(rng: np.random.Generator, spread: float = 0.8) -> Weights:
-    """A whole network whose scores are of the size of logarithms."""
-    weights = blank_weights()
-    values = values_of(weights)
-    values += rng.normal(0, rng.uniform(0.1, spread), len(values)).astype(np.float32)
-    weights = from_values(values)
-    rows = weights["escape"][0, : len(Source)]
-    rows[:] = rng.normal(0, 2, rows.shape)
-    return weights
 
 
 @pytest.mark.seeds

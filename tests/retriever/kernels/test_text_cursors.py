@@ -11,7 +11,7 @@ from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.cursors import collect_text_cursors, move_text_cursors, set_text_cursors
 from retriever.kernels.layout import MAX_MATCH, Scratch, TextCursors
 from retriever.tree import Source
-from tests.retriever.kernels.test_cursors import rows_in
+from tests.retriever.kernels.edited_files import rows_in
 from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, TextCursorTwin
 from tests.suite_parts import cases
 

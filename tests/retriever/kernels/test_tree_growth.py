@@ -16,10 +16,9 @@ from retriever.kernels.layout import Tables
 from retriever.kernels.mixing import learn
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
-from tests.retriever.kernels.test_mixing import random_weights
 from tests.retriever.kernels.twins.tree_twin import TreeTwin
 from tests.retriever.kernels.twins.worlds import MAX_BUDGET, Grow, random_world
-from tests.retriever.predict.blank import blank_weights
+from tests.retriever.predict.blank import blank_weights, random_weights
 from tests.suite_parts import cases
 
 NUM_WORLDS = cases(12, of=120)

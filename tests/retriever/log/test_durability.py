@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 from benchmarks.serving import durability
+from benchmarks.serving.durability import output_of as output
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest
 from retriever.predict.generations import Output
 from tests.retriever.conftest import start_service, stop_service
 
 ROOT = Path(__file__).parents[3]
-
-
-def output(number: int) -> TokenIds:
-    return durability.output_of(number)
 
 
 @pytest.mark.faults

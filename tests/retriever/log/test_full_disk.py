@@ -5,41 +5,39 @@ import logging
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 
-from benchmarks.serving import durability
-from retriever.drafter import DraftRequest, TokenIds
+from benchmarks.serving.durability import output_of as output
+from retriever.drafter import DraftRequest
 from retriever.errors import StateError
+from retriever.log import pools
 from retriever.log.generations_log import GenerationsLog
+from retriever.log.log_store import LogStore
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.retriever.draft_streams import Exchange
 from tests.retriever.log.state_folders import NUM_OUTPUTS, drafter_on, fill
 from tests.retriever.security.in_process import serving
 from tests.retriever.service.decodes import wait_until
-from tests.retriever.service.test_draft_stream import Exchange
 from tests.retriever.warm_interpreter import run
 
 ROOT = Path(__file__).parents[3]
 
 
-def output(number: int) -> TokenIds:
-    return durability.output_of(number)
-
-
 def test_a_full_log_stops_logging_and_not_drafting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = GenerationsLog(tmp_path, options=LogOptions(max_bytes=1 << 18))
-    drafter = EmbeddedDrafter()
-    drafter._pools._log = log
+    monkeypatch.setattr(pools, "LogOptions", partial(LogOptions, max_bytes=1 << 18))
+    drafter = EmbeddedDrafter(state=tmp_path)
     for number in range(1000):
         drafter.open("s", output(number)[:1])
         drafter.draft([DraftRequest("s", output(number)[1:2], 2, 4)])
@@ -50,8 +48,7 @@ def test_a_full_log_stops_logging_and_not_drafting(
     last = output(999)
     tree = drafter.draft_context(last[:9], 4)
     assert tree.token_ids.tolist() == last[9:13].tolist()
-    num_kept = len(log.load("").outputs)
-    assert num_kept == 1000 - drafter.log_failures
+    num_kept = 1000 - drafter.log_failures
     drafter.shut_down()
     assert len(kept_outputs(tmp_path)) == num_kept
 
@@ -60,9 +57,8 @@ def test_callers_are_told_where_their_outputs_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a call at once; in a stream with the next response once the disk has answered."""
-    with drafter_on(tmp_path) as drafter, serving(drafter) as address:
-        log = drafter._pools._log
-        assert log is not None
+    with drafter_on(tmp_path / "state") as drafter, serving(drafter) as address:
+        snapshot = drafter.administration.snapshot
         with grpc.insecure_channel(address) as channel:
             stub = RetrieverServiceStub(channel)
 
@@ -82,8 +78,8 @@ def test_callers_are_told_where_their_outputs_are_kept(
             assert close("b", [2, 3], forget=True) == close("c", []) == pb.KEEPING_NOTHING
             exchange = Exchange(channel)
             with monkeypatch.context() as full:
-                full.setattr(log._store, "append", refuse)
-                full.setattr(log._store, "delete", refuse)
+                full.setattr(LogStore, "append", refuse)
+                full.setattr(LogStore, "delete", refuse)
                 assert close("d", [2, 3]) == pb.KEEPING_DISK_REFUSED
                 told = stream_close(1) + stream_close(2)
                 assert wait_until(lambda: drafter.log_failures == 3)
@@ -97,9 +93,9 @@ def test_callers_are_told_where_their_outputs_are_kept(
                 assert "ask again once the operator" in details
                 assert str(tmp_path) not in details
                 assert not len(drafter.draft_context(output(7)[:9], 4))
-            assert len(log.load("").outputs) == 1
+            assert len(kept_outputs(snapshot(tmp_path, "refused").path)) == 1
             stub.DeleteTenantData(pb.DeleteTenantDataRequest())
-            assert log.load("").outputs == []
+            assert kept_outputs(snapshot(tmp_path, "deleted").path) == []
             assert close("e", [2, 3]) == pb.KEEPING_DISK
             exchange.end()
     with serving(EmbeddedDrafter()) as address, grpc.insecure_channel(address) as channel:
@@ -228,15 +224,10 @@ def test_a_deletion_that_is_asked_for_again_rewrites_the_file(
     tokens = np.arange(70_000, 70_200, dtype=np.int32)
     log.append(Entry("t", Output(tokens, 0.0, b"o" * 16)))
     log.commit()
-    rewrite = log._rewrite
-
-    def refuse() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(log, "_rewrite", refuse)
-    with pytest.raises(StateError):
-        log.delete_origin("t", b"o" * 16)
-    monkeypatch.setattr(log, "_rewrite", rewrite)
+    with monkeypatch.context() as full:
+        full.setattr(LogStore, "copy", refuse)
+        with pytest.raises(StateError):
+            log.delete_origin("t", b"o" * 16)
     log.delete_origin("t", b"o" * 16)
     log.close()
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving import durability
-from retriever.drafter import TokenIds
+from benchmarks.serving.durability import output_of as output
 from retriever.errors import StateError
 from retriever.log import log_store as records
 from retriever.log.generations_log import GenerationsLog
@@ -22,10 +22,6 @@ from tests.retriever.warm_interpreter import run
 from tests.suite_parts import cases
 
 ROOT = Path(__file__).parents[3]
-
-
-def output(number: int) -> TokenIds:
-    return durability.output_of(number)
 
 
 def kept(state: Path) -> list[int]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import grpc
@@ -34,21 +33,11 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import can_be_kept
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.operations.watched import SlowToWarm
 from tests.retriever.warm_interpreter import WarmProcess, run
 
 READY = health_pb2.HealthCheckResponse.SERVING
 NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class SlowToWarm(EmbeddedDrafter):
-    """A drafter that is warm when it is told to be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.released = Event()
-
-    def warm(self) -> None:
-        assert self.released.wait(200)
 
 
 def test_health_says_ready_once_the_drafter_is_warm(tmp_path: Path) -> None:

@@ -22,13 +22,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def drafter(index: Path) -> Iterator[EmbeddedDrafter]:
-    drafter = EmbeddedDrafter.open_indexes([index])
-    yield drafter
-    drafter.shut_down()
-
-
 def live_from(file: Path, **flags: object) -> LiveSettings:
     again = partial(resolve, Settings, flags, {"FOREDRAFT_MAX_BATCH": "7"}, file)
     return LiveSettings(again(), again)

@@ -4,33 +4,48 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
-from retriever.operations import http_connections
+from retriever.operations.http_connections import (
+    DEFAULT_LIMITS,
+    Answer,
+    Connections,
+    HttpLimits,
+    Request,
+)
 from retriever.operations.lifecycle import Phase
-from retriever.operations.web import Web
+from retriever.operations.web import Web, WebAddress, bound
 from tests.retriever.operations.watched import asked, watched
 from tests.retriever.service.decodes import wait_until
 
 MANY = 300  # more than are kept open
 HEAD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
+SOON = HttpLimits(read_s=0.5)
 
 
 @pytest.fixture(scope="module")
-def web(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
+def both(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Web, Web]]:
+    """A service over HTTP, and again where requests must be there soon."""
     with watched(index, tmp_path_factory.mktemp("web")) as (service, web):
         service.observer.lifecycle.phase = Phase.READY
-        yield web
+        impatient = Web(service, WebAddress.parsed("0"), limits=SOON)
+        yield web, impatient
+        impatient.close()
+
+
+@pytest.fixture(scope="module")
+def web(both: tuple[Web, Web]) -> Web:
+    return both[0]
 
 
 @contextmanager
-def connected(web: Web, num: int) -> Iterator[list[socket.socket]]:
-    callers = [socket.create_connection(("127.0.0.1", web.address.port)) for _ in range(num)]
+def connected(port: int, num: int) -> Iterator[list[socket.socket]]:
+    callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(num)]
     try:
         yield callers
     finally:
@@ -61,15 +76,13 @@ def assert_answers(web: Web) -> None:
 def test_idle_connections_keep_no_probe_waiting(web: Web) -> None:
     """Before, eight of them did, for five seconds each time."""
     for num in (8, MANY):
-        with connected(web, num):
+        with connected(web.address.port, num):
             assert_answers(web)
 
 
-def test_a_request_that_comes_byte_by_byte_is_cut(
-    web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_comes_byte_by_byte_is_cut(both: tuple[Web, Web]) -> None:
     """Before, each byte gave it five more seconds."""
-    monkeypatch.setattr(http_connections, "_READ_S", 0.5)
+    _, web = both
     ended, cut = threading.Event(), set[socket.socket]()
 
     def drip(slow: list[socket.socket]) -> None:
@@ -82,40 +95,83 @@ def test_a_request_that_comes_byte_by_byte_is_cut(
             if ended.wait(0.1) or len(cut) == len(slow):
                 return
 
-    with connected(web, 20) as slow:
+    with connected(web.address.port, 20) as slow:
         dripping = threading.Thread(target=drip, args=[slow])
         dripping.start()
         assert_answers(web)
-        dripping.join(http_connections._READ_S + 3)
+        dripping.join(SOON.read_s + 3)
         ended.set()
         dripping.join()
         assert len(cut) == len(slow)
 
 
-def test_who_does_not_read_the_answer_is_cut(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connections, "_TOTAL_S", 0.3)
-    large = http_connections.Answer(HTTPStatus.OK, "text/plain", bytes(32 << 20))
-    rendered = web._connections._rendered
-    monkeypatch.setattr(web._connections, "_rendered", lambda _: large)
-    with connected(web, 4) as deaf:
+SMALL, LARGE = (Answer(HTTPStatus.OK, "text/plain", bytes(size)) for size in (1, 32 << 20))
+LIVE = b"GET /live HTTP/1.1\r\n\r\n"
+
+
+@contextmanager
+def connections(limits: HttpLimits, rendered: Callable[[Request], Answer]) -> Iterator[int]:
+    """Answer `/live` at once and the rest by a function; give the port."""
+
+    def at_once(request: Request) -> Answer | None:
+        return SMALL if request.path == "/live" else None
+
+    listening = bound(WebAddress.parsed("0"))
+    port = listening.getsockname()[1]
+    served = Connections(listening, at_once, rendered, lambda: None, limits)
+    try:
+        yield port
+    finally:
+        served.close()
+
+
+def test_who_does_not_read_the_answer_is_cut() -> None:
+    total_s, asked_s = 0.3, list[float]()
+
+    def large(_: Request) -> Answer:
+        asked_s.append(time.monotonic())
+        return LARGE
+
+    with connections(HttpLimits(total_s=total_s), large) as port, connected(port, 4) as deaf:
         for each in deaf:
             each.sendall(HEAD + b"\r\n")
-        assert wait_until(lambda: bool(web._connections._open), 5)
-        assert wait_until(lambda: not web._connections._open, 5)
-        monkeypatch.setattr(web._connections, "_rendered", rendered)
-        assert_answers(web)
+        assert wait_until(lambda: len(asked_s) == len(deaf), 5)
+        with connected(port, 1) as (other,):
+            other.sendall(LIVE)
+            assert str(all_of(other)).startswith("b'HTTP/1.1 200")
+        time.sleep(max(0.0, asked_s[-1] + total_s + 0.2 - time.monotonic()))
         for each in deaf:
             received = all_of(each)
             length = received if isinstance(received, int) else len(received)
-            assert length < len(large.body)
+            assert length < len(LARGE.body)
 
 
-def test_neither_threads_nor_descriptors_grow_with_callers(web: Web) -> None:
+def test_threads_do_not_grow_with_callers(web: Web) -> None:
     before = threading.active_count()
-    with connected(web, MANY):
+    with connected(web.address.port, MANY):
         assert_answers(web)
-        assert threading.active_count() <= before + http_connections._RENDERERS
-        assert len(web._connections._open) <= http_connections._MAX_OPEN
+        assert threading.active_count() <= before + DEFAULT_LIMITS.renderers
+
+
+def test_the_oldest_connection_makes_room_for_a_new_one() -> None:
+    limits = HttpLimits(max_open=8, read_s=60.0, total_s=60.0)
+    with connections(limits, lambda _: SMALL) as port, connected(port, 20) as callers:
+        assert wait_until(lambda: sum(map(is_cut, callers)) == 12, 5)
+        assert [is_cut(each) for each in callers] == [True] * 12 + [False] * 8
+        callers[-1].setblocking(True)
+        callers[-1].sendall(LIVE)
+        assert str(all_of(callers[-1])).startswith("b'HTTP/1.1 200")
+
+
+def is_cut(caller: socket.socket) -> bool:
+    """Whether a connection on which nothing was sent has been ended from the other side."""
+    caller.setblocking(False)
+    try:
+        return not caller.recv(1)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 @pytest.mark.parametrize(
@@ -133,7 +189,7 @@ def test_neither_threads_nor_descriptors_grow_with_callers(web: Web) -> None:
 def test_what_is_no_request_gets_a_status_or_is_cut(
     web: Web, sent: bytes, status: bytes | None
 ) -> None:
-    with connected(web, 1) as (caller,):
+    with connected(web.address.port, 1) as (caller,):
         caller.sendall(sent)
         received = all_of(caller)
     if status is None:
@@ -145,7 +201,7 @@ def test_what_is_no_request_gets_a_status_or_is_cut(
 
 
 def test_a_flood_of_metrics_keeps_no_probe_waiting(web: Web) -> None:
-    with connected(web, 100) as callers:
+    with connected(web.address.port, 100) as callers:
         for each in callers:
             each.sendall(HEAD + b"\r\n")
         began = time.monotonic()

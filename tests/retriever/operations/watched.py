@@ -1,4 +1,4 @@
-"""A service that has drafted, as metrics and the page see it; and how they are asked over HTTP."""
+"""A service as metrics and the page see it, how they are asked over HTTP, and one that is slow."""
 
 import asyncio
 import http.client
@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,17 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 
 NASTY = "<script>alert('tenant')</script>&\"'"
 HIDDEN = "session-that-nobody-may-see"
+
+
+class SlowToWarm(EmbeddedDrafter):
+    """A drafter that is warm when it is told to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = Event()
+
+    def warm(self) -> None:
+        assert self.released.wait(200)
 
 
 def drafted(index: Path) -> EmbeddedDrafter:

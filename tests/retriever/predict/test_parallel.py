@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,16 @@ import pytest
 
 from retriever.drafter import DraftRequest, Prediction, TokenIds
 from retriever.kernels.compiling import kernel, take_number
-from retriever.kernels.entries import step_sequence
+from retriever.kernels.entries import draft_sequences, step_sequence
 from retriever.kernels.layout import MAX_MATCH, Scratch
-from retriever.predict import databases
+from retriever.predict import databases, parallel
 from retriever.predict.parallel import LEAST_SEQUENCES
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.predictor import DEFAULT_PRIOR
 from retriever.predict.question import Question
-from retriever.sequences import SessionKey
-from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever import repeating
+from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.token_ids import ids
 
 SESSIONS = 24
@@ -38,9 +38,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drafter_of(
     index: Path, threads: int, *, with_phrases: bool = False, with_predictions: bool = True
-) -> EmbeddedDrafter:
+) -> WatchedDrafter:
     phrases = ListedPhrases([tuple(text(7, 30)[:length]) for length in (3, 6, 9, 30)])
-    drafter = EmbeddedDrafter.open_indexes(
+    drafter = WatchedDrafter.open_indexes(
         [index], threads=threads, phrases=phrases if with_phrases else None
     )
     for number in range(SESSIONS):
@@ -96,10 +96,10 @@ def test_trees_and_weights_are_those_of_one_draft_after_the_other(
             assert [as_lists(tree) for tree in drafter.draft(requests)] == expected
     assert num_nodes > 3000
     for tenant in ("a", "b"):
-        pool = alone._pools.get(tenant)
+        pool = alone.load(tenant)
         assert pool.learned > 0
         for drafter in several:
-            other = drafter._pools.get(tenant)
+            other = drafter.load(tenant)
             assert other.learned == pool.learned
             assert other.weights.tobytes() == pool.weights.tobytes()
 
@@ -127,7 +127,7 @@ def test_a_step_of_one_sequence_is_its_commit_and_its_draft(
     assert len(calls) == num_steps > 400
     for session in range(SESSIONS):  # more tokens than there is room for, and then again a few
         for new in (text(session, 1000), [1, 2]):
-            done = len(whole._sessions.get(SessionKey("", str(session))).databases.context)
+            done = len(whole.session(str(session)).databases.context)
             request = DraftRequest(str(session), np.array(new, np.int32), done + len(new), 8)
             committed = parts.commit_each([request], "")
             (expected,), (tree,) = parts.draft_each(committed), whole.draft([request])
@@ -136,11 +136,11 @@ def test_a_step_of_one_sequence_is_its_commit_and_its_draft(
     assert counted(whole) == counted(parts)
 
 
-def counted(drafter: EmbeddedDrafter) -> list[Any]:
+def counted(drafter: WatchedDrafter) -> list[Any]:
     """Return all that steps leave behind."""
     counts = drafter.draft_counts
-    pools = [drafter._pools.get(tenant) for tenant in ("a", "b")]
-    sequences = [each.databases for each in drafter._sessions.all()]
+    pools = [drafter.load(tenant) for tenant in ("a", "b")]
+    sequences = [each.databases for each in drafter.open_sessions()]
     return [
         counts.by_source.tolist(),
         counts.by_accepted,
@@ -151,7 +151,7 @@ def counted(drafter: EmbeddedDrafter) -> list[Any]:
         [(pool.learned > 0, pool.learned, pool.weights.tobytes()) for pool in pools],
         [each.context.last(2000).tolist() for each in sequences],
         [each.in_corpus.longest for each in sequences],
-        drafter._predictor.num_rows,
+        drafter.predictor.num_rows,
     ]
 
 
@@ -162,14 +162,16 @@ def test_rows_of_the_kernel_are_those_that_databases_collect(index: Path) -> Non
     for asked in steps():
         for name, new, length, budget, _ in asked:
             drafter.draft([DraftRequest(name, new, length, 1)])
-            opened = drafter._sessions.get(SessionKey("", name)).databases
+            opened = drafter.session(name).databases
             if budget == 0 or length == 0:
                 continue
             _, num_rows = opened.draft(ours, budget, 0.0)
             query, rarity = opened.context.last(MAX_MATCH), opened.corpus.tables.rarity
             row = 0
-            for database in opened._opened:
-                row = database.collect(Question(query, rarity, budget, theirs), row)
+            for kind in databases.DATABASES:
+                database = kind.open(opened)
+                if database is not None:
+                    row = database.collect(Question(query, rarity, budget, theirs), row)
             assert row == num_rows
             for field in ("length", "match", "source", "count", "similarity"):
                 assert ours.rows[field][:row].tolist() == theirs.rows[field][:row].tolist()
@@ -180,21 +182,31 @@ def test_rows_of_the_kernel_are_those_that_databases_collect(index: Path) -> Non
     assert seen == {1, 2, 3, 4, 6}
 
 
-def test_helpers_draft_where_a_step_has_enough_sequences(index: Path) -> None:
+def test_helpers_draft_where_a_step_has_enough_sequences(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that drafts calls the kernel once."""
+    calls: list[int] = []
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(1)
+        return draft_sequences(*arguments)
+
+    monkeypatch.setattr(parallel, "draft_sequences", counting)
     drafter = drafter_of(index, 3, with_predictions=False)
-    scratches = drafter._predictor._threads._scratches
     for count, helpers in ((2 * LEAST_SEQUENCES - 1, 0), (2 * LEAST_SEQUENCES, 1), (SESSIONS, 2)):
         chosen = [number for number in range(SESSIONS) if number % 5 not in {0, 3}][:count]
         requests = [DraftRequest(str(each), ids(), 20 + each, 8) for each in chosen]
+        calls.clear()
         assert len(drafter.draft(requests)) == len(chosen)
         expected = min(helpers, len(chosen) // LEAST_SEQUENCES - 1)
-        assert len(scratches) == max(0, expected)
+        assert len(calls) == 1 + max(0, expected)
 
 
 def test_one_sequence_wakes_no_thread(index: Path) -> None:
-    drafter = drafter_of(index, 4)
+    drafter, before = drafter_of(index, 4), set(enumerate_threads())
     drafter.draft([DraftRequest("1", ids(), 21, 32)])
-    assert drafter._predictor._threads._helpers is None
+    assert set(enumerate_threads()) <= before
 
 
 @kernel()

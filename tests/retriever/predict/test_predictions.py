@@ -21,7 +21,7 @@ from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sequences import SessionKey, checked_predictions
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, PredictedPlace, Source
-from tests.retriever.kernels.test_cursors import (
+from tests.retriever.kernels.edited_files import (
     AHEAD,
     EDITS,
     NUM_FILES,
@@ -30,6 +30,7 @@ from tests.retriever.kernels.test_cursors import (
     rows_in,
 )
 from tests.retriever.kernels.twins.cursor_twin import LONG, TextCursorTwin
+from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.token_ids import ids
 from tests.suite_parts import cases
 
@@ -47,8 +48,8 @@ def draft(
     return drafter.draft([DraftRequest(session, ids(*new), length, nodes)])[0]
 
 
-def databases_of(drafter: EmbeddedDrafter, session: str = "s") -> Databases:
-    return drafter._sessions.get(SessionKey("", session)).databases
+def databases_of(drafter: WatchedDrafter, session: str = "s") -> Databases:
+    return drafter.session(session).databases
 
 
 def test_the_first_draft_is_the_beginning_of_the_prediction() -> None:
@@ -184,7 +185,7 @@ def test_a_prediction_that_is_added_later_is_drafted_from() -> None:
 
 
 def test_the_same_a_thousand_times_costs_what_it_costs_once() -> None:
-    drafter = EmbeddedDrafter()
+    drafter = WatchedDrafter()
     text = predicted(range(1000))
     drafter.open("once", PROMPT, predictions=text)
     drafter.open("often", PROMPT, predictions=[Prediction(ids(*range(1000)))] * 1000)
@@ -266,11 +267,11 @@ def test_memory_of_predictions_is_charged_and_given_back() -> None:
 
 
 def test_a_deleted_session_leaves_no_prediction_in_memory() -> None:
-    drafter = EmbeddedDrafter()
+    drafter = WatchedDrafter()
     drafter.open("s", PROMPT, predictions=predicted(range(100, 200)))
     databases = databases_of(drafter)
     assert databases.predictions is not None
-    tokens = databases.predictions._store.chains.tokens
+    tokens = databases.predictions.texts()[0].tokens
     assert 150 in tokens
     drafter.delete_session(SessionKey("", "s"))
     assert not tokens.any()
@@ -296,7 +297,7 @@ def test_a_prediction_is_trusted_more_than_a_corpus_from_the_start() -> None:
 
 
 def test_drafts_ahead_follow_predictions_and_leave_no_trace() -> None:
-    drafter = EmbeddedDrafter()
+    drafter = WatchedDrafter()
     drafter.open("s", PROMPT, predictions=predicted(range(100, 200)), remember=False)
     outcomes = (ids(100, 101), ids(7), ids(100, 9, 101))
     request = DraftRequest("s", ids(), 3, 16, outcomes=outcomes)

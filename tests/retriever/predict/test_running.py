@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from retriever.drafter import DraftRequest, GroupDrafter, Kin, TokenIds
-from retriever.errors import InvalidRequestError, LimitExceededError
+from retriever.errors import InvalidRequestError
 from retriever.kernels.chains import FADING, LEAST_FADED
 from retriever.kernels.entries import append_to_lane, collect_running, move_lanes, withdraw_lane
 from retriever.kernels.layout import LANE_BLOCK, MAX_MATCH, Scratch
@@ -31,6 +31,7 @@ from retriever.sequences import SessionKey, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.lane_twin import LaneTwin, RunningTwin
+from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.token_ids import ids
 from tests.suite_parts import cases
 
@@ -62,11 +63,7 @@ def holds(tree: DraftTree, tokens: Sequence[int]) -> bool:
 
 def tokens_held(pool: Pool) -> set[int]:
     """The tokens that are in the memory of running outputs."""
-    return set() if pool.running is None else set(pool.running._lanes.tokens.tolist()) - {-1}
-
-
-def pool_of(drafter: EmbeddedDrafter, tenant: str = "") -> Pool:
-    return drafter._pools.get(tenant)
+    return set() if pool.running is None else set(pool.running.tokens.tolist()) - {-1}
 
 
 def test_what_one_commits_serves_its_group_in_the_next_step() -> None:
@@ -111,7 +108,7 @@ def test_a_sequence_to_forget_serves_its_group_alone() -> None:
     assert len(talk.step("other")) == 0
     talk.drafter.close("a", ids(5))
     assert len(talk.step("kin")) == 0
-    assert tokens_held(pool_of(talk.drafter)) <= {*PROMPT.tolist()}
+    assert tokens_held(talk.drafter.load("")) <= {*PROMPT.tolist()}
 
 
 def test_groups_of_one_name_do_not_cross_tenants() -> None:
@@ -126,14 +123,14 @@ def test_groups_of_one_name_do_not_cross_tenants() -> None:
 
 @pytest.mark.parametrize("ends", ["discarded", "idle", "deleted", "forgotten"])
 def test_a_lane_that_dies_leaves_nothing(ends: str) -> None:
-    drafter = EmbeddedDrafter(limits=Limits(idle_session_s=3600.0))
-    talk, empty = Talk(drafter), drafter._ledger.total
+    drafter = WatchedDrafter(limits=Limits(idle_session_s=3600.0))
+    talk, empty = Talk(drafter), drafter.census().reserved_bytes
     talk.open("a", group="g")
     talk.open("kin", group="g", remember=False)
     talk.step("a", list(range(100, 200)))
     talk.step("kin", [1])
     key = SessionKey("", "a")
-    session = dict(drafter._sessions.items())[key]
+    session = drafter.session("a")
     if ends == "discarded":
         drafter.discard([(key, session)])
     elif ends == "idle":
@@ -144,12 +141,12 @@ def test_a_lane_that_dies_leaves_nothing(ends: str) -> None:
     else:
         drafter.close("a", remember=False)
     assert drafter.num_sessions == 1
-    assert not tokens_held(pool_of(drafter)) & set(range(100, 200))
+    assert not tokens_held(drafter.load("")) & set(range(100, 200))
     assert len(talk.step("kin", [100, 101, 102])) == 0
     drafter.close("kin")
     del session
-    assert pool_of(drafter).running is None
-    assert drafter._ledger.total == empty
+    assert drafter.load("").running is None
+    assert drafter.census().reserved_bytes == empty
 
 
 def test_an_output_is_a_generation_once_its_sequence_is_closed() -> None:
@@ -169,11 +166,11 @@ def test_deleting_a_tenant_takes_what_runs_too() -> None:
     talk.open("kin", group="g")
     talk.step("a", list(range(100, 200)))
     talk.drafter.delete_tenant("")
-    assert not tokens_held(pool_of(talk.drafter))
+    assert not tokens_held(talk.drafter.load(""))
     assert len(talk.step("kin", [100, 101, 102])) == 0
     talk.step("a", list(range(300, 400)))  # which goes on, and serves its group alone
-    assert tokens_held(pool_of(talk.drafter)) >= set(range(300, 400))
-    assert not tokens_held(pool_of(talk.drafter)) & set(range(103, 200))
+    assert tokens_held(talk.drafter.load("")) >= set(range(300, 400))
+    assert not tokens_held(talk.drafter.load("")) & set(range(103, 200))
     talk.open("other")
     assert holds(talk.step("kin", [300, 301]), [302, 303])
     assert len(talk.step("other", [300, 301, 302, 303])) == 0
@@ -199,19 +196,19 @@ def test_a_long_commit_is_noted_afterwards() -> None:
 def test_a_group_of_thousands_stays_within_its_memory() -> None:
     limits = Limits(max_sessions=20_000, max_tenant_sessions=20_000)
     drafter = EmbeddedDrafter(limits=limits)
-    talk, empty = Talk(drafter), drafter._ledger.total
+    talk, empty = Talk(drafter), drafter.census().reserved_bytes
     number = cases(2500, of=10_000)
     tokens_each = 60_000 // number
     for each in range(number):
         talk.open(f"s{each}", PROMPT, group="g", remember=False)
-    before = drafter._ledger.total
+    before = drafter.census().reserved_bytes
     for each in range(number):
         talk.step(f"s{each}", [each % 50, *range(1000 + each, 1000 + each + tokens_each)], nodes=0)
-    running = pool_of(drafter).running
+    running = drafter.load("").running
     assert running is not None
-    assert running.num_bytes == running_bytes(len(running._lanes.tokens))
-    assert len(running._lanes.tokens) <= MOST_TOKENS
-    assert drafter._ledger.total - before <= 2 * running_bytes(MOST_TOKENS)
+    assert running.num_bytes == running_bytes(len(running.tokens))
+    assert len(running.tokens) <= MOST_TOKENS
+    assert drafter.census().reserved_bytes - before <= 2 * running_bytes(MOST_TOKENS)
     began = time.perf_counter()
     for each in range(200):
         talk.step(f"s{each}", [7])
@@ -219,8 +216,8 @@ def test_a_group_of_thousands_stays_within_its_memory() -> None:
     for each in range(number):
         drafter.close(f"s{each}")
     del running
-    assert pool_of(drafter).running is None
-    assert drafter._ledger.total == empty
+    assert drafter.load("").running is None
+    assert drafter.census().reserved_bytes == empty
 
 
 def test_warming_compiles_what_groups_need() -> None:
@@ -235,15 +232,14 @@ def test_warming_compiles_what_groups_need() -> None:
     assert [len(each.signatures) for each in kernels] == known
 
 
-def test_where_there_is_no_room_sequences_run_as_without_a_group() -> None:
+@pytest.mark.parametrize("beyond", [-1, 1 << 20])
+def test_where_there_is_no_room_sequences_run_as_without_a_group(beyond: int) -> None:
     drafter = EmbeddedDrafter()
-    talk = Talk(drafter)
-    drafter._ledger.max_tenant_bytes = running_bytes(FEWEST_TOKENS) - 1
-    with pytest.raises(LimitExceededError):
-        drafter._ledger.take("", running_bytes(FEWEST_TOKENS))
+    talk, room = Talk(drafter), running_bytes(FEWEST_TOKENS) + beyond
+    drafter.administration.change_limits({"max_tenant_bytes": room})
     talk.open("a", group="g")
     talk.step("a", list(range(100, 110)))
-    assert pool_of(drafter).running is None
+    assert (drafter.load("").running is None) == (beyond < 0)
 
 
 def test_an_older_version_counts_less_and_can_be_dropped() -> None:
@@ -271,15 +267,16 @@ def test_an_older_version_counts_less_and_can_be_dropped() -> None:
 
 def test_evidence_fades_at_the_stated_rate() -> None:
     assert (FADING, LEAST_FADED) == (0.5, 0.125)
-    drafter = EmbeddedDrafter()
+    drafter = WatchedDrafter()
+    predictor = drafter.predictor
     talk = Talk(drafter)
     for version in (0, 5, 3, 4):
         talk.open("w", policy_version=version or None)
         drafter.close("w", ids(1, 2, 3, 4, 5, 6, 7, 8, 100 + version, 9))
     talk.open("s", ids(1, 2, 3, 4, 5, 6, 7, 8), policy_version=5)
     talk.step("s")
-    rows = drafter._predictor.scratch.rows[: drafter._predictor.num_rows]
-    continuations = drafter._predictor.scratch.continuations
+    rows = predictor.scratch.rows[: predictor.num_rows]
+    continuations = predictor.scratch.continuations
     of_first = {
         int(continuations[place, 0]): float(row["count"])
         for place, row in enumerate(rows)
@@ -290,7 +287,7 @@ def test_evidence_fades_at_the_stated_rate() -> None:
 
 def test_versions_survive_the_ring_and_a_deletion() -> None:
     drafter = EmbeddedDrafter(limits=Limits(generations_tokens=1024))
-    generations = pool_of(drafter).generations
+    generations = drafter.load("").generations
     for version in range(1, 400):
         drafter.open(f"w{version}", ids(), policy_version=version)
         drafter.close(f"w{version}", np.arange(version, version + 19, dtype=np.int32))
@@ -311,7 +308,7 @@ def test_versions_are_kept_on_disk(tmp_path: Path) -> None:
         first.close("w", ids(1, 2, 3, number))
     first.shut_down()
     again = EmbeddedDrafter(state=tmp_path)
-    outputs = pool_of(again).generations.outputs()
+    outputs = again.load("").generations.outputs()
     assert [(each.tokens.tolist()[3], each.version) for each in outputs] == [
         (0, 0),
         (1, 7),
@@ -349,10 +346,8 @@ class Sides:
     def __init__(self, rng: np.random.Generator, most_tokens: int = MOST_TOKENS) -> None:
         self.rng = rng
         self.running = RunningOutputs(most_tokens=most_tokens)
-        lanes = self.running._lanes
-        self.twin = RunningTwin(
-            RUNNING_LIMITS.orders, RUNNING_LIMITS.max_rows, lanes.heads.shape[1]
-        )
+        num_heads = len(self.running.tokens) // 2
+        self.twin = RunningTwin(RUNNING_LIMITS.orders, RUNNING_LIMITS.max_rows, num_heads)
         self.contexts: list[Context] = []
         self.outputs: list[RunningOutput] = []
 
@@ -438,7 +433,7 @@ def test_a_ring_that_grows_keeps_what_it_has() -> None:
         for text, (context, output) in zip(texts, lanes, strict=True):
             context.commit(text[begin : begin + 5])
             output.commit(text[begin : begin + 5])
-        sizes.add(len(running._lanes.tokens))
+        sizes.add(len(running.tokens))
     assert len(sizes) > 1
     reader = RunningOutput(None, lane_fields(Kin("g"), 10**6))
     for text in texts:
@@ -486,7 +481,7 @@ def test_a_full_ring_overwrites_the_oldest_and_invents_nothing(seed: int) -> Non
                 and _occurs(wanted, lane.tokens)
                 for lane in sides.twin.lanes
             )
-        assert len(sides.running._lanes.tokens) <= 64 * LANE_BLOCK
+        assert len(sides.running.tokens) <= 64 * LANE_BLOCK
 
 
 def _occurs(part: list[int], whole: list[int]) -> bool:

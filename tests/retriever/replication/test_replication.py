@@ -14,6 +14,7 @@ from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import ReplicationError
 from retriever.limits import Limits
+from retriever.log.pools import Pools
 from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import free_port
@@ -108,10 +109,11 @@ def test_a_planted_leak_between_tenants_is_caught(
 ) -> None:
     """The test above would fail if what is learned went to the wrong tenant's pool."""
     with sharing(server.url) as one, sharing(server.url) as other:
-        pools = other._pools
-        learn = pools.learn
+        learn = Pools.learn
         monkeypatch.setattr(
-            pools, "learn", lambda learned, *rest: learn([("a", o) for _, o in learned], *rest)
+            Pools,
+            "learn",
+            lambda pools, learned, *rest: learn(pools, [("a", o) for _, o in learned], *rest),
         )
         for number, tenant in enumerate(["", "a"]):
             one.remember(output(number), tenant=tenant)

@@ -11,6 +11,7 @@ import pytest
 from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError, StateError, UnknownSessionError
 from retriever.limits import Limits
+from retriever.log.pools import Pools
 from retriever.predict.generations import Generations, Scope, session_origin
 from retriever.replication import replication_state
 from retriever.replication.replicated_records import Record, encode
@@ -293,12 +294,10 @@ def test_a_deletion_waits_for_a_server_that_is_away(server: RedisServer, tmp_pat
 def test_what_was_remembered_before_a_deletion_is_not_published_after_it() -> None:
     """As where a session is closed while its tenant is deleted."""
     with sharing("redis://127.0.0.1:1") as one:
-        kept = [
-            one._pools.remember(one._pools.get(tenant), output(1)) for tenant in ("gone", "kept")
-        ]
+        for tenant in ("gone", "kept"):
+            one.open(tenant, ids(9), tenant=tenant)
+            one.end(SessionKey("", tenant), output(1))  # which publishes nothing yet
         one.delete_tenant("gone")
-        for entry in kept:
-            one._replication.hold(entry)
         one.flush()
         assert (one.replication.queued, one.replication.unsent_deletions) == (1, 1)
 
@@ -309,15 +308,16 @@ def test_a_deletion_that_the_disk_refuses_is_tried_again(
     with sharing(server.url) as one, sharing(server.url, tmp_path / "state") as other:
         one.remember(output(1), tenant="gone")
         soon(lambda: other.replication.learned == 1)
-        delete = other._pools.delete_logged
+        delete = Pools.delete_logged
         refusals = iter([StateError("the disk is full")])
 
-        def delete_at_last(scope: Scope) -> None:
-            for refusal in refusals:
-                raise refusal
-            delete(scope)
+        def delete_at_last(pools: Pools, scope: Scope) -> None:
+            if pools.is_logged:  # only the other one's
+                for refusal in refusals:
+                    raise refusal
+            delete(pools, scope)
 
-        monkeypatch.setattr(other._pools, "delete_logged", delete_at_last)
+        monkeypatch.setattr(Pools, "delete_logged", delete_at_last)
         one.delete_tenant("gone")
         soon(lambda: other.replication.deletions == 1)
         assert other.replication.failures == 1

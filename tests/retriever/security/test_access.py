@@ -16,11 +16,6 @@ from retriever.security.access import add_certificate, add_token, read_access, r
 from retriever.security.admission import Caller, Doorkeeper, token_in
 
 
-@pytest.fixture
-def access(tmp_path: Path) -> Path:
-    return tmp_path / "access"
-
-
 def test_a_token_is_its_tenants_and_the_file_does_not_hold_it(access: Path) -> None:
     ours, theirs = add_token(access, "we\u00e4"), add_token(access, "they")
     found = read_access(access)

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from cryptography.x509 import DNSName
 
 from retriever.security.access import add_token
@@ -36,11 +35,6 @@ def lines(
         assert SECRET not in told
         assert "PRIVATE" not in told
         yield expected, errors
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Signed:
-    return signed(tmp_path, "authority")
 
 
 def test_a_service_does_not_start_with_credentials_that_protect_nothing(

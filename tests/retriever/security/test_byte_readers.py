@@ -1,12 +1,14 @@
 """What reads bytes from strangers bears all that its seeds become; faults that are planted show."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from retriever.log.pools import Pools
@@ -14,8 +16,8 @@ from retriever.predict.pool import Pool
 from retriever.replication import replicated_records as records
 from retriever.security.access import Grant, Scope
 from retriever.security.admission import Doorkeeper
+from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire import messages
 from tests.oracles.fuzz import fuzz_bytes
 from tests.oracles.fuzz.byte_calls import METHODS, TENANTS, Call, CalledService, calls_in
 from tests.oracles.fuzz.byte_readers import readers
@@ -111,7 +113,18 @@ def test_an_error_that_nobody_expects_is_found(
 def test_a_client_that_takes_anything_for_a_tree_is_found(
     all_readers: dict[str, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "_is_clear", lambda *_: True)
+    def anything(trees: Sequence[pb.DraftTree], _: int) -> list[DraftTree]:
+        return [
+            DraftTree(
+                np.array(each.token_ids, np.int32),
+                np.array(each.parents, np.int32),
+                np.array(each.probabilities, np.float32),
+                np.array(each.sources, np.uint8),
+            )
+            for each in trees
+        ]
+
+    monkeypatch.setattr("retriever.client.conversation.trees_from_messages", anything)
     tree = pb.DraftTree(
         token_ids=[1, 2], parents=[1, 0], probabilities=[0.5, 0.4], sources=[pb.SOURCE_CORPUS] * 2
     )
@@ -123,8 +136,13 @@ def test_a_client_that_takes_anything_for_a_tree_is_found(
 def test_a_record_that_is_read_as_another_is_found(
     all_readers: dict[str, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = records._tokens
-    monkeypatch.setattr(records, "_tokens", lambda width, data: own(width, data)[1:])
+    own = records.decode
+
+    def shorter(data: bytes, stream: bytes) -> records.Record:
+        record = own(data, stream)
+        return replace(record, tokens=record.tokens[1:])
+
+    monkeypatch.setattr(records, "decode", shorter)
     with pytest.raises(CrashError, match="another one"):
         all_readers["records"](seeds()["records"][3])
 

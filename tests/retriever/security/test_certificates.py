@@ -24,16 +24,6 @@ from retriever.security.protection import (
 from tests.retriever.security.authorities import Signed, signed
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Signed:
-    return signed(tmp_path, "authority")
-
-
-@pytest.fixture
-def server(tmp_path: Path, authority: Signed) -> Signed:
-    return signed(tmp_path, "server", authority)
-
-
 def refusal(certificate: Path, key: Path, client_ca: Path | None = None) -> str:
     with pytest.raises(CredentialsError) as raised:
         read_tls(TlsFiles(certificate, key, client_ca))

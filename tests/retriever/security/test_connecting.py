@@ -45,16 +45,6 @@ def drafter() -> Iterator[EmbeddedDrafter]:
     made.shut_down()
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Signed:
-    return signed(tmp_path, "authority")
-
-
-@pytest.fixture
-def server(tmp_path: Path, authority: Signed) -> Signed:
-    return signed(tmp_path, "server", authority)
-
-
 def protected(server: Signed, **files: Path) -> Protection:
     return Protection.of(ProtectionFiles(server.certificate, server.key, **files))  # type: ignore[arg-type]
 

@@ -6,11 +6,11 @@ import json
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -35,11 +35,6 @@ from retriever.security.rewriting import rewrite
 
 IS_ROOT = os.geteuid() == 0
 SERVICE = 10001
-
-
-@pytest.fixture
-def access(tmp_path: Path) -> Path:
-    return tmp_path / "access"
 
 
 def named(token: str) -> str:
@@ -168,13 +163,14 @@ def test_a_change_that_did_not_last_is_not_reported_as_made(
     access: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, before = add_token(access, "a"), access.read_bytes()
-    sync = rewriting._sync_folder
+    sync = os.fsync
 
-    def put_back(folder: Path) -> None:
-        sync(folder)
-        access.write_bytes(before)
+    def put_back(descriptor: int) -> None:
+        sync(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # once the file has been replaced
+            access.write_bytes(before)
 
-    monkeypatch.setattr(rewriting, "_sync_folder", put_back)
+    monkeypatch.setattr(os, "fsync", put_back)
     with pytest.raises(CredentialsError, match="does not hold what was written"):
         remove(access, named(token))
 
@@ -260,8 +256,7 @@ def test_whatever_becomes_of_the_file_callers_are_let_in_until_the_grace_is_over
     token = add_token(access, "a")
     good = access.read_bytes()
     now = [100.0]
-    monkeypatch.setattr(Reloaded.__init__, "__defaults__", (lambda: now[0],))
-    doorkeeper = Doorkeeper(access, grace_s=60)
+    doorkeeper = Doorkeeper(access, grace_s=60, clock=lambda: now[0])
     caller = Caller(doorkeeper, token, None)
     spoil(access)
     assert caller.tenant == "a"
@@ -320,8 +315,8 @@ def test_what_was_in_the_way_of_reading_can_go_by_itself(
         def refuse(*_: object) -> int:
             raise OSError(24, "Too many open files")
 
-        patched.setattr(private_files, "_open_at_once", refuse)
         token = add_token(access, "b")
+        patched.setattr(os, "open", refuse)
         doorkeeper.current()
         assert doorkeeper.files["access"].failing_s is not None
     assert Caller(doorkeeper, token, None).tenant == "b"
@@ -337,11 +332,11 @@ def test_a_file_system_that_does_not_answer_is_as_a_file_that_cannot_be_read(
     protection = Protection.of(ProtectionFiles(access=access, grace_s=0.5))
     assert protection.doorkeeper is not None
     caller, answers = Caller(protection.doorkeeper, token, None), Event()
-    stamp = private_files._stamp_of
+    status = Path.stat
 
-    def hang(path: Path) -> tuple[int, ...]:
-        assert answers.wait(20)
-        return stamp(path)
+    def hang(path: Path, **options: Any) -> os.stat_result:
+        assert path != access or answers.wait(20)
+        return status(path, **options)
 
     told: list[FileState] = []
 
@@ -358,7 +353,7 @@ def test_a_file_system_that_does_not_answer_is_as_a_file_that_cannot_be_read(
         watching.cancel()
 
     with monkeypatch.context() as patched:
-        patched.setattr(private_files, "_stamp_of", hang)
+        patched.setattr(Path, "stat", hang)
         asyncio.run(asyncio.wait_for(watched(), 20))
 
 
@@ -366,12 +361,13 @@ def test_a_change_within_the_clocks_tick_is_noticed(
     access: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two writes of one size within a tick of the file system's clock have one stamp."""
-    written_ns = time.time_ns()
-    monkeypatch.setattr(private_files, "_stamp_of", lambda _: (1, 1, 1, written_ns, written_ns))
     access.write_bytes(b"1")
-    content = Reloaded([access], access.read_bytes)
-    access.write_bytes(b"2")
-    content.look()
+    unchanged = access.stat()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", lambda *_, **__: unchanged)
+        content = Reloaded([access], access.read_bytes)
+        access.write_bytes(b"2")
+        content.look()
     assert content.current() == b"2"
 
 

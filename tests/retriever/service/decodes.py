@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from retriever.client.resilient import ResilientDrafter
 from retriever.drafter import Drafter, DraftRequest, TokenIds
+from tests.patience import must_hold
 
 _PHRASE = [7, 3, 41, 18, 2, 30, 3, 11, 26, 9, 41, 5, 33, 14, 2, 19, 8, 44, 21]
+DEADLINE_S = 0.1
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6] * 4, np.int32)
 
 
@@ -168,6 +171,17 @@ def proxy_to(address: str, delay_s: float = 0.0) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+def drafter_on(*addresses: str) -> ResilientDrafter:
+    return ResilientDrafter(addresses, deadline_s=DEADLINE_S)
+
+
+def assert_unharmed(done: Decoded) -> None:
+    """The tokens are those of plain decoding, no step waited too long, and drafts were accepted."""
+    must_hold(done.tokens == plain(len(done.tokens) - len(PROMPT)), "the output is another one")
+    assert max(done.waits_s) < 1.2 * DEADLINE_S
+    assert sum(done.accepted) > len(done.tokens) / 2
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> bool:

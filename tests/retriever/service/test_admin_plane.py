@@ -4,7 +4,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +74,6 @@ class Served:
         audit: the audit log.
         access: the access file.
         tokens: what it lets in, by the name.
-        live: the settings in force.
     """
 
     drafter: EmbeddedDrafter
@@ -83,7 +82,6 @@ class Served:
     audit: Path
     access: Path
     tokens: dict[str, str]
-    live: LiveSettings
 
     def recorded(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.audit.read_text().splitlines()]
@@ -98,7 +96,10 @@ async def left(serving: AbstractAsyncContextManager[str]) -> None:
 
 
 @contextmanager
-def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
+def served(
+    folder: Path, index: Path, *, with_access: bool, began_with: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """Serve; `began_with` is the environment at the start, which is empty from then on."""
     access = folder / "access"
     draft, delete = [Scope.DRAFT], [Scope.DRAFT, Scope.DELETE]
     tokens = {
@@ -110,8 +111,8 @@ def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
     protection = Protection.of(ProtectionFiles(access=access if with_access else None))
     drafter = EmbeddedDrafter.open_indexes([index], state=folder / "state")
     observer = ServiceObserver()
-    resolved = partial(resolve, Settings, {}, {})
-    live = LiveSettings(resolved(), resolved)
+    began = resolve(Settings, {}, began_with or {})
+    live = LiveSettings(began, partial(resolve, Settings, {}, {}))
     administered = Administered(
         Service(drafter, observer, time.time()),
         live,
@@ -124,7 +125,7 @@ def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
     admin = on_loop(entered(serving))
     server, address = on_loop(start(drafter, f"unix:{folder}/drafts", observer, protection))
     try:
-        yield Served(drafter, address, admin, folder / "audit.jsonl", access, tokens, live)
+        yield Served(drafter, address, admin, folder / "audit.jsonl", access, tokens)
     finally:
         on_loop(server.stop(0))
         on_loop(left(serving))
@@ -339,10 +340,13 @@ def test_use_is_told_by_tenant(service: Served) -> None:
         assert not alone.tenants[0].num_drafts
 
 
-def test_settings_tell_no_secret(service: Served) -> None:
+def test_settings_tell_no_secret(tmp_path: Path, index: Path) -> None:
     secret = {"FOREDRAFT_REDIS": "redis://alice:swordfish@redis:6379/0?password=swordfish"}
-    live = service.live
-    live._resolved = resolve(Settings, {}, secret)
+    with served(tmp_path, index, with_access=False, began_with=secret) as service:
+        assert_no_secret_is_told(service)
+
+
+def assert_no_secret_is_told(service: Served) -> None:
     with administering(service.admin) as calls:
         shown = answer(calls, "GetSettings")
         by_name = {each.name: each for each in shown.settings}

@@ -17,7 +17,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.service.test_draft_stream import Exchange, opening
+from tests.retriever.draft_streams import Exchange, opening
 
 PLACES = 3
 FIRST, SECOND = (pb.Client(name="engine-0", incarnation=life) for life in (1, 2))
@@ -109,8 +109,9 @@ class Timed:
 
     def __init__(self, **limits: int) -> None:
         self.now_s = 0.0
-        self.drafter = EmbeddedDrafter(limits=Limits(idle_eviction_s=60.0, **limits))
-        self.drafter._sessions._clock = lambda: self.now_s
+        self.drafter = EmbeddedDrafter(
+            limits=Limits(idle_eviction_s=60.0, **limits), clock=lambda: self.now_s
+        )
 
     def begin(self, tenant: str, name: str) -> None:
         prepared = self.drafter.prepare(np.arange(3), tenant=tenant)

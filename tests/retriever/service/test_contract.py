@@ -18,7 +18,7 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.messages import DEFAULT_BUDGET_NODES
 from retriever.wire.server_info import ServerInfo
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.operations.test_lifecycle import SlowToWarm
+from tests.retriever.operations.watched import SlowToWarm
 from tests.retriever.security.in_process import serving
 
 CONTEXT = list(range(40)) * 3

@@ -3,9 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 
 import grpc
 import numpy as np
@@ -23,6 +21,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.draft_streams import Exchange, codes, opening, step, stream
 from tests.retriever.service.decodes import wait_until
 
 ABORTED = grpc.StatusCode.ABORTED.value[0]
@@ -31,43 +30,6 @@ LIMIT = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 NOT_FOUND = grpc.StatusCode.NOT_FOUND.value[0]
 EXISTS = grpc.StatusCode.ALREADY_EXISTS.value[0]
-
-
-class Exchange:
-    """A stream on which one message is answered after the other."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
-        self.call = RetrieverServiceStub(channel).DraftStream(iter(self._outbox.get, None))
-
-    def __call__(self, number: int, **fields: object) -> pb.DraftStreamResponse:
-        message = pb.DraftStreamRequest(sequence_number=number, **fields)  # type: ignore[arg-type]
-        self._outbox.put(message)
-        response: pb.DraftStreamResponse = next(self.call)
-        return response
-
-    def end(self) -> None:
-        self._outbox.put(None)
-
-
-@contextmanager
-def stream(address: str) -> Iterator[Exchange]:
-    with grpc.insecure_channel(address) as channel:
-        exchange = Exchange(channel)
-        yield exchange
-        exchange.end()
-
-
-def opening(name: str, prompt: tuple[int, ...] = (1, 2, 3, 1, 2, 3)) -> pb.OpenSessionRequest:
-    return pb.OpenSessionRequest(session_id=name, prompt=prompt)
-
-
-def step(name: str, new: list[int], length: int, budget: int = 8) -> pb.SessionStep:
-    return pb.SessionStep(session_id=name, new_token_ids=new, length=length, budget_nodes=budget)
-
-
-def codes(response: pb.DraftStreamResponse) -> dict[str, int]:
-    return {status.session_id: status.code for status in response.statuses}
 
 
 def test_bad_session_fails_alone(service: str) -> None:

@@ -17,8 +17,8 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.statuses import error_of, error_of_status
 from tests.retriever.conftest import start_service
+from tests.retriever.draft_streams import codes, opening, step, stream
 from tests.retriever.service.decodes import wait_until
-from tests.retriever.service.test_draft_stream import codes, opening, step, stream
 from tests.retriever.warm_interpreter import WarmProcess
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]

@@ -16,23 +16,20 @@ from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.tree import Source
-from tests.patience import can_be_kept, free_address, must_hold
+from tests.patience import can_be_kept, free_address
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.service.decodes import PROMPT, Decoded, decode, plain, proxy_to, wait_until
+from tests.retriever.service.decodes import (
+    DEADLINE_S,
+    PROMPT,
+    assert_unharmed,
+    decode,
+    drafter_on,
+    plain,
+    proxy_to,
+    wait_until,
+)
 
-DEADLINE_S = 0.1
 NUM_TOKENS = 1500
-
-
-def drafter_on(*addresses: str) -> ResilientDrafter:
-    return ResilientDrafter(addresses, deadline_s=DEADLINE_S)
-
-
-def assert_unharmed(done: Decoded) -> None:
-    """The tokens are those of plain decoding, no step waited too long, and drafts were accepted."""
-    must_hold(done.tokens == plain(len(done.tokens) - len(PROMPT)), "the output is another one")
-    assert max(done.waits_s) < 1.2 * DEADLINE_S
-    assert sum(done.accepted) > len(done.tokens) / 2
 
 
 def in_time(act: Callable[[], object], after_s: float) -> threading.Timer:
@@ -215,7 +212,7 @@ def test_sessions_move_only_while_their_server_is_away() -> None:
         assert drafter.wait(60)
 
         def homes() -> dict[str, str]:
-            return {name: drafter._planner._placed.get(name).address for name in names}
+            return {name: drafter.server_of(name) for name in names}
 
         for name in names:
             drafter.open(name, PROMPT)

@@ -23,8 +23,14 @@ from retriever.tree import DraftTree, Source
 from tests.patience import can_be_kept, free_address, free_port
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import Library, document, text, word_tokenizer
-from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
-from tests.retriever.service.test_faults import assert_unharmed, drafter_on
+from tests.retriever.service.decodes import (
+    PROMPT,
+    assert_unharmed,
+    decode,
+    drafter_on,
+    plain,
+    wait_until,
+)
 from tests.retriever.warm_interpreter import WarmProcess, run, start
 
 DAY_S = 86_400.0

@@ -78,7 +78,10 @@ def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after
                 return
             for name in NAMES:  # a commit that has begun is finished without its caller
                 for _ in range(500):
-                    taken = [await took(stream, name, length) for length in (3, LONG + 3)]
+                    # In streams of their own, each with a first message.
+                    others = [DraftStream(scheduler, "t", line) for _ in range(2)]
+                    lengths = zip(others, (3, LONG + 3), strict=True)
+                    taken = [await took(other, name, length) for other, length in lengths]
                     if any(taken):
                         break
                     await asyncio.sleep(0.01)
@@ -89,8 +92,7 @@ def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after
     async def took(stream: DraftStream, name: str, length: int) -> bool:
         """Return whether a session takes a step of one token to a length."""
         step = pb.SessionStep(session_id=name, new_token_ids=[7], length=length, budget_nodes=4)
-        answer = await stream.answer(pb.DraftStreamRequest(sequence_number=2, steps=[step]))
-        stream._number = 1  # of one message after another, each the second
+        answer = await stream.answer(pb.DraftStreamRequest(sequence_number=1, steps=[step]))
         return not answer.statuses
 
     scheduled(Limits(), run)

@@ -10,10 +10,12 @@ import pytest
 from retriever.drafter import DraftRequest, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError
 from retriever.limits import MAX_OUTCOMES, Limits
+from retriever.predict import databases
+from retriever.predict.databases import DatabaseKind
 from retriever.predict.phrases import ListedPhrases
-from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import DraftTree
+from retriever.tree import DraftTree, Source
+from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.repeating import NUM_TOKENS, index_of_text, text
 from tests.retriever.token_ids import ids
 
@@ -28,35 +30,32 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return index_of_text(tmp_path_factory.mktemp("ahead") / "index", np.random.default_rng(1))
 
 
-def of_all_databases(index: Path) -> EmbeddedDrafter:
+def of_all_databases(index: Path) -> WatchedDrafter:
     rng = np.random.default_rng(2)
     phrases = ListedPhrases([tuple(text(rng, 30)[:length]) for length in (3, 6, 9, 30)])
-    drafter = EmbeddedDrafter.open_indexes([index], phrases=phrases)
+    drafter = WatchedDrafter.open_indexes([index], phrases=phrases)
     for seed in (3, 4):
         drafter.open("before", text(np.random.default_rng(seed), 50))
         drafter.close("before", text(np.random.default_rng(seed + 9), 200))
     return drafter
 
 
-def arrays(drafter: EmbeddedDrafter, session: str) -> Iterator[tuple[str, Any]]:
-    """Yield all that a sequence's databases hold and may read."""
-    databases = drafter._sessions.get(SessionKey("", session)).databases
-    store = databases.context._store
-    end = len(store)
+def arrays(drafter: WatchedDrafter, session: str) -> Iterator[tuple[str, Any]]:
+    """Yield all that a sequence's databases hold and may read, but for where phrases stand."""
+    held = drafter.session(session).databases
+    chains, end = held.context.chains, len(held.context)
     yield "end", end
-    yield "tokens", store.chains.tokens[:end].tolist()
-    yield "heads", store.chains.heads.tolist()
-    yield "links", store.chains.links[:, :end].tolist()
-    yield "state", store.chains.state.tolist()
-    yield "last", store.chains.last.tolist()
-    yield from ((name, array.tolist()) for name, array in store.cursor._asdict().items())
-    yield "longest", databases.in_corpus.longest
-    yield "weights", databases.pool.weights.tobytes()
-    yield "generations", databases.pool.generations.num_tokens
-    if databases.phrases is not None:
-        yield "phrases", databases.phrases._longest
-    if databases.predictions is not None:
-        yield "predictions", databases.predictions.cursors.tolist()
+    yield "tokens", chains.tokens[:end].tolist()
+    yield "heads", chains.heads.tolist()
+    yield "links", chains.links[:, :end].tolist()
+    yield "state", chains.state.tolist()
+    yield "last", chains.last.tolist()
+    yield "cursor", [array.tolist() for array in held.context.cursor]
+    yield "longest", held.in_corpus.longest
+    yield "weights", held.pool.weights.tobytes()
+    yield "generations", held.pool.generations.num_tokens
+    if held.predictions is not None:
+        yield "predictions", held.predictions.cursors.tolist()
 
 
 def outcomes_of(rng: np.random.Generator, true: Sequence[int]) -> tuple[TokenIds, ...]:
@@ -85,21 +84,23 @@ def test_a_sequence_drafted_ahead_for_stays_what_it_was(index: Path, remember: b
         (trees,) = ahead.draft_ahead([DraftRequest("s", ids(*new), length, 24, outcomes=guessed)])
         (tree,) = plain.draft([DraftRequest("s", ids(*new), length, 24)])
         assert dict(arrays(ahead, "s")) == dict(arrays(plain, "s"))
+        if len(true) % 2:  # of phrases, too, they draft the same; and learn from the draft of above
+            again = DraftRequest("s", ids(), length, 24)
+            assert same(*(drafter.draft([again])[0] for drafter in (ahead, plain)))
         assert len(trees) == len(guessed)
         # Where weights are learned, they move between a draft ahead and one that is asked for.
         assert remember or num_nodes == 0 or same(tree, awaited)
         new, length, awaited = true, length + len(true), trees[2]
         num_nodes += len(awaited)
     assert num_nodes > 500
-    assert ahead._pools.get("").learned == plain._pools.get("").learned
-    assert (ahead._pools.get("").learned > 0) == remember
+    pools = ahead.load(""), plain.load("")
+    assert pools[0].learned == pools[1].learned
+    assert (pools[0].learned > 0) == remember
     counted = [each.draft_counts.by_source.tolist() for each in (ahead, plain)]
     assert counted[0] == counted[1]
     for drafter in (ahead, plain):
         drafter.close("s", ids(*new))
-    assert (
-        ahead._pools.get("").generations.num_tokens == plain._pools.get("").generations.num_tokens
-    )
+    assert pools[0].generations.num_tokens == pools[1].generations.num_tokens
 
 
 def test_every_outcome_is_answered_as_if_it_had_come(index: Path) -> None:
@@ -153,11 +154,13 @@ def test_no_outcome_is_answered_after_the_time_is_over() -> None:
     assert len(drafter.draft([DraftRequest("s", ids(2), 29, 4)])[0]) == 4  # the token was noted
 
 
-def test_a_database_that_knows_only_what_has_come_ends_drafts_ahead() -> None:
+def test_a_database_that_knows_only_what_has_come_ends_drafts_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = DatabaseKind(Source.PHRASES, 1.0, lambda _: OnlyCollects())
+    monkeypatch.setattr(databases, "DATABASES", [*databases.DATABASES, kind])
     drafter = EmbeddedDrafter()
     drafter.open("s", ids(*[1, 2, 3] * 9))
-    databases = drafter._sessions.get(SessionKey("", "s")).databases
-    databases._opened.append(OnlyCollects())
     request = DraftRequest("s", ids(), 27, 4, outcomes=(ids(1),))
     assert drafter.draft_ahead([request]) == [[]]
 

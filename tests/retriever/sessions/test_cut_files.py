@@ -19,31 +19,14 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.sessions import cut_files
+from retriever.sessions.cut_files import watched
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import free_port
 from tests.retriever.conftest import start_service
+from tests.retriever.sessions.random_indexes import VOCABULARY, build, document, is_known
 from tests.retriever.warm_interpreter import run, start
 
 ROOT = Path(__file__).parents[3]
-VOCABULARY = Vocabulary(1000, "ab" * 32)
-NUM_DOCUMENTS, LENGTH = 120, 600
-"""Some 72,000 tokens: their files are larger than what is read instead of mapped."""
-
-
-def document(seed: int, number: int) -> np.ndarray:
-    return np.random.default_rng([seed, number]).integers(1, VOCABULARY.size, LENGTH)
-
-
-def build(path: Path, seed: int = 1) -> Path:
-    documents = ((f"{seed}/{i}", document(seed, i)) for i in range(NUM_DOCUMENTS))
-    build_from_tokens(documents, path, VOCABULARY)
-    return path
-
-
-def is_known(drafter: EmbeddedDrafter, seed: int, number: int = 7) -> bool:
-    tokens = document(seed, number)
-    return len(drafter.draft_context(tokens[:12], 16).follow(tokens[12:].astype(np.int32))) > 3
 
 
 CUTTING = """
@@ -54,7 +37,7 @@ import numpy as np
 from retriever.errors import ProvenanceError
 from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.sessions.test_cut_files import VOCABULARY, is_known, document
+from tests.retriever.sessions.random_indexes import VOCABULARY, is_known, document
 
 cut, other, name, length = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 drafter = EmbeddedDrafter.open_indexes([cut, other])
@@ -118,7 +101,7 @@ import ctypes, os, sys
 from pathlib import Path
 from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.sessions.test_cut_files import document
+from tests.retriever.sessions.random_indexes import document
 drafter = EmbeddedDrafter.open_indexes([sys.argv[1]])
 drafter.draft_context(document(1, 7)[:12], 16)
 library = ctypes.CDLL("libseccomp.so.2")
@@ -163,10 +146,9 @@ def test_a_file_that_is_cut_below_its_last_page_is_not_read_behind_its_end(tmp_p
 
 def test_what_is_watched_ends_with_who_draws_on_it(tmp_path: Path) -> None:
     path = build(tmp_path / "index")
-    guard = cut_files._guard()
-    assert guard is not None
     gc.collect()
-    before, told = len(guard._places), len([each for each in guard._told if each()])
+    before = watched()
+    assert before is not None
     for _ in range(2):
         drafter = EmbeddedDrafter.open_indexes([path])
         build_from_tokens([("d", [1, 2])], path, VOCABULARY, BuildOptions(overwrite=True))
@@ -175,13 +157,14 @@ def test_what_is_watched_ends_with_who_draws_on_it(tmp_path: Path) -> None:
         shutil.rmtree(path)
         (tmp_path / "moved").rename(path)
         assert drafter.refresh()
-        assert len([each for each in guard._told if each()]) == told + 1
-        assert len(guard._places) > before
+        during = watched()
+        assert during is not None
+        assert during.num_told == before.num_told + 1
+        assert during.num_maps > before.num_maps
         drafter.shut_down()
         del drafter
         gc.collect()
-    assert len(guard._places) == before
-    assert len(guard._free) + before == int(guard._count[0])
+    assert watched() == before
 
 
 def cut(path: Path) -> None:

@@ -239,8 +239,8 @@ def test_session_names_have_a_length(name: str) -> None:
 
 def test_idle_session_ends_when_room_is_needed_and_a_used_one_does_not() -> None:
     now = 0.0
-    drafter = EmbeddedDrafter(limits=Limits(max_sessions=2, idle_session_s=60))
-    drafter._sessions._clock = lambda: now
+    limits = Limits(max_sessions=2, idle_session_s=60)
+    drafter = EmbeddedDrafter(limits=limits, clock=lambda: now)
     for name in ("idle", "used"):
         drafter.open(name, ids(1))
     now = 50.0

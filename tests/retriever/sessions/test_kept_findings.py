@@ -19,13 +19,15 @@ from retriever.errors import (
 )
 from retriever.limits import MAX_FINDINGS, Limits
 from retriever.log import log_store as records
+from retriever.log.generations_log import GenerationsLog
+from retriever.log.options import LogOptions
 from retriever.log.pools import Pools
 from retriever.predict.ledger import Ledger
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.kept_findings import KeptFindings
 from tests.retriever.findings import MODEL, OTHER, all_of, findings, rows
-from tests.retriever.log.state_folders import drafter_on, output
+from tests.retriever.log.state_folders import drafter_on, log_on, output
 from tests.retriever.token_ids import ids
 
 
@@ -99,13 +101,14 @@ def test_the_bound_keeps_the_newest_of_each_context(state: Path | None, size: in
                 assert len(found) <= most
                 assert rows(found).items() <= said.items()
         found = all_of(drafter)
-        assert len(drafter._findings._shelves[""].pieces) <= 256
     assert rows(found).items() <= said.items()
     num_newest = len(rows(found))
     assert num_newest >= most // 3
     newest = list(said)[-num_newest // 2 :]
     assert rows(found).keys() >= set(newest)
     if state is not None:
+        with log_on(state) as log:
+            assert len(log.findings("")) <= 256
         with drafter_on(state, limits) as drafter:
             assert rows(all_of(drafter)) == rows(found)
 
@@ -133,18 +136,23 @@ def test_tenants_are_apart_and_deleted_apart(state: Path | None) -> None:
 
 
 def test_nothing_is_shared_or_fetched_during_a_deletion() -> None:
-    with drafter_on(None) as drafter, drafter._pools.deletion("a"):
+    limits = Limits()
+    pools = Pools(limits, None)
+    kept = KeptFindings(pools, Ledger(1 << 30, 1 << 30), lambda: limits)
+    with pools.deletion("a"):
         with pytest.raises(LimitExceededError, match="being deleted"):
-            drafter.share_findings(MODEL, findings(0), tenant="a")
+            kept.share("a", MODEL, findings(0), None)
         with pytest.raises(LimitExceededError, match="being deleted"):
-            drafter.fetch_findings(MODEL, tenant="a")
-        drafter.share_findings(MODEL, findings(0), tenant="b")
+            kept.fetch("a", MODEL)
+        kept.share("b", MODEL, findings(0), None)
 
 
 def test_findings_expire_as_outputs_do(tmp_path: Path) -> None:
     limits = Limits(generations_age_s=100.0)
     now_s = 1000.0
-    pools = Pools.open(limits, tmp_path, "", "process", lambda _: False)
+    options = LogOptions(max_age_s=limits.generations_age_s)
+    log = GenerationsLog(tmp_path, options=options, clock=lambda: now_s)
+    pools = Pools(limits, log)
     kept = KeptFindings(pools, Ledger(1 << 30, 1 << 30), lambda: limits, lambda: now_s)
     kept.share("", MODEL, findings(0, 3), None)
     now_s = 1090.0
@@ -152,9 +160,6 @@ def test_findings_expire_as_outputs_do(tmp_path: Path) -> None:
     assert len(kept.fetch("", MODEL).findings) == 6
     now_s = 1101.0
     assert rows(kept.fetch("", MODEL).findings) == rows(findings(10, 3))
-    log = pools.log
-    assert log is not None
-    log._clock = lambda: 1101.0
     log.remove_expired()
     assert [each.number for each in log.findings("")] == [2]
     pools.close()
@@ -253,10 +258,8 @@ def test_a_disk_that_refuses_costs_the_keeping_alone(
 ) -> None:
     with drafter_on(tmp_path) as drafter:
         drafter.share_findings(MODEL, findings(0))
-        log = drafter._pools.log
-        assert log is not None
         with monkeypatch.context() as full:
-            full.setattr(log._store, "put_findings", refuse)
+            full.setattr(records.LogStore, "put_findings", refuse)
             for _ in range(3):
                 with pytest.raises(StorageError, match="free space"):
                     drafter.share_findings(MODEL, findings(10))
@@ -304,37 +307,40 @@ def test_a_damaged_file_is_set_aside_and_drafts_start(
     assert len(caplog.records) == 1
 
 
-def test_no_damaged_byte_is_ever_drafted_from(tmp_path: Path) -> None:
-    """A byte changed in any region of the file, under a seal that fits: records have sums."""
-    pieces = [findings(1000 * number, 300, number) for number in range(3)]
-    with drafter_on(tmp_path) as drafter:
-        for piece in pieces:
-            drafter.share_findings(MODEL, piece)
-        log = drafter._pools.log
-        assert log is not None
-        store = log._store
-        whole = {each.number: each.encode() for each in log.findings("")}
-        key_of = {number: store_key(number) for number in whole}
-        for number, content in whole.items():
-            for place in range(0, len(content), max(1, len(content) // 40)):
-                damaged = bytearray(content)
-                damaged[place] ^= 0x40
-                with store._environment.begin(write=True) as transaction:
-                    sealed = bytearray(transaction.get(key_of[number]) or b"")
-                    transaction.put(key_of[number], bytes(sealed[:4]) + bytes(damaged))
-                others = [each for at, each in enumerate(pieces, 1) if at != number]
-                drafter._findings.forget("")
-                assert rows(all_of(drafter)) == rows(Findings.joined(others))
-                assert [each.number for each in log.findings("")] == sorted({*whole} - {number})
-                with store._environment.begin(write=True) as transaction:
-                    transaction.put(key_of[number], bytes(sealed))
-        drafter._findings.forget("")
-        assert rows(all_of(drafter)) == rows(Findings.joined(pieces))
+def test_no_damaged_byte_is_ever_drafted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte changed in any region of a value on disk: records have sums."""
+    pieces, damaged = [findings(1000 * n, 300, n) for n in range(3)], dict[bytes, tuple[int, int]]()
+    unseal = records.unseal
 
+    def read(key: bytes, value: bytes) -> bytes | None:
+        place, flipped = damaged.get(key, (0, 0))
+        content = bytearray(value)
+        content[place] ^= flipped
+        return unseal(key, bytes(content))
 
-def store_key(number: int) -> bytes:
-
-    return records.output_key(records.findings_prefix(""), number)
+    monkeypatch.setattr(records, "unseal", read)
+    limits = Limits()
+    pools = Pools.open(limits, tmp_path, "", "process", lambda _: False)
+    kept, log = KeptFindings(pools, Ledger(1 << 30, 1 << 30), lambda: limits), pools.log
+    assert log is not None
+    for piece in pieces:
+        kept.share("", MODEL, piece, None)
+    whole = {each.number: each for each in log.findings("")}
+    for number, record in whole.items():
+        size = 4 + len(record.encode())
+        for place in range(0, size, max(1, size // 40)):
+            damaged[records.output_key(records.findings_prefix(""), number)] = (place, 0x40)
+            others = [each for at, each in enumerate(pieces, 1) if at != number]
+            kept.forget("")
+            assert rows(kept.fetch("", MODEL).findings) == rows(Findings.joined(others))
+            assert [each.number for each in log.findings("")] == sorted({*whole} - {number})
+            damaged.clear()
+            log.put_findings("", [record], [])
+    kept.forget("")
+    assert rows(kept.fetch("", MODEL).findings) == rows(Findings.joined(pieces))
+    pools.close()
 
 
 def test_a_copy_of_the_state_has_the_findings(tmp_path: Path) -> None:

@@ -82,9 +82,7 @@ def test_a_step_that_is_refused_changes_nothing_and_is_taken_once_there_is_room(
 
 def age(drafter: EmbeddedDrafter, tenant: str) -> None:
     """Let a tenant's last call be long ago."""
-    pool = drafter._pools.find(tenant)
-    assert pool is not None
-    pool.last_used_s -= 1000.0
+    drafter.load(tenant).last_used_s -= 1000.0
 
 
 def test_idle_pools_make_room_first_and_come_back_from_the_log(tmp_path: Path) -> None:
@@ -98,10 +96,7 @@ def test_idle_pools_make_room_first_and_come_back_from_the_log(tmp_path: Path) -
         assert [drafter.is_loaded(tenant) for tenant in ("", *"abc")] == [False, True, True, True]
         with pytest.raises(LimitExceededError, match="max_bytes"):
             begin(drafter, "c", "2")  # it has its share, and the others have called of late
-        pool = drafter._pools.find("a")
-        assert pool is not None
-        pool.last_used_s -= 1000.0
-        del pool
+        age(drafter, "a")
         begin(drafter, "c", "2")
         assert [drafter.is_loaded(tenant) for tenant in "abc"] == [False, True, True]
         assert drafter.evictions["pools"] == len(("", "a"))

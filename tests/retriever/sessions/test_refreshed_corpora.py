@@ -18,6 +18,7 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest
+from retriever.kernels.layout import Tables
 from retriever.predict.provenance import trace_nodes
 from retriever.sessions import embedded, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -175,25 +176,28 @@ def test_what_is_explained_is_the_corpus_that_was_drafted_from(
     assert not is_known(drafter.draft_context(document(5)[:SEEN], 16), 5)
 
 
+def tables_of(drafter: EmbeddedDrafter) -> Tables:
+    """The phrase tables that a sequence would be drafted from."""
+    return drafter.prepare(document(8)[:SEEN]).databases.corpus.tables
+
+
 def test_only_what_changed_is_opened_anew(
     library: Library, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     (tmp_path / "other").mkdir()
     other = Library(tmp_path / "other", tokenizer, range(300, 340))
     drafter = EmbeddedDrafter.open_indexes([library.path, other.path])
-    before, tables = drafter.indexes, drafter._bindings.corpus("").tables
+    before, tables = drafter.indexes, tables_of(drafter)
     other.add(400)
     assert drafter.refresh()
     assert drafter.indexes[0] is before[0]
     assert drafter.indexes[1].segments[0] is before[1].segments[0]
-    assert (
-        drafter._bindings.corpus("").tables is tables
-    )  # few documents more are not counted at once
+    assert tables_of(drafter) is tables  # few documents more are not counted at once
     assert is_known(drafter.draft_context(document(400)[:SEEN], 16), 400)
     other.compact()
     library.remove(7)
     assert drafter.refresh()
-    assert drafter._bindings.corpus("").tables is not tables
+    assert tables_of(drafter) is not tables
     for number in (8, 320, 400):
         tokens = document(number)[:SEEN]
         tree = drafter.draft_context(tokens, 16)

@@ -44,10 +44,10 @@ class Call(grpc.RpcError):
     def __init__(self) -> None:
         self._code: Any = None
         self._text = ""
-        self._metadata: tuple[tuple[str, Any], ...] = ()
+        self.metadata: tuple[tuple[str, Any], ...] = ()
 
     async def abort(self, code: Any, text: str, metadata: Any = ()) -> NoReturn:
-        self._code, self._text, self._metadata = code, text, tuple(metadata)
+        self._code, self._text, self.metadata = code, text, tuple(metadata)
         raise self
 
     def code(self) -> Any:
@@ -57,7 +57,7 @@ class Call(grpc.RpcError):
         return self._text
 
     def trailing_metadata(self) -> Any:
-        return self._metadata
+        return self.metadata
 
 
 def ended_with(error: errors.RetrieverError) -> Call:
@@ -89,7 +89,7 @@ def test_servers_without_details_are_understood_by_the_code(
 ) -> None:
     error = kind("text")
     call = ended_with(error)
-    call._metadata = ()
+    call.metadata = ()
     status = session_status("s", error)
     del status.details[:]
     for back in (error_of(call), error_of_status(status)):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from decoder.assembly import DrafterSettings
-from decoder.commands import main, plain_comparison
+from decoder.commands import plain_comparison
 from decoder.commands.bench import BenchOptions, Opened, run_benchmark
 from decoder.commands.parallel.parallel_bench import (
     ONE_BY_ONE,
@@ -40,6 +39,7 @@ from decoder.model.passes import Read, Reading
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
 from indexer.launch import INTERRUPTED
+from tests.decoder.commands.command_line import bench
 
 pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 
@@ -217,7 +217,16 @@ def test_a_tie_is_reported_and_is_no_error(
 def test_plain_batches_that_go_wrong_are_told_apart_from_ours(
     language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LibraryContender, "_ended", lambda _, tokens: tokens[:1])
+    decode = LibraryContender.decode_many
+
+    def cut(
+        self: LibraryContender, prompts: Sequence[list[int]], parallel: int, *, remember: bool
+    ) -> Run:
+        run = decode(self, prompts, parallel, remember=remember)
+        first = [output[0] for output in run.outputs]
+        return replace(run, token_ids=first, num_passes=len(first), lengths=(1,) * len(first))
+
+    monkeypatch.setattr(LibraryContender, "decode_many", cut)
     report = measured(language_model, [2], prompts=FOUR)
     plain = report["settings"][0]["widths"][0]["contenders"][PLAIN]
     assert plain["identical"] < 4
@@ -433,13 +442,6 @@ def test_prompts_without_room_for_the_whole_output_are_left_out(
     assert [width["parallel"] for width in report["settings"][0]["widths"]] == [2]
     with pytest.raises(InvalidPromptError, match=r"5 in parallel need as many prompts: of 6 .* 4"):
         measured(language_model, [5, 6], prompts=[*FOUR, *long])
-
-
-def bench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
-    monkeypatch.setattr(sys, "argv", ["decoder", "bench", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code or 0
 
 
 @pytest.fixture

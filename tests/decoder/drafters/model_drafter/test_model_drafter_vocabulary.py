@@ -118,16 +118,17 @@ def test_model_with_recurrent_state_is_refused() -> None:
         ModelDrafter(mamba)
 
 
-def limited(limit: int) -> ModelDrafter:
-    model = llama()
+def limited(limit: int, model: Any = None) -> ModelDrafter:
+    model = model or llama()
     model.config.max_position_embeddings = limit
     return ModelDrafter(model, DraftingOptions(costs=FREE))
 
 
 def test_drafts_end_at_the_models_limit() -> None:
-    drafter, prompt = limited(16), prompt_of(14)
+    model = llama()
+    drafter, prompt = limited(16, model), prompt_of(14)
     positions: list[int] = []
-    drafter.model._model.register_forward_pre_hook(
+    model.base_model.register_forward_pre_hook(
         lambda _module, _args, given: positions.append(int(given["position_ids"].max())),
         with_kwargs=True,
     )

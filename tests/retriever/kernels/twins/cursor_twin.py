@@ -75,9 +75,7 @@ _DRAFT = Databases.draft
 
 def _draft_without_cursor(databases: Databases, *args: Any) -> tuple[DraftTree, int]:
     """In place of `Databases.draft`: forgets where the cursor stood, so that it has no effect."""
-    for array, start in zip(
-        databases.context._store.cursor, new_cursor(is_sequence=True), strict=True
-    ):
+    for array, start in zip(databases.context.cursor, new_cursor(is_sequence=True), strict=True):
         array[:] = start
     return _DRAFT(databases, *args)
 
@@ -196,30 +194,30 @@ class TrailTwin:
         """What `move_trail` makes of the tokens from `begin` on."""
         trail = self
         for end in range(begin + 1, len(tokens) + 1):
-            trail = trail._after(tokens[:end])
+            trail = trail.after(tokens[:end])
         return trail
 
-    def _after(self, tokens: Sequence[int]) -> "TrailTwin":
+    def after(self, tokens: Sequence[int]) -> "TrailTwin":
         """The trail after the last of these tokens."""
         earlier = self._earlier(tokens)
         if self.place is None:
-            return self if earlier is None else self._taken(tokens, earlier, LONG)
+            return self if earlier is None else self.taken(tokens, earlier, LONG)
         if self.misses == 0 and tokens[self.place] == tokens[-1]:
             avoided = self._edit_of(tokens[self.place : -1])
-            edits = self._with_trust(avoided, -1) if avoided else self.edits
+            edits = self.with_trust(avoided, -1) if avoided else self.edits
             return replace(self, place=self.place + 1, agreed=self.agreed + 1, edits=edits)
         trail = replace(self, misses=self.misses + 1)
-        made = trail._begun(tokens)
+        made = trail.begun(tokens)
         if made is not None and len(made.new) == trail.misses:
-            edits = trail._with_trust(made, 1)
+            edits = trail.with_trust(made, 1)
             return replace(trail, place=self.place + len(made.old), misses=0, edits=edits)
         if earlier is not None:
-            return trail._taken(tokens, earlier, LONG)
+            return trail.taken(tokens, earlier, LONG)
         first = len(tokens) - trail.misses
         for place in range(self.place + RESUMED, min(self.place + REACH, first)):
             same = tokens[place - RESUMED : place] == tokens[-RESUMED:]
             if same and trail.misses >= RESUMED:
-                return trail._resumed(tokens, place, RESUMED)
+                return trail.resumed(tokens, place, RESUMED)
         return trail if trail.misses <= LOST else replace(trail, place=None)
 
     def set(self, tokens: Sequence[int], matches: Sequence[tuple[int, int]]) -> "TrailTwin":
@@ -229,7 +227,7 @@ class TrailTwin:
         if longest < LONG or min(agreed, MAX_MATCH) >= longest:
             return self
         place = next(place for place, match in matches if match == longest)
-        return self._taken(tokens, place, longest)
+        return self.taken(tokens, place, longest)
 
     def row(self, tokens: Sequence[int], depth: int) -> Row | None:
         """What `collect_trail` offers."""
@@ -237,7 +235,7 @@ class TrailTwin:
             return None
         written, source, is_edited = list[int](), list(tokens[self.place :]), False
         if self.misses:
-            begun = self._begun(tokens)
+            begun = self.begun(tokens)
             if begun is None:
                 return None
             written, source, is_edited = [*begun.new[self.misses :]], source[len(begun.old) :], True
@@ -261,12 +259,12 @@ class TrailTwin:
                 return end if list(tokens[end - LONG : end]) == last else None
         return None
 
-    def _taken(self, tokens: Sequence[int], place: int, match: int) -> "TrailTwin":
+    def taken(self, tokens: Sequence[int], place: int, match: int) -> "TrailTwin":
         if self.place is not None and self.misses and self.place < place <= self.place + REACH:
-            return self._resumed(tokens, place, match)
+            return self.resumed(tokens, place, match)
         return replace(self, place=place, misses=0, agreed=match)
 
-    def _resumed(self, tokens: Sequence[int], place: int, match: int) -> "TrailTwin":
+    def resumed(self, tokens: Sequence[int], place: int, match: int) -> "TrailTwin":
         assert self.place is not None
         match = min(match, place - self.place, self.misses)
         old = tuple(tokens[self.place : place - match])
@@ -275,10 +273,10 @@ class TrailTwin:
         if not (0 < len(old) <= LONGEST_EDIT and 0 < len(new) <= LONGEST_EDIT):
             return trail
         known = next((each for each in self.edits if (each.old, each.new) == (old, new)), None)
-        edits = self._with_trust(known, 1) if known else (*self.edits, Edit(old, new))
+        edits = self.with_trust(known, 1) if known else (*self.edits, Edit(old, new))
         return replace(trail, edits=edits[-MOST_EDITS:])
 
-    def _with_trust(self, changed: Edit, by: int) -> tuple[Edit, ...]:
+    def with_trust(self, changed: Edit, by: int) -> tuple[Edit, ...]:
         trust = min(changed.trust + by, TRUSTED)
         return tuple(replace(e, trust=trust) if e is changed else e for e in self.edits)
 
@@ -287,7 +285,7 @@ class TrailTwin:
         fitting = [e for e in self.edits if e.trust > 0 and _begins(source, e.old)]
         return fitting[-1] if fitting else None
 
-    def _begun(self, tokens: Sequence[int]) -> Edit | None:
+    def begun(self, tokens: Sequence[int]) -> Edit | None:
         """The newest edit that fits the source and begins as what did not agree."""
         assert self.place is not None
         new = tuple(tokens[len(tokens) - self.misses :])
