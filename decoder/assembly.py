@@ -373,7 +373,12 @@ def assemble(  # noqa: PLR0913  all but the first three are options
         UnsupportedModelError: the model cannot be decoded here.
         OutOfMemoryError: there is no room for what is prepared.
     """
-    target = Target(language_model.model, states=states_of(drafter), verdicts=costs or FOUND_HERE)
+    target = Target(
+        language_model.model,
+        states=states_of(drafter),
+        reuse_prefixes=True,  # the model was loaded here, and nobody changes it
+        verdicts=costs or FOUND_HERE,
+    )
     warn_of_unapplied(language_model, accept)
     budget = MeasuredBudget(known_costs(target, language_model.model, costs))
     if prepared is not None:  # last, as measuring behind long contexts may replace the memory

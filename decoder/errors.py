@@ -29,6 +29,14 @@ class HeadMismatchError(DecoderError):
     """A speculator was made for another model; the message names both sides."""
 
 
+class ModelChangedError(DecoderError):
+    """The model changed in the middle of a generation, which cannot go on with it."""
+
+
+class WeightsNotLoadedError(UnsupportedModelError):
+    """Weights of a model are on no device; the message names one."""
+
+
 class UncroppableCacheError(UnsupportedModelError):
     """The model's cache cannot drop rejected tokens, which the requested use needs."""
 

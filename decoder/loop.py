@@ -6,7 +6,7 @@ those that begin. Plain decoding is the loop with empty drafts.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
@@ -90,6 +90,9 @@ class Request:
         max_new_tokens: most tokens to generate; the model's own limit also ends it.
         remember: whether the drafter may use the output for later sequences.
         stop_rule: may end the sequence before that.
+        on_token: is told each token as soon as it is chosen, and says whether the sequence goes on.
+            What it does counts before the next token: where it changes the model, the rest of the
+            pass is dropped. It is told no token behind a stop token.
         observer: called with every pass, after its tokens are given out.
         accept: which drafted tokens are kept; `None` for the decoder's own rule.
         predictions: what the output is expected to contain: drafts of this sequence come from them,
@@ -106,6 +109,7 @@ class Request:
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     remember: bool = True
     stop_rule: StopRule | None = None
+    on_token: Callable[[int], bool] | None = None
     observer: Observer | None = None
     accept: AcceptRule | None = None
     predictions: Sequence[Prediction] = ()
@@ -187,7 +191,7 @@ class Decoder:
                 max_new_tokens,
                 remember,
                 stop_rule,
-                observer,
+                observer=observer,
                 predictions=predictions,
                 kin=kin,
             )
@@ -297,6 +301,7 @@ class Generation:
         self.is_over = False
         self._decoder = decoder
         self._accept = request.accept or decoder.accept
+        self._on_token = request.on_token
         self._sequence = TokenSequence(
             prompt,
             remember=request.remember,
@@ -349,6 +354,8 @@ class Generation:
         if tokens:
             self._sequence.extend(tokens)
             self.statistics.record(DraftTree.empty(), np.empty(0, np.int64), len(tokens))
+            if self._on_token is not None:
+                deque(map(self._on_token, tokens), maxlen=0)
             first_stop(tokens, (), self._watch.stop_rule)  # it keeps the text; its answer was given
         if error is not None:
             self.fail(DecoderError(error))
@@ -409,7 +416,15 @@ class Generation:
     def _context(self, choices: Choices | None = None) -> PassContext:
         sequence = self._sequence
         number, num_prompt = self._random_number, sequence.num_prompt
-        return PassContext(number, sequence.tokens, num_prompt, choices)
+        goes_on = None if self._on_token is None else self._goes_on
+        return PassContext(number, sequence.tokens, num_prompt, choices, goes_on)
+
+    def _goes_on(self, token: int) -> bool:
+        """Tell a chosen token; return whether what the pass found behind it holds."""
+        if token < 0 or self._on_token is None:  # none is possible
+            return False
+        goes_on = self._on_token(token) and token not in self._decoder.stop_ids
+        return goes_on and not self._decoder.target.has_changed()
 
     def commit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
         """Commit the accepted tokens up to the limit or the first stop, and return them."""
@@ -590,6 +605,7 @@ class _Batch:
 
     def steps(self) -> Iterator[tuple[Generation, list[int]]]:
         """Admit, draft, verify, accept and commit, until all sequences are over."""
+        self._target.renew()
         self._target.make_places(len(self._free))
         try:
             while (over := self._admitted()) or self._rows:
@@ -777,6 +793,7 @@ class _Batch:
 
     def _leave(self) -> None:
         """End what is left, at the end or when the caller leaves in the middle."""
+        self._target.release()
         for generation in (*(row.generation for row in self._rows), *self._returned):
             generation.end()
 

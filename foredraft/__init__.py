@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from decoder.engines.transformers.custom_generate import Foredraft
     from decoder.loop import Decoder, Generation, Request
     from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+    from decoder.model.stamp import model_changed
     from decoder.model.target import Target
     from decoder.speculators.online import LearningSpeculator
     from decoder.speculators.speculator import load_speculator
@@ -161,6 +162,7 @@ __all__ = [
     "load_speculator",
     "load_tokenizer",
     "measure_costs",
+    "model_changed",
     "predictions_of",
     "remove_documents",
     "verify_index",
@@ -179,6 +181,7 @@ _HOMES: Final = {
     "decoder.engines.transformers.custom_generate": ("Foredraft",),
     "decoder.loop": ("Decoder", "Generation", "Request"),
     "decoder.model.pretrained": ("LanguageModel", "ModelOptions", "load_model"),
+    "decoder.model.stamp": ("model_changed",),
     "decoder.model.target": ("Target",),
     "decoder.speculators.speculator": ("load_speculator",),
     "decoder.stopping": ("StoppableText", "StopStrings"),

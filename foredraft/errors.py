@@ -20,6 +20,7 @@ from decoder.errors import (
     InvalidLogitsError,
     InvalidPromptError,
     InvalidSettingsError,
+    ModelChangedError,
     ModelLoadError,
     OutOfMemoryError,
     PlotError,
@@ -34,6 +35,7 @@ from decoder.errors import (
     UnsupportedEngineError,
     UnsupportedGenerationError,
     UnsupportedModelError,
+    WeightsNotLoadedError,
 )
 from foredraft.installation import ForeignPackageError
 from indexer.errors import (
@@ -108,6 +110,7 @@ __all__ = [
     "InvalidSettingsError",
     "InvalidTreeError",
     "LimitExceededError",
+    "ModelChangedError",
     "ModelLoadError",
     "NotPermittedError",
     "NotPossibleError",
@@ -141,4 +144,5 @@ __all__ = [
     "UnsupportedGenerationError",
     "UnsupportedModelError",
     "VocabularyMismatchError",
+    "WeightsNotLoadedError",
 ]

@@ -17,12 +17,14 @@ import torch
 import typer
 from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from benchmarks.comparison import circumstances
 from decoder.budget.cost_store import device_name
-from decoder.model.cache import cache_argument
-from decoder.model.passes import TreeLayout, additive_mask
+from decoder.model.attention import tree_mask
+from decoder.model.passes import TreeLayout
 from decoder.model.target import Target
+from decoder.model.user_model import cache_argument
 from retriever.tree import DraftTree
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
@@ -146,9 +148,17 @@ def _verify_stock(
     model: PreTrainedModel, stock: DynamicCache, tree: DraftTree, context: int
 ) -> None:
     layout = TreeLayout.of(tree)
-    arrays = layout.depths, np.append(0, tree.token_ids).astype(np.int64), layout.visible
-    depths, tokens, visible = (torch.from_numpy(array).to(model.device) for array in arrays)
-    mask = additive_mask(visible, depths, context, None, model.dtype) if len(tree) else None
+    arrays = layout.depths, np.append(0, tree.token_ids).astype(np.int64)
+    depths, tokens = (torch.from_numpy(array).to(model.device) for array in arrays)
+    mask = tree_mask(
+        layout.rows(context),
+        q_length=len(tokens),
+        kv_length=context + len(tokens),
+        kv_offset=0,
+        mask_function=causal_mask_function,
+        dtype=model.dtype,
+        device=torch.device(model.device),
+    )
     model(
         input_ids=tokens[None],
         attention_mask=mask,

@@ -115,7 +115,7 @@ def decode(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> tuple[fl
 
 def compare(language_model: LanguageModel, prompts: Sequence[str], count: int) -> list[Turn]:
     """Decode some tokens of each turn by both targets."""
-    targets = [CountingTarget(language_model.model) for _ in range(2)]
+    targets = [CountingTarget(language_model.model, reuse_prefixes=True) for _ in range(2)]
     resuming, forgetful = (Decoder(each, NoDrafter(), FixedBudget(0)) for each in targets)
     most = (targets[0].max_length or 1 << 20) - count
     turns = []

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from decoder.budget.costs import CostSurface
 from decoder.budget.pass_timing import decided, measure_costs, still_holds
-from decoder.model.capability_check import Verdict
+from decoder.model.capability_check import FOUND_HERE, Verdict
 from decoder.model.compatibility import Capability
 from decoder.model.target import Target
+from decoder.model.user_model import has_code_of_others
 from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -101,13 +102,20 @@ def _computed(model: PreTrainedModel) -> Key:
     return {
         "architecture": type(model).__name__,
         "config": sha256(stated).hexdigest(),
-        "modules": sorted({type(module).__name__ for module in model.modules()}),
+        "modules": _modules(model),
         "dtype": str(model.dtype),
         **_division(model),
         "device": device_name(model.device),
         "attention": str(model.config._attn_implementation),  # noqa: SLF001  no public name
         "versions": versions(),
     }
+
+
+def _modules(model: PreTrainedModel) -> str:
+    """Return a digest of the names, kinds and modes of a model's modules."""
+    found = model.named_modules()
+    stated = [(name, type(each).__qualname__, each.training) for name, each in found]
+    return sha256(json.dumps(stated).encode()).hexdigest()
 
 
 def _division(model: PreTrainedModel) -> Key:
@@ -143,11 +151,20 @@ class CostStore:
         self._save(_COST, key, content)
 
     def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
-        """Return what models of this architecture, precision and versions verify, if it is kept."""
+        """Return what models of this architecture, precision and versions verify, if it is kept.
+
+        Code of others is in no key: what a model with hooks or modules of theirs verifies is kept
+        for as long as it is there.
+        """
+        if has_code_of_others(model):
+            return FOUND_HERE.verdict_on(model)
         return self._loaded(_CHECK, _computed(model), _verdict)
 
     def keep_verdict(self, model: PreTrainedModel, verdict: Verdict) -> None:
         """Keep what models like this one verify; the file appears whole."""
+        if has_code_of_others(model):
+            FOUND_HERE.keep_verdict(model, verdict)
+            return
         found = None if verdict.capability is None else verdict.capability.name
         content = {"capability": found, "reason": verdict.reason}
         self._save(_CHECK, _computed(model), content)
@@ -208,7 +225,7 @@ def _found_costs(
     if store is None:
         _log.warning("measuring what passes cost: some seconds")
         return measure(target)
-    key = key_of(model) | {"packed": target.packed_bytes > 0, "padded": target.pads_passes}
+    key = key_of(model) | {"packed": target.packs_weights, "padded": target.pads_passes}
     surface = store.load(key)
     if surface is not None and holds(target, surface):
         return surface

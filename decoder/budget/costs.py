@@ -119,6 +119,11 @@ class AdaptiveCosts:
         self._context = -_CONTEXT_GRAIN
         self._age = 0
 
+    @property
+    def load(self) -> float:
+        """How many times as long as measured passes take now, of all widths alike."""
+        return math.exp(self._load)
+
     def table(self, context: int) -> NDArray[np.float64]:
         """Return float64[W], seconds of a pass of 1, 2, ..., W tokens behind a context, rising."""
         moved = abs(context - self._context) >= _CONTEXT_GRAIN

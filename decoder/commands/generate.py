@@ -220,7 +220,7 @@ def answer_many(
                 options.max_new_tokens,
                 options.remember,
                 text,
-                task.observer,
+                observer=task.observer,
                 predictions=options.predictions,
                 kin=options.kin,
             )

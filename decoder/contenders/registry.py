@@ -471,7 +471,10 @@ class Contest:
         if self._target is None:
             states = {number for drafter in drafters for number in states_of(drafter)}
             self._target = Target(
-                self._language_model.model, states=states, verdicts=self._costs or FOUND_HERE
+                self._language_model.model,
+                states=states,
+                reuse_prefixes=True,
+                verdicts=self._costs or FOUND_HERE,
             )
         return self._target
 

@@ -8,7 +8,6 @@ model's time goes into its head, and most tokens that it drafts are frequent (FR
 2025, arXiv:2502.14856). The output does not change, because the target verifies every draft.
 """
 
-import inspect
 from collections.abc import Sequence
 from logging import getLogger
 from typing import Any, Final
@@ -20,11 +19,17 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
-from decoder.model.adapted import adapted, is_spread
-from decoder.model.cache import TreeCache, cache_argument
-from decoder.model.compatibility import Capability, compatibility_of, position_limit
-from decoder.model.passes import TreeLayout, additive_mask
+from decoder.model.attention import TreeRows
+from decoder.model.cache import TreeCache
+from decoder.model.compatibility import (
+    Capability,
+    common_window,
+    compatibility_of,
+    position_limit,
+)
+from decoder.model.passes import TreeLayout
 from decoder.model.ranks import refuse_shared
+from decoder.model.user_model import UserModel, is_spread
 from indexer.reader import COUNT_VALUES, Index
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
@@ -49,15 +54,11 @@ class TrimmedHead:
     Args:
         model: whose head is plain, see `has_plain_head`.
         kept: int32[n], the tokens.
-
-    Attributes:
-        base: gives the states that the head is applied to, as `last_hidden_state`.
     """
 
     def __init__(self, model: PreTrainedModel, kept: TokenIds) -> None:
         head = _head(model)
         rows = torch.from_numpy(kept.astype(np.int64)).to(head.weight.device)
-        self.base = model.base_model
         self._weight = head.weight.detach()[rows]
         self._bias = None if head.bias is None else head.bias.detach()[rows]
 
@@ -77,7 +78,7 @@ def trimmed_head(model: PreTrainedModel, kept: TokenIds) -> TrimmedHead | None:
     return None
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether logits are the last hidden states times one matrix, and nothing more."""
     head = _head(model)
@@ -117,8 +118,8 @@ class DraftModel:
     """A causal language model that reads sequences and expands drafts; holds no sequence itself.
 
     Args:
-        model: a decoder-only model of transformers with sdpa or eager attention. It is put
-            into evaluation mode.
+        model: a decoder-only model of transformers with sdpa or eager attention. Its modules run
+            as they are at each pass.
         vocabulary_size: token ids below it mean the same to this model and to the target; the
             model's own number of embeddings if not given, which may be padded beyond that.
         kept: int32[n], the only tokens to draft, by a head that computes no others; all if not
@@ -145,11 +146,9 @@ class DraftModel:
         _check_placing(model)
         layers = _layers(model)
         self._num_layers = len(layers)
-        self._windows = dict(layers)
-        model, _ = adapted(model, Capability.TREES, pack=True)
+        self._window = common_window(dict(layers))
         self._model = model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache_argument = cache_argument(model)
+        self._user = UserModel(model)
         self.max_length = position_limit(model.config)
         self.vocabulary_size = _checked_size(model, vocabulary_size)
         self.columns = np.arange(self.vocabulary_size, dtype=np.int32)
@@ -201,41 +200,30 @@ class DraftModel:
         Returns:
             [n, C], the logits after each of the nodes.
         """
-        device = torch.device(self._model.device)
-        visible = torch.from_numpy(layout.visible).to(device)
-        depths = torch.from_numpy(layout.depths).to(device)
-        dtype = self._model.dtype
-        masks = {
-            layer_type: additive_mask(visible, depths, past, window, dtype)[:, :, -len(tokens) :]
-            for layer_type, window in self._windows.items()
-        }
-        mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
         positions = layout.depths[-len(tokens) :] + past
-        return self._forward(cache, tokens, positions, mask, num_logits=len(tokens))
+        rows = layout.rows(past, len(tokens), self._window)
+        return self._forward(cache, tokens, positions, rows, num_logits=len(tokens))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _forward(
         self,
         cache: TreeCache,
         tokens: TokenIds,
         positions: NDArray[np.int64],
-        mask: Any,
+        rows: TreeRows | None,
         num_logits: int,
     ) -> torch.Tensor:
-        device = torch.device(self._model.device)
-        arguments = {
+        device = self._user.device
+        inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(tokens.astype(np.int64))[None].to(device),
-            "attention_mask": mask,
             "position_ids": torch.from_numpy(positions)[None].to(device),
-            self._cache_argument: cache,
-            "use_cache": True,
         }
         if self._head is not None:
-            states = self._head.base(**arguments).last_hidden_state
+            states = self._user.run_base(rows, cache, **inputs).last_hidden_state
             return self._head.logits(states[0, -num_logits:])
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = num_logits
-        logits: torch.Tensor = self._model(**arguments).logits
+        if self._user.takes("logits_to_keep"):
+            inputs["logits_to_keep"] = num_logits
+        logits: torch.Tensor = self._user.run(rows, cache, **inputs).logits
         return logits[0, -num_logits:, : self.vocabulary_size]
 
 
@@ -285,7 +273,7 @@ class BranchCache:
         self._length = 0
         self._drop_branches()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def catch_up(self, tokens: TokenIds) -> torch.Tensor:
         """Read the tokens of a sequence that the cache lacks.
 

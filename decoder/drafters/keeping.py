@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decoder.drafters.recycling import RecycledLogits
-from decoder.model.fingerprint import fingerprint_of
+from decoder.model.stamp import fingerprint_of
 from indexer.reader import Vocabulary
 from retriever.drafter import FINDING_BYTES, Findings, FindingsStore
 from retriever.errors import InvalidRequestError, NotPossibleError, RetrieverError
@@ -64,7 +64,7 @@ class KeptLogits:
     Args:
         recycled: what learns; a decoding loop may use it meanwhile.
         store: such as an `EmbeddedDrafter` with a state directory, or a client of a service.
-        model: its fingerprint; see `decoder.model.fingerprint`.
+        model: its fingerprint; see `decoder.model.stamp`.
         vocabulary_size: tokens that the model knows; what names others is left out.
         max_bytes: most to take from the store, and to give to it at once; `0` for nothing.
         period_s: seconds between two rounds of keeping.

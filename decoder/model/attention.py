@@ -1,19 +1,21 @@
 """Attention for grouped heads without repeated keys: a group's queries are rows of one product."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-TREE_ATTENTION: Final = "foredraft_tree"
-"""The name under which transformers knows the attention below and the masks that go with it."""
+from transformers.masking_utils import (  # type: ignore[attr-defined]  # one is torch's
+    TransformGetItemToIndex,
+    _non_vmap_expansion_sdpa,
+    _vmap_expansion_sdpa,
+    causal_mask_function,
+    sdpa_mask,
+)
 
 _UNFUSED_SCORES: Final = 7000
 """Scores of a head (rows of its group times keys) from which two products and a softmax are faster
@@ -452,13 +454,28 @@ def _attended_to(
     places, width = len(runs[0].mask), runs[-1].mask.shape[1]
     by_cell = scores.view(-1, places, num_rows // width, width, sum(sizes))
     for run, part in zip(runs, torch.split(by_cell, sizes, dim=-1), strict=True):
-        products = torch.bmm(queries, run.keys.transpose(1, 2)).view(part.shape)
+        products = _products(queries, run.keys).view(part.shape)
         torch.add(run.mask[:, None], products, alpha=scale, out=part)
     shares = torch.split(scores.softmax(dim=-1).to(queries.dtype), sizes, dim=-1)
     attended = torch.bmm(shares[0], runs[0].values)
     for run, share in zip(runs[1:], shares[1:], strict=True):
         attended.baddbmm_(share, run.values)
     return attended, scores
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return [batch, rows, keys], products in single precision at least.
+
+    Args:
+        queries: [batch, rows, size].
+        keys: [batch, keys, size].
+    """
+    if queries.dtype not in _HALF:
+        return torch.bmm(queries, keys.transpose(1, 2))
+    if queries.is_cuda:
+        wide: torch.Tensor = torch.ops.aten.bmm.dtype(queries, keys.transpose(1, 2), torch.float32)
+        return wide
+    return torch.bmm(queries.float(), keys.float().transpose(1, 2))
 
 
 def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
@@ -483,19 +500,105 @@ def folded(query: torch.Tensor, key_heads: int) -> torch.Tensor:
     return query.reshape(batch, key_heads, heads // key_heads * rows, size)
 
 
-def tree_mask(**options: Any) -> torch.Tensor | None:
-    """Return the mask that a model makes when it is given none.
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeRows:
+    """Which rows of a tree a pass reads, and what they see of one another.
 
-    The cache offers a single row only what lies in its window, so it needs no mask.
+    Attributes:
+        visible: bool[n, W], whether each of the pass's rows sees a row of the tree; the tree's
+            last n rows are those of the pass, the others lie in the cache already.
+        depths: int64[W], distance of each row from the first token behind the context.
+        past: tokens of the context.
+        window: positions that each row looks back over, itself included, where all layers show no
+            more: some models have a window in their cache alone. `None` for no such limit.
     """
-    if options["q_length"] == 1:
+
+    visible: torch.Tensor
+    depths: torch.Tensor
+    past: int
+    window: int | None = None
+
+
+def tree_mask(  # noqa: PLR0913  the parameters are transformers'
+    rows: TreeRows,
+    *,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    use_vmap: bool = False,
+    **_: Any,
+) -> torch.Tensor | None:
+    """Return the mask of a pass over a tree: the model's own rule by positions, and the tree's.
+
+    A rule is asked for positions instead of slots: by slots, siblings would push each other out of
+    a window. Additive and floating, because eager attention takes a boolean mask for numbers to
+    add.
+
+    Args:
+        rows: of the pass.
+        q_length: n, as transformers counts them.
+        kv_length: keys that the layer shows.
+        kv_offset: position of the first of them.
+        mask_function: the model's rule, see `transformers.masking_utils`.
+        dtype: of the states.
+        device: of the mask.
+        use_vmap: whether the rule takes single indices only.
+
+    Returns:
+        dtype[1, 1, n, keys], zero where attention is allowed; `None` where a single row sees all.
+
+    Raises:
+        ValueError: the layer shows other keys than the context and the tree.
+    """
+    num_before = rows.past - kv_offset
+    if (q_length, kv_length) != (len(rows.visible), num_before + len(rows.depths)):
+        raise ValueError(f"a tree of {len(rows.depths)} rows lies in {kv_length - num_before} keys")
+    visible = rows.visible.to(device)
+    seen = torch.ones(q_length, kv_length, dtype=torch.bool, device=device)
+    seen[:, num_before:] = visible
+    window = None if kv_offset + kv_length <= (rows.window or 0) else rows.window
+    if mask_function is not causal_mask_function or window is not None:
+        positions = rows.depths.to(device) + rows.past
+        columns = torch.cat([torch.arange(kv_offset, rows.past, device=device), positions])
+        own = positions[-q_length:]
+        if window is not None:
+            seen &= own[:, None] - columns < window
+        seen &= _seen_by(mask_function, own, columns, use_vmap=use_vmap)
+    return _additive_unless_all(seen[None, None], dtype)
+
+
+def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | None:
+    """Return the mask of one row behind its context, as a model makes it when it is given none.
+
+    The cache offers a single row only what lies in its window: usually that is all it may see.
+    """
+    if options["mask_function"] is causal_mask_function:
         return None
-    mask: torch.Tensor | None = sdpa_mask(**options)
-    return mask
+    mask: torch.Tensor | None = sdpa_mask(dtype=dtype, **options)
+    return None if mask is None else _additive_unless_all(mask, dtype)
 
 
-AttentionInterface.register(TREE_ATTENTION, tree_attention)
-AttentionMaskInterface.register(TREE_ATTENTION, tree_mask)
+def _seen_by(
+    rule: Callable[..., Any], rows: torch.Tensor, columns: torch.Tensor, *, use_vmap: bool
+) -> torch.Tensor:
+    """Return bool[n, keys], what a rule of transformers lets positions see of others."""
+    first = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    if use_vmap:
+        with TransformGetItemToIndex():
+            single: torch.Tensor = _vmap_expansion_sdpa(rule)(first, first, rows, columns)[0, 0]
+            return single
+    seen: torch.Tensor = rule(*_non_vmap_expansion_sdpa(first, first, rows, columns))
+    return seen.expand(1, 1, len(rows), len(columns))[0, 0]
+
+
+def _additive_unless_all(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask; none for a single row that sees all, unless the host would wait for that."""
+    if seen.shape[2] == 1 and seen.device.type == "cpu" and bool(seen.all()):
+        return None
+    return _additive(seen, dtype)
 
 
 def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> bool:
@@ -514,11 +617,14 @@ def _refused(options: dict[str, Any]) -> list[str]:
 def _pays_unfused(queries: torch.Tensor, key: torch.Tensor) -> bool:
     """Return whether two products and a softmax outrun the fused kernel.
 
-    Measured: torch's fused kernel for CPUs multiplies half precision slowly, and loses to the
-    plain products once there are many scores for each head.
+    Measured in bfloat16 on a processor that multiplies it (AVX-512 BF16): torch's fused kernel
+    loses there once there are many scores for each head. Without such instructions the plain
+    products take ten times as long as the fused kernel.
     """
-    is_half = queries.device.type == "cpu" and queries.dtype in _HALF
-    return is_half and queries.shape[2] * key.shape[2] >= _UNFUSED_SCORES
+    if queries.device.type != "cpu" or queries.dtype != torch.bfloat16:
+        return False
+    has_many = queries.shape[2] * key.shape[2] >= _UNFUSED_SCORES
+    return has_many and bool(torch.cpu._is_avx512_bf16_supported())  # noqa: SLF001  no public name
 
 
 def _unfused(
@@ -528,13 +634,13 @@ def _unfused(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend as transformers' eager attention does: softmax sums in single precision."""
+    """Attend as torch's own attention does: scores are of single precision.
+
+    In half precision products of large states are no numbers, and scores of some thousand differ
+    by whole numbers from one to the next.
+    """
     batch, heads, rows, _ = query.shape
-    scores = torch.baddbmm(
-        mask.expand(batch, heads, -1, -1).flatten(0, 1),
-        query.flatten(0, 1),
-        key.flatten(0, 1).transpose(1, 2),
-        alpha=scale,
-    )
-    output = torch.bmm(scores.softmax(dim=-1), value.flatten(0, 1))
+    products = _products(query.flatten(0, 1), key.flatten(0, 1))
+    scores = torch.add(mask.expand(batch, heads, -1, -1).flatten(0, 1), products, alpha=scale)
+    output = torch.bmm(scores.softmax(dim=-1).to(value.dtype), value.flatten(0, 1))
     return output.view(batch, heads, rows, -1)

@@ -5,14 +5,12 @@ one after another in one buffer, so one pass can write to all of them and read n
 Layers may lie on several devices: each takes indices on its own.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoder.model.prefixes import LayerStates
@@ -23,12 +21,6 @@ _MIN_CAPACITY = 256
 _ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
 _STANDING_OUT = 3000.0
 """Values that show in a context of hundreds of others whether a token was seen."""
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """Return what a model's `forward` calls its cache: `cache` since transformers 5.24."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "cache_params") if name in taken), "past_key_values")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +86,9 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take shapes, dtype and device from the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._key_buffer = key_states[..., :0, :]
-        self._value_buffer = value_states[..., :0, :]
+        with torch.inference_mode(mode=False):
+            self._key_buffer = torch.empty_like(key_states[..., :0, :])
+            self._value_buffer = torch.empty_like(value_states[..., :0, :])
         self.is_initialized = True
 
     def update(
@@ -121,7 +114,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         length = self._lengths[self.place]
         return keys[..., :length, :], values[..., :length, :]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def put_back(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold tokens whose states were held before, [1, heads, n, size] each, and no others."""
         if not self.is_initialized:
@@ -156,7 +149,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Count the first `length` slots of a place as held: they were written to in place."""
         self._lengths[self.place if place is None else place] = length
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning."""
         if not self.is_initialized:
@@ -166,7 +159,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
             states[..., :length, :] = _ANY_STATE
         self._lengths[self.place] = length
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def mark(self, slots: torch.Tensor) -> None:
         """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
         if not self.is_initialized:
@@ -246,7 +239,9 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         return self._key_buffer[..., start:end, :], self._value_buffer[..., start:end, :]
 
     def _resized(self, buffer: torch.Tensor, capacity: int, num_places: int) -> torch.Tensor:
-        grown = buffer.new_zeros((*buffer.shape[:-2], num_places * capacity, buffer.shape[-1]))
+        shape = (*buffer.shape[:-2], num_places * capacity, buffer.shape[-1])
+        with torch.inference_mode(mode=False):  # passes of either mode write to it
+            grown = buffer.new_zeros(shape)
         before = self.capacity
         for place, length in enumerate(self._lengths):
             start, held = place * capacity, place * before

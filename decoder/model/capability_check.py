@@ -19,9 +19,10 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from decoder.errors import OutOfMemoryError
-from decoder.model.cache import cache_argument
 from decoder.model.compatibility import Capability, position_limit
 from decoder.model.passes import is_out_of_memory
+from decoder.model.stamp import Structure
+from decoder.model.user_model import cache_argument
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
@@ -80,26 +81,28 @@ class Verdicts(Protocol):
         ...
 
 
+_MOST_KEPT: Final = 8
+"""Verdicts that are kept of a model: it is trained and run in turn, or adapters come and go."""
+
+
 class FoundHere:
-    """Keeps verdicts for as long as their models are there."""
+    """Keeps verdicts for as long as their models are there, by what they were made of."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[PreTrainedModel, tuple[tuple[str, ...], Verdict]]
+        self._found: WeakKeyDictionary[PreTrainedModel, list[tuple[Structure, Verdict]]]
         self._found = WeakKeyDictionary()
 
     def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
         """See `Verdicts`."""
-        stated, verdict = self._found.get(model, ((), None))
-        return verdict if stated == _settings(model) else None
+        now = Structure.of(model)
+        latest_first = reversed(self._found.get(model, []))
+        return next((verdict for before, verdict in latest_first if now.is_of(before)), None)
 
     def keep_verdict(self, model: PreTrainedModel, verdict: Verdict) -> None:
         """See `Verdicts`."""
-        self._found[model] = _settings(model), verdict
-
-
-def _settings(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return what may change while a model is there."""
-    return (str(model.dtype), str(model.device), str(model.config._attn_implementation))  # noqa: SLF001  no public name
+        kept = self._found.setdefault(model, [])
+        kept.append((Structure.of(model), verdict))
+        del kept[:-_MOST_KEPT]
 
 
 FOUND_HERE: Final[Verdicts] = FoundHere()

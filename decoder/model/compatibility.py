@@ -1,6 +1,6 @@
 """Finding out whether a model can verify trees, chains or single tokens, and with which masks."""
 
-import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from logging import getLogger
@@ -17,11 +17,13 @@ from transformers.cache_utils import (
 )
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
+from decoder.model.user_model import taken_by
 from decoder.sampling.verification import SampledTree
 from retriever.tree import ROOT, DraftTree
 
 _TREE_ATTENTION = ("sdpa", "eager")
-_TREE_LAYER_TYPES = ("full_attention", "sliding_attention")
+_MASKED_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+"""Those whose masks are known here; those of other types the model makes."""
 _CAUSAL_FOR_TEXT: Final = (False, None, "vision")
 """What a configuration says of attention in both directions where that spares tokens of text."""
 _CHUNKED: Final = "chunked_attention"
@@ -122,6 +124,17 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def takes_masks(layers: Iterable[str]) -> bool:
+    """Return whether passes over layers of some types can be given masks that are made here."""
+    return set(layers) <= set(_MASKED_LAYER_TYPES)
+
+
+def common_window(layers: Mapping[str, int | None]) -> int | None:
+    """Return the window of all layers, given that of each type; `None` where they differ."""
+    windows = set(layers.values())
+    return windows.pop() if len(windows) == 1 else None
+
+
 def computed_limit(config: PreTrainedConfig) -> int | None:
     """Return the most tokens whose passes can be computed as `generate` computes them.
 
@@ -171,10 +184,10 @@ def _reason_against_trees(
             f"{implementation} attention takes no mask for trees "
             f"(load it with one of {', '.join(_TREE_ATTENTION)})"
         )
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in taken_by(model)
     if not takes_positions or getattr(model.config, "alibi", False):
         return "it derives positions from slots, and siblings of a tree cannot share one"
-    others = sorted({kind for kind, _ in layers} - set(_TREE_LAYER_TYPES))
+    others = sorted({kind for kind, _ in layers} - {*_MASKED_LAYER_TYPES, _CHUNKED})
     return f"its {', '.join(others)} layers take no mask for trees" if others else ""
 
 

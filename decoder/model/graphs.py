@@ -4,7 +4,6 @@ A pass is one upload, one launch and one download, however many sequences it ser
 the target's choices, accepted paths and likely tokens are computed in the captured function.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,12 +15,12 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from decoder.model.attention import Grid, SplitMask
-from decoder.model.cache import Frame, TreeCache, cache_argument
-from decoder.model.passes import Masks, Read, Reading
-from decoder.model.states import States, StateTap
+from decoder.model.cache import Frame, TreeCache
+from decoder.model.passes import Read, Reading
+from decoder.model.states import States
+from decoder.model.user_model import UserModel
 from decoder.sampling.verification import Choices, ChoiceTable, Drawing
 from indexer.errors import reason_of
 from retriever.drafter import NUM_FOUND
@@ -367,26 +366,24 @@ class CapturedPasses:
     two, rows up to 256. The tokens that commits move are padded, too. Wider passes, and those that
     only read prompts, run eagerly, on the same cache. Growing buffers, and moving weights between
     two sequences, make all captured shapes void. Where capturing fails, all passes run eagerly from
-    then on, and the log says so once. Python code in a model's hooks runs when a shape is captured,
-    not at every pass.
+    then on, and the log says so once. Python code of a model runs when a shape is captured, not at
+    every pass, so only models without code of others are captured: `has_code_of_others`.
 
     Args:
         model: the model to run.
         cache: of its sequences.
         windows: of the model's layer types.
         make_capture: how shapes are captured.
-        tap: keeps states of the model; `None` to keep none.
         masking: who makes masks; chains alone are captured where the model does.
         max_length: most tokens of a sequence, `None` where there is no limit.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  what a pass is made of
         self,
-        model: PreTrainedModel,
+        model: UserModel,
         cache: TreeCache,
         windows: Windows,
         make_capture: CaptureMaker,
-        tap: StateTap | None,
         masking: Masking,
         max_length: int | None,
     ) -> None:
@@ -394,14 +391,8 @@ class CapturedPasses:
         self._cache = cache
         self._windows = dict(windows)
         self._make_capture = make_capture
-        self._tap = tap
-        self._masking, self._max_length = masking, max_length
+        self.masking, self._max_length = masking, max_length
         self._splits = masking is Masking.SPLIT
-        taken = inspect.signature(model.forward).parameters
-        self._takes_count, self._takes_positions = (
-            name in taken for name in ("logits_to_keep", "position_ids")
-        )
-        self._cache_argument = cache_argument(model)
         self._is_eager = False
         self._outputs: _Outputs = {}
         self._drawings: dict[Drawing, int] = {}
@@ -500,7 +491,7 @@ class CapturedPasses:
         if num_rows > MOST_ROWS or not (self._splits or is_first_alone):
             return None
         pasts = self._cache.lengths
-        if self._masking is Masking.OWN and self._is_beyond(pasts[0] + num_rows):
+        if self.masking is Masking.OWN and self._is_beyond(pasts[0] + num_rows):
             return None
         ends = [pasts[each.place] + len(each.tokens) for each in readings]
         last = 0 if is_first_alone else len(pasts) - 1
@@ -513,7 +504,7 @@ class CapturedPasses:
     @property
     def _fewest_rows(self) -> int:
         """Rows of the narrowest pass: models make no mask for one, which would see all slots."""
-        return 2 if self._masking is Masking.OWN else 1
+        return 2 if self.masking is Masking.OWN else 1
 
     def _is_beyond(self, end: int) -> bool:
         """Return whether rows that pad would stand where a model knows no positions."""
@@ -568,20 +559,21 @@ class CapturedPasses:
         """Run what the inputs say through the model."""
         capacity = self._cache.capacity
         laid = Laid.of(numbers, shape, capacity)
-        options: dict[str, Any] = {"logits_to_keep": 0} if self._takes_count else {}
+        options: dict[str, Any] = (
+            {"logits_to_keep": 0} if self._model.takes("logits_to_keep") else {}
+        )
         positions, length = laid.positions, None
-        if self._masking is Masking.OWN:
+        if self.masking is Masking.OWN:
             length = laid.grid.pasts[0]
             positions = length + _counted(shape.num_rows, numbers)  # rows that pad go on
-        if self._takes_positions:
+        if self._model.takes("position_ids"):
             options["position_ids"] = positions[None]
         frame = Frame(laid.slots, None if self._splits else shape.num_keys, length)
         with self._cache.framed(frame) as states:
-            output = self._model(
+            output = self._model.run(
+                cache=states,
                 input_ids=laid.tokens[None],
                 attention_mask=self._masks(laid.grid, shape, capacity),
-                use_cache=True,
-                **{self._cache_argument: states},
                 **options,
             )
         logits = output.logits[0]
@@ -590,12 +582,14 @@ class CapturedPasses:
             "choices": _choice_table(laid, logits),
             _ASKED: numbers[-2 * shape.num_rows :].view(2, -1).t(),
         }
-        if self._tap is not None:
-            found["states"] = torch.stack(list(self._tap.taken().values()), dim=1)
+        if self._model.states:
+            found["states"] = torch.stack(list(self._model.states.values()), dim=1)
         return found
 
-    def _masks(self, grid: Grid, shape: Shape, capacity: int) -> Masks:
-        if self._masking is Masking.OWN:
+    def _masks(
+        self, grid: Grid, shape: Shape, capacity: int
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        if self.masking is Masking.OWN:
             return None
         masks = {
             kind: self._mask(grid, window, shape, capacity)
@@ -658,9 +652,7 @@ class CapturedPasses:
         return found
 
     def _states(self, kept: _Outputs, rows: slice) -> States:
-        if self._tap is None:
-            return {}
-        return {number: kept["states"][rows, at] for at, number in enumerate(self._tap.taken())}
+        return {number: kept["states"][rows, at] for at, number in enumerate(self._model.states)}
 
     def _copies_for(self, num_tokens: int) -> _Copies | None:
         """Return the captured move of so many tokens in the cache; `None` to move them eagerly."""
@@ -707,7 +699,7 @@ class CapturedPasses:
         self._addresses = self._weights_at()
 
     def _weights_at(self) -> list[int]:
-        return [weight.data_ptr() for weight in self._model.parameters()]
+        return [weight.data_ptr() for weight in self._model.model.parameters()]
 
 
 def _size(shape: Shape) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from decoder.model.attention import Neighbours, PackedMask
-from decoder.model.cache import Frame, TreeCache, cache_argument, num_seen
+from decoder.model.cache import Frame, TreeCache, num_seen
 from decoder.model.passes import TreeLayout
-from decoder.model.states import States, StateTap
+from decoder.model.states import States
+from decoder.model.user_model import UserModel
 from retriever.drafter import TokenIds
 
 _CALL: Final = 1000
@@ -63,21 +63,14 @@ class PackedPasses:
         model: one whose layers all attend by `decoder.model.attention.tree_attention`.
         cache: with a place for each sequence, after a first pass over one of them.
         windows: of the model's layer types.
-        tap: keeps states of the model; `None` to keep none.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: TreeCache,
-        windows: Mapping[str, int | None],
-        tap: StateTap | None = None,
+        self, model: UserModel, cache: TreeCache, windows: Mapping[str, int | None]
     ) -> None:
         self._model = model
         self._cache = cache
         self._windows = dict(windows)
-        self._tap = tap
-        self._cache_argument = cache_argument(model)
 
     @property
     def is_ready(self) -> bool:
@@ -99,13 +92,12 @@ class PackedPasses:
         positions = torch.from_numpy(np.concatenate([part.positions for part in parts]))
         masks = self._masks(parts)
         with self._cache.framed(Frame(self._slots(parts).to(device))) as states:
-            output: Any = self._model(
+            output: Any = self._model.run(
+                cache=states,
                 input_ids=tokens[None].to(device),
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=positions[None].to(device),
-                use_cache=True,
                 logits_to_keep=_wanted(parts).to(device),
-                **{self._cache_argument: states},
             )
         for part in parts:
             self._cache.hold(part.num_keys, part.place)
@@ -133,10 +125,8 @@ class PackedPasses:
         }
 
     def _tapped(self, parts: Sequence[Part]) -> list[States]:
-        if self._tap is None:
-            return [{} for _ in parts]
         sizes = [len(part.tokens) for part in parts]
-        split = {number: torch.split(rows, sizes) for number, rows in self._tap.taken().items()}
+        split = {number: torch.split(rows, sizes) for number, rows in self._model.states.items()}
         return [{number: rows[at] for number, rows in split.items()} for at in range(len(parts))]
 
 

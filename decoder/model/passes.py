@@ -1,6 +1,5 @@
 """Forward passes of a sequence: how a draft tree lies in one, over each kind of state."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.errors import OutOfMemoryError, UncroppableCacheError
-from decoder.model.cache import TreeCache, cache_argument
-from decoder.model.states import States, StateTap
+from decoder.model.attention import TreeRows
+from decoder.model.cache import TreeCache
+from decoder.model.states import States
+from decoder.model.user_model import UserModel
 from decoder.sampling.verification import Choices, Selection
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
-
-Masks = torch.Tensor | dict[str, torch.Tensor] | None
-"""One additive mask for all layers, one for each layer type, or none where none is needed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,9 +85,19 @@ class Passes(Protocol):
     """A model with its state of one sequence."""
 
     def read(
-        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
+        self,
+        tokens: TokenIds,
+        rows: TreeRows | None,
+        positions: NDArray[np.int64],
+        num_logits: int,
     ) -> tuple[torch.Tensor, States]:
         """Run tokens, int32[n] at positions int64[n], through the model, behind its state.
+
+        Args:
+            tokens: of the pass.
+            rows: of a tree; `None` where each token sees those before it.
+            positions: of the tokens in their sequence.
+            num_logits: after how many of the last tokens logits are wanted.
 
         Returns:
             [num_logits, vocabulary], the logits after the last so many tokens, and the states
@@ -165,38 +173,34 @@ class CachedPasses:
     Args:
         model: the model to run.
         cache: of its sequence.
-        tap: keeps states of the model; `None` to keep none.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, cache: TreeCache | ChainCache, tap: StateTap | None = None
-    ) -> None:
-        self._tap = tap
-        taken = inspect.signature(model.forward).parameters
+    def __init__(self, model: UserModel, cache: TreeCache | ChainCache) -> None:
         self._model = model
-        self._takes_positions = "position_ids" in taken
-        self._takes_count = "logits_to_keep" in taken
-        self._cache_argument = cache_argument(model)
         self.cache = cache
 
     def read(
-        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
+        self,
+        tokens: TokenIds,
+        rows: TreeRows | None,
+        positions: NDArray[np.int64],
+        num_logits: int,
     ) -> tuple[torch.Tensor, States]:
         """See `Passes`."""
+        model = self._model
         options: dict[str, Any] = {}
-        if self._takes_positions:
-            options["position_ids"] = torch.from_numpy(positions)[None].to(self._model.device)
-        if self._takes_count:
+        if model.takes("position_ids"):
+            options["position_ids"] = torch.from_numpy(positions)[None].to(model.device)
+        if model.takes("logits_to_keep"):
             options["logits_to_keep"] = num_logits
         with self.cache.written() as states:
-            output = self._model(
-                input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(self._model.device),
-                attention_mask=masks,
-                use_cache=True,
-                **{self._cache_argument: states},
+            output = model.run(
+                rows,
+                states,
+                input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(model.device),
                 **options,
             )
-        return output.logits[0, -num_logits:], _tapped(self._tap)
+        return output.logits[0, -num_logits:], model.states
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -223,20 +227,16 @@ class PlainPasses:
     Where tokens must be dropped, those before them are read again.
     """
 
-    def __init__(self, model: PreTrainedModel, tap: StateTap | None = None) -> None:
+    def __init__(self, model: UserModel) -> None:
         self._model = model
-        self._tap = tap
-        taken = inspect.signature(model.forward).parameters
-        self._takes_count = "logits_to_keep" in taken
-        self._takes_positions = "position_ids" in taken
         self._tokens: list[int] = []
         self._state: dict[str, Any] | None = None
 
     def read(
-        self, tokens: TokenIds, _masks: Masks, _: NDArray[np.int64], num_logits: int
+        self, tokens: TokenIds, _rows: TreeRows | None, _: NDArray[np.int64], num_logits: int
     ) -> tuple[torch.Tensor, States]:
         """See `Passes`."""
-        model: Any = self._model
+        model: Any = self._model.model
         self._tokens.extend(tokens.tolist())
         is_first = self._state is None
         state = self._begin() if self._state is None else self._state
@@ -247,9 +247,9 @@ class PlainPasses:
             is_first_iteration=is_first,
             **state,
         )
-        output = model(**inputs, return_dict=True)
+        output = self._model.run_prepared(inputs)
         self._state = model._update_model_kwargs_for_generation(output, state)  # noqa: SLF001
-        return output.logits[0, -num_logits:], _tapped(self._tap)
+        return output.logits[0, -num_logits:], self._model.states
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -267,22 +267,20 @@ class PlainPasses:
 
     def _begin(self) -> dict[str, Any]:
         """Return the model's state before the first token."""
-        model: Any = self._model
+        model: Any = self._model.model
         mask = torch.ones(1, len(self._tokens), dtype=torch.long, device=model.device)
         state: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
-        if self._takes_count:
+        if self._model.takes("logits_to_keep"):
             state["logits_to_keep"] = 1
-        if self._takes_positions:  # some models count from 0 in every pass that names none
+        if self._model.takes(
+            "position_ids"
+        ):  # some models count from 0 in every pass that names none
             tokens = torch.tensor([self._tokens], device=model.device)
             state["position_ids"] = model._prepare_position_ids_for_generation(tokens, state)  # noqa: SLF001
         config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
         mode = GenerationMode.GREEDY_SEARCH
         model._prepare_cache_for_generation(config, state, mode, 1, 0)  # noqa: SLF001
         return state
-
-
-def _tapped(tap: StateTap | None) -> States:
-    return {} if tap is None else tap.taken()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,35 +306,17 @@ class TreeLayout:
             visible[row] |= visible[parent + 1]
         return cls(visible, visible.sum(axis=1) - 1)
 
+    def rows(self, past: int, num_rows: int | None = None, window: int | None = None) -> TreeRows:
+        """Return the last rows, by default all, of a pass behind a context of `past` tokens.
 
-def additive_mask(
-    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the attention mask of one verification pass over `past` cached tokens.
-
-    Additive and floating, because eager attention takes a boolean mask for numbers to add.
-    The window is counted in positions: by slots, siblings would push each other out of it.
-
-    Args:
-        visible: bool[W, W] on the model's device, see `TreeLayout`.
-        depths: int64[W] on the model's device.
-        past: tokens in the cache; the token in slot i stands at position i.
-        window: positions that a sliding layer looks back over, itself included; `None` for
-            full attention.
-        dtype: the model's.
-
-    Returns:
-        dtype[1, 1, W, past + W], zero where attention is allowed.
-    """
-    width = len(depths)
-    lowest = torch.finfo(dtype).min
-    mask = torch.zeros(width, past + width, dtype=dtype, device=visible.device)
-    mask[:, past:].masked_fill_(~visible, lowest)
-    if window is not None:
-        rows = depths + past
-        columns = torch.cat([torch.arange(past, device=rows.device), rows])
-        mask.masked_fill_(rows[:, None] - columns[None, :] >= window, lowest)
-    return mask[None, None]
+        Args:
+            past: tokens of the context.
+            num_rows: of the pass.
+            window: see `TreeRows`.
+        """
+        first = 0 if num_rows is None else len(self.depths) - num_rows
+        visible = torch.from_numpy(self.visible[first:])
+        return TreeRows(visible, torch.from_numpy(self.depths), past, window)
 
 
 def within_depth(tree: DraftTree, max_depth: int) -> DraftTree:

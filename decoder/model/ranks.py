@@ -51,7 +51,7 @@ _NOTE: Final = "note"
 _BEGUN: Final = "begun"
 _TOKENS: Final = "tokens"
 
-_OWN: Final = frozenset(("reset", "resume", "forget", "rewind", "commit_all", "drop"))
+_OWN: Final = frozenset(("renew", "reset", "resume", "forget", "rewind", "commit_all", "drop"))
 """What a target does by itself: the others may hear of it with the next pass."""
 
 _P = ParamSpec("_P")

@@ -4,12 +4,14 @@ A state is known by a number: `k` is what layer `k` takes, `num_layers` what the
 and `FINAL` what the head takes, behind the last norm. Published heads count in the same way.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from decoder.errors import UnsupportedModelError
@@ -22,10 +24,10 @@ States = Mapping[int, torch.Tensor]
 
 
 class StateTap:
-    """Keeps what flows between the layers of a model in each of its passes.
+    """Keeps what flows between the layers of a model in passes that listen.
 
     Args:
-        model: a structural copy: hooks are added to its modules, and not to the model's own.
+        model: whose passes.
         numbers: of the states to keep.
 
     Raises:
@@ -33,10 +35,15 @@ class StateTap:
     """
 
     def __init__(self, model: PreTrainedModel, numbers: Iterable[int]) -> None:
+        self._numbers = sorted(set(numbers))
         self._latest: dict[int, torch.Tensor] = {}
-        self._device = model.device
-        for number in sorted(set(numbers)):
-            self._place(model, number)
+        num_layers = num_states(model)
+        for number in self._numbers:
+            if number != FINAL and not 0 <= number <= num_layers:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has {num_layers} layers, and so no state {number}: "
+                    "the head was made for another model"
+                )
 
     def taken(self) -> States:
         """Return the states of the last pass: [rows, hidden size] each, on the model's device."""
@@ -46,25 +53,31 @@ class StateTap:
         """Return the states of the last pass: [batch, rows, hidden size] each."""
         return dict(self._latest)
 
-    def _place(self, model: PreTrainedModel, number: int) -> None:
-        layers, norm = _layers_and_norm(model)
-        if number == FINAL:
-            _own_hooks(norm, "_forward_hooks")
-            norm.register_forward_hook(lambda _, __, output: self._keep(number, output))
-            return
-        if not 0 <= number <= len(layers):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has {len(layers)} layers, and so no state {number}: "
-                "the head was made for another model"
-            )
-        module = norm if number == len(layers) else layers[number]
-        _own_hooks(module, "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-        module.register_forward_pre_hook(
-            lambda _, given, options: self._keep(number, _first(given, options)), with_kwargs=True
-        )
+    @contextmanager
+    def listening(self, model: PreTrainedModel) -> Iterator[None]:
+        """Keep the states of passes that this thread runs in the block.
 
-    def _keep(self, number: int, state: torch.Tensor) -> None:
-        self._latest[number] = state.to(self._device)  # layers may lie on several devices
+        The hooks stand behind the model's own, and are gone afterwards.
+        """
+        with ExitStack() as hooks:
+            for number in self._numbers:
+                hooks.callback(self._hooked(model, number).remove)
+            yield
+
+    def _hooked(self, model: PreTrainedModel, number: int) -> RemovableHandle:
+        layers, norm = _layers_and_norm(model)
+        device, thread = model.device, get_ident()
+
+        def keep(state: torch.Tensor) -> None:
+            if get_ident() == thread:
+                self._latest[number] = state.to(device)  # layers may lie on several devices
+
+        if number == FINAL:
+            return norm.register_forward_hook(lambda _, __, output: keep(output))
+        module = norm if number == len(layers) else layers[number]
+        return module.register_forward_pre_hook(
+            lambda _, given, options: keep(_first(given, options)), with_kwargs=True
+        )
 
 
 def num_states(model: PreTrainedModel) -> int:
@@ -86,12 +99,6 @@ def _layers_and_norm(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
             "head can draft from its states: draft without --speculator"
         )
     return layers, norm
-
-
-def _own_hooks(module: nn.Module, *names: str) -> None:
-    """Give a module of a structural copy hooks of its own, the model's among them."""
-    for name in names:
-        vars(module)[name] = OrderedDict(vars(module)[name])
 
 
 def _first(given: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:

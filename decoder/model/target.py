@@ -12,16 +12,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.errors import InvalidPromptError, OutOfMemoryError, UnsupportedModelError
-from decoder.model.adapted import (
-    LeastWeights,
-    adapted,
-    attends_by_groups,
-    is_patched,
-    is_spread,
-    own_passes,
+from decoder.errors import (
+    InvalidPromptError,
+    ModelChangedError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+    WeightsNotLoadedError,
 )
-from decoder.model.cache import TreeCache, num_seen
+from decoder.model.cache import TreeCache
 from decoder.model.capability_check import (
     FOUND_HERE,
     CannotCheckError,
@@ -34,9 +32,11 @@ from decoder.model.compatibility import (
     Capability,
     Compatibility,
     chain_of,
+    common_window,
     compatibility_of,
     position_limit,
     reduced,
+    takes_masks,
     tell_once,
 )
 from decoder.model.graphs import (
@@ -52,18 +52,19 @@ from decoder.model.packed import PackedPasses, Part
 from decoder.model.passes import (
     CachedPasses,
     ChainCache,
-    Masks,
     Passes,
     PlainPasses,
     Read,
     Reading,
     TreeLayout,
-    additive_mask,
     is_out_of_memory,
 )
 from decoder.model.prefixes import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, num_shared
+from decoder.model.products import LeastWeights
 from decoder.model.ranks import led, ranks_of, refuse_shared
-from decoder.model.states import States, StateTap
+from decoder.model.stamp import ModelWatch, Structure, num_said, weights_of
+from decoder.model.states import States
+from decoder.model.user_model import UserModel, has_code_of_others, is_spread
 from decoder.sampling.verification import Drawing
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
@@ -133,10 +134,10 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
 class Target:
     """A causal language model with a cache of places, each for one sequence.
 
-    Passes run through a copy of the model's modules that shares its weights, so the model itself
-    stays as it is. In the copy, grouped heads attend without repeated keys, and on a CPU linear
-    layers multiply by packed weights: those are read here once, and later changes of the model's
-    weights are not seen.
+    Passes run the model's own modules, with their hooks, adapters and modes, as they are at that
+    pass. For their time grouped heads attend without repeated keys, and on a CPU linear layers
+    multiply by packed copies of weights, each of which is used as long as its weight holds.
+    `renew` takes in how the model is made, at the start of a generation.
 
     On CUDA, passes that verify a draft are captured as graphs, one for each shape of a few.
 
@@ -150,6 +151,9 @@ class Target:
             that is asked for none pays nothing.
         prefix_bytes: memory for states of sequences that are over, besides those that lie in their
             places still; 0 for none.
+        reuse_prefixes: whether a generation may begin with keys and values of an earlier one, if
+            nothing shows a change since. Not all changes show (what a hook or a layer of yours
+            remembers, say), so this is for those who change the model in ordinary ways only.
         verdicts: where the verdict on what the model verifies is kept, by default for as long as
             the model is there; `None` to believe its configuration without a check.
 
@@ -159,7 +163,6 @@ class Target:
         capability: which drafts the model can verify; logged once where it is not trees.
         reason: why it is not trees; empty where it is.
         max_nodes: most nodes of a draft that it verifies; halved where memory runs out.
-        packed_bytes: memory that packed weights take besides the model's own.
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
             `decoder.model.compatibility.position_limit`.
@@ -179,39 +182,135 @@ class Target:
         capture: CaptureMaker | None = None,
         states: Iterable[int] = (),
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
+        reuse_prefixes: bool = False,
         verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
         self.ranks = ranks_of(model)
         # Processes might differ in what they find memory for.
         self._prefixes = PrefixStore(prefix_bytes if self.ranks is None else 0)
+        self._reuses = reuse_prefixes
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
+        self._verdicts = verdicts
         if self._tapped:
             refuse_shared(model, "No head can draft from the states of a")
+        self._model = model
+        self._watch: ModelWatch | None = None
+        self._is_remade = False
+        self._num_said = num_said()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Find out what the model can verify, as it is made now.
+
+        Raises: as the target itself.
+        """
+        model = self._model
+        self._structure = Structure.of(model)
+        self._weights = weights_of(model)
         _check_placing(model)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
-        self._begin(model, promised)
-        if verdicts is not None:
-            self._check(model, promised, verdicts)
+        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+        self._begin(promised)
+        if self._verdicts is not None:
+            self._check(model, promised, self._verdicts)
         if self.capability is promised.capability is Capability.CHAINS:
             self._captured = self._made_captured(Masking.OWN)
             self._check_captured_chains()
         tell_once(model, self.capability, self.reason)
-        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
-    def _begin(self, model: PreTrainedModel, compatibility: Compatibility) -> None:
+    def _begin(self, compatibility: Compatibility) -> None:
         """Begin with passes for the drafts that a model can verify."""
         self.capability, self.reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
-        self._model, self.packed_bytes = adapted(model, self.capability, pack=self._pack)
-        self._tap = StateTap(self._model, self._tapped) if self._tapped else None
-        self._renew(compatibility)
+        self._window = common_window(self._windows)
+        self._user = UserModel(self._model, pack=self._pack, tapped=self._tapped)
+        self._renew_cache(compatibility)
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
 
-    def _renew(self, compatibility: Compatibility) -> None:
+    @led
+    def renew(self) -> bool:
+        """Take in what the model is now, before a generation.
+
+        Packed weights whose contents changed unseen are dropped. Where modules, hooks, modes, the
+        configuration or shapes changed, what it can verify is found out again.
+
+        Returns:
+            Whether the target begins anew: with other limits, costs, vocabulary or drafts.
+
+        Raises: as the target itself.
+        """
+        is_other = not Structure.of(self._model).is_of(self._structure)
+        if is_other:
+            refuse_shared(self._model, "Nothing may be changed in a")
+            self._prefixes.clear()
+            self._settle()
+        else:
+            weights = weights_of(self._model)
+            is_changed = self._user.audit() or weights != self._weights or not self._reuses
+            self._weights = weights
+            if is_changed:
+                self.forget()
+        self._watch, self._is_remade, self._num_said = ModelWatch(self._model), False, num_said()
+        return is_other
+
+    def release(self) -> None:
+        """Let go of what a generation holds of the model besides the model itself."""
+        self._watch = None
+
+    def has_changed(self) -> bool:
+        """Return whether the model changed since the last pass, by what was called meanwhile.
+
+        What the pass found behind the last token that was decided on is then of another model.
+        """
+        if self._watch is None:
+            return False
+        self._is_remade |= self._watch.has_other_modules()
+        return self._watch.has_other_weights() or self._is_remade or self._num_said != num_said()
+
+    def _take_in_changes(self) -> None:
+        """Go on, in the middle of a generation, with the model as it is now.
+
+        Raises:
+            ModelChangedError: it cannot go on with what it has read.
+        """
+        if self._num_said != num_said():
+            self._num_said = num_said()
+            self._user.audit()
+        if self._watch is not None and (self._is_remade or self._watch.has_other_modules()):
+            self._is_remade = False
+            self._remake()
+
+    def _remake(self) -> None:
+        """Go on with other modules, if they verify as much as those before.
+
+        Raises:
+            ModelChangedError: they do not, or compute in another precision or elsewhere.
+        """
+        now = Structure.of(self._model)
+        if now.is_of(self._structure):
+            return
+        before, self._structure = self._structure, now
+        if before.placed != now.placed:
+            raise ModelChangedError(
+                "the model was cast, moved or resized in the middle of a generation, which what it "
+                "has read does not fit: end the generation first"
+            )
+        options = {"pack": self._pack, "states": self._tapped, "verdicts": self._verdicts}
+        found = Target(self._model, **options)  # type: ignore[arg-type]  # as given to this one
+        if found.capability < self.capability:
+            raise ModelChangedError(
+                "the model was changed in the middle of a generation, and now verifies "
+                f"{found.capability.name.lower()} only ({found.reason}): end the generation first"
+            )
+        self._user.look()
+        if self._captured is not None:
+            self._captured = self._made_captured(self._captured.masking)
+
+    def _renew_cache(self, compatibility: Compatibility) -> None:
         """Begin with an empty cache that holds no memory yet."""
-        self._places = _Places(partial(_passes, self._model, compatibility, self._tap))
-        self._packed = self._places.packed(self._model, self._windows, self._tap)
+        self._places = _Places(partial(_passes, self._user, compatibility))
+        self._packed = self._places.packed(self._user, self._windows)
         masking = Masking.DENSE if self._packed is None else Masking.SPLIT
         takes_trees = self.capability is Capability.TREES
         self._captured = self._made_captured(masking) if takes_trees else None
@@ -224,11 +323,12 @@ class Target:
     def _made_captured(self, masking: Masking) -> CapturedPasses | None:
         """Return passes of fixed shapes, `None` where they are not to be captured."""
         capture, cache = self._capture or capture_on(self.device), self._places.cache
-        if capture is None or cache is None or is_patched(self._model) or is_spread(self._model):
+        if capture is None or cache is None or is_spread(self._model):
             return None
-        return CapturedPasses(
-            self._model, cache, self._windows, capture, self._tap, masking, self.max_length
-        )
+        has_masks = masking is Masking.OWN or takes_masks(self._windows)
+        if not has_masks or has_code_of_others(self._model):
+            return None
+        return CapturedPasses(self._user, cache, self._windows, capture, masking, self.max_length)
 
     def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
         """Fall back to what the model was found to verify.
@@ -246,8 +346,8 @@ class Target:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be decoded here: {verdict.reason}"
             )
-        if verdict.capability is not self.capability:
-            self._begin(model, reduced(promised, verdict.capability, verdict.reason))
+        if verdict.capability < promised.capability:
+            self._begin(reduced(promised, verdict.capability, verdict.reason))
         self.reason = verdict.reason or promised.reason
 
     def _agreed(self, verdict: Verdict | None) -> Verdict | None:
@@ -266,22 +366,33 @@ class Target:
 
         def made(capability: Capability) -> "Target":
             if capability is not self.capability:
-                self._begin(model, reduced(promised, capability, ""))
+                self._begin(reduced(promised, capability, ""))
             return self
 
         try:
-            return find_verdict(own_passes(model), promised.capability, made)
+            with torch.random.fork_rng(devices=[]):
+                return find_verdict(model, promised.capability, made)
         except (CannotCheckError, OutOfMemoryError) as error:
             _log.info("%s is taken by its configuration: %s", type(model).__name__, error)
-            self._begin(model, promised)
+            self._begin(promised)
             return None
         finally:
-            self._renew(reduced(promised, self.capability, ""))
+            self._renew_cache(reduced(promised, self.capability, ""))
 
     @property
     def device(self) -> torch.device:
         """Where logits lie."""
-        return torch.device(self._model.device)
+        return self._user.device
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory that packed weights take besides the model's own."""
+        return self._user.packed_bytes
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether passes multiply by packed weights, once these are made."""
+        return self._user.packs
 
     @property
     def pads_passes(self) -> bool:
@@ -360,12 +471,12 @@ class Target:
         if cache.capacity == 0:
             self.prefill(np.zeros(1, np.int32))  # with their first states, layers make buffers
             self.reset()
-        with within_memory(num_tokens), torch.inference_mode():
+        with within_memory(num_tokens), torch.no_grad():
             cache.reserve(num_tokens + num_rows)
             if self._captured is not None:
                 self._captured.prepare(num_tokens, num_rows)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prepare_drawing(self, drawing: Drawing, num_rows: int = MOST_ROWS) -> None:
         """Capture, after `prepare`, how sequences choose that draw alike; see `SelectingRule`.
 
@@ -376,7 +487,7 @@ class Target:
         if self._captured is not None:
             self._captured.prepare_drawing(drawing, num_rows)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _check_packing(self, packed: PackedPasses) -> None:
         """Read each for itself from now on if shared passes are found to give other logits."""
         tree = DraftTree.checked([1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], [0, 0, 0])
@@ -400,7 +511,7 @@ class Target:
         for reading in readings:
             self.reset(reading.place)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _check_captured_chains(self) -> None:
         """Run chains eagerly if captured passes of the model's own masks give other logits.
 
@@ -495,6 +606,7 @@ class Target:
             OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the most
                 nodes tried; committed tokens stay, and pieces of prompts are not committed.
         """
+        self._take_in_changes()
         for reading in readings:
             self.rewind(reading.place)
         try:
@@ -511,7 +623,7 @@ class Target:
             raise
 
     @led
-    @torch.inference_mode()
+    @torch.no_grad()
     def rewind(self, place: int = 0) -> None:
         """Drop tokens of a place that were verified and not committed."""
         self._places.at(place).truncate(self._committed[place])
@@ -526,7 +638,7 @@ class Target:
         self.commit_all([(place, path)])
 
     @led
-    @torch.inference_mode()
+    @torch.no_grad()
     def commit_all(self, paths: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
         """Commit for several sequences, which on CUDA takes as many launches as for one.
 
@@ -569,7 +681,7 @@ class Target:
         return True
 
     @led
-    @torch.inference_mode()
+    @torch.no_grad()
     def drop(self, num_tokens: int) -> None:
         """Take the last committed tokens back."""
         self._committed[0] -= num_tokens
@@ -577,7 +689,7 @@ class Target:
         self._places.at(0).truncate(self._committed[0])
 
     @led
-    @torch.inference_mode()
+    @torch.no_grad()
     def reset(self, place: int = 0) -> None:
         """Forget the sequence of a place."""
         if self._captured is not None:
@@ -598,7 +710,7 @@ class Target:
         return max(places, key=lambda place: (self._num_shared(tokens, place), -place))
 
     @led
-    @torch.inference_mode()
+    @torch.no_grad()
     def resume(self, tokens: TokenIds, place: int) -> int:
         """Begin a sequence with what was read before of tokens that it begins with.
 
@@ -643,20 +755,7 @@ class Target:
                 states = cache.at(place).held(len(held))
                 self._prefixes.put(Prefix(np.array(held, np.int32), states))
 
-    def _masks(self, layout: TreeLayout, past: int) -> Masks:
-        if len(layout.depths) == 1 or self.capability is not Capability.TREES:
-            return None  # one row is causal by itself, and models make a chain's mask themselves
-        visible = torch.from_numpy(layout.visible).to(self.device)
-        depths = torch.from_numpy(layout.depths).to(self.device)
-        masks = {
-            layer_type: additive_mask(
-                visible, depths, num_seen(past, window), window, self._model.dtype
-            )
-            for layer_type, window in self._windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    @torch.inference_mode()
+    @torch.no_grad()
     def _read_captured(self, readings: Sequence[Reading]) -> list[Read] | None:
         """Read for several sequences by a captured pass; `None` where there is none for them."""
         if self._captured is None or (len(readings) > 1 and self._packed is None):
@@ -668,20 +767,22 @@ class Target:
             self._note(reading)
         return read
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _read_alone(self, reading: Reading) -> Read:
         """Read for one sequence, in a pass of its own."""
         past = self._committed[reading.place]
         layout = None if reading.tree is None else TreeLayout.of(reading.tree)
         depths = np.arange(len(reading.tokens)) if layout is None else layout.depths
         with within_memory(past + len(reading.tokens)):
-            masks = None if layout is None else self._masks(layout, past)
+            # A row is causal by itself, and models make a chain's mask themselves.
+            is_tree = len(depths) > 1 and self.capability is Capability.TREES
+            rows = None if layout is None or not is_tree else layout.rows(past, window=self._window)
             passes = self._places.at(reading.place)
-            read = passes.read(reading.tokens, masks, depths + past, reading.num_logits)
+            read = passes.read(reading.tokens, rows, depths + past, reading.num_logits)
         self._note(reading)
         return Read(*read)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _read_together(self, packed: PackedPasses, readings: Sequence[Reading]) -> list[Read]:
         """Read for several sequences, in one pass."""
         parts = [
@@ -712,12 +813,19 @@ def _check_placing(model: PreTrainedModel) -> None:
     """Refuse a model whose first weights, by which inputs are placed, are on no device.
 
     Raises:
-        UnsupportedModelError: they are not loaded, or only for as long as they are used.
+        WeightsNotLoadedError: they are not loaded, or only for as long as they are used; or others
+            are not loaded, which nothing will load.
     """
     if next(model.parameters()).is_meta:
-        raise UnsupportedModelError(
+        raise WeightsNotLoadedError(
             f"the first weights of {type(model).__name__} are on no device: load it with a "
             "device_map that does not offload the embeddings to the disk or the CPU"
+        )
+    missing = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    if missing is not None and not has_code_of_others(model):  # hooks load what is elsewhere
+        raise WeightsNotLoadedError(
+            f"{missing} of {type(model).__name__} is on the meta device, which holds no values: "
+            "load it"
         )
 
 
@@ -752,21 +860,19 @@ class _Places:
         else:
             self._passes.extend(self._new_passes() for _ in range(count - len(self._passes)))
 
-    def packed(
-        self, model: PreTrainedModel, windows: Windows, tap: StateTap | None
-    ) -> PackedPasses | None:
+    def packed(self, model: UserModel, windows: Windows) -> PackedPasses | None:
         """Return passes over all places, `None` where the model takes none."""
-        if self.cache is None or not attends_by_groups(model):
+        if self.cache is None or not model.attends_by_groups() or not takes_masks(windows):
             return None
-        return PackedPasses(model, self.cache, windows, tap)
+        return PackedPasses(model, self.cache, windows)
 
 
-def _passes(model: PreTrainedModel, compatibility: Compatibility, tap: StateTap | None) -> Passes:
+def _passes(model: UserModel, compatibility: Compatibility) -> Passes:
     if compatibility.layers is not None:
-        return CachedPasses(model, TreeCache([window for _, window in compatibility.layers]), tap)
+        return CachedPasses(model, TreeCache([window for _, window in compatibility.layers]))
     if compatibility.capability is Capability.CHAINS:
-        return CachedPasses(model, ChainCache(model), tap)
-    return PlainPasses(model, tap)
+        return CachedPasses(model, ChainCache(model.model))
+    return PlainPasses(model)
 
 
 def _num_in_place(path: NDArray[np.int64]) -> int:

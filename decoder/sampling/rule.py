@@ -66,13 +66,17 @@ class ProcessedRule:
         """
         chosen = self._selected(logits, context)
         if chosen is not None:
-            return _possible(tree, logits, follow(tree, lambda _: chosen, together=True))
+            acceptance = follow(tree, lambda _: chosen, context.goes_on, together=True)
+            return _possible(tree, logits, acceptance)
         scores = PathScores(self.processing, tree, logits, context)
         choose = self._choice(tree, context)
         together = self.processing.is_blind and is_waited_for(logits)
         with torch.inference_mode():
             path, token = follow(
-                tree, lambda rows: choose(scores.of(rows), rows), together=together
+                tree,
+                lambda rows: choose(scores.of(rows), rows),
+                context.goes_on,
+                together=together,
             )
         return _possible(tree, logits, (path, token))
 

@@ -33,12 +33,15 @@ class PassContext:
         tokens: int32[n], the committed tokens, the prompt first. Not to be written to.
         num_prompt_tokens: how many of them are the prompt's.
         choices: what the pass found with its logits, if it did.
+        goes_on: is told each token of the output as soon as it is chosen, and says whether what
+            the pass found behind it holds; `None` where it always does.
     """
 
     sequence: int
     tokens: TokenIds
     num_prompt_tokens: int = 0
     choices: "Choices | None" = None
+    goes_on: Callable[[int], bool] | None = None
 
     @property
     def position(self) -> int:
@@ -174,12 +177,13 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -
         logits: [1 + N, vocabulary], the target's, after the last token and after each node.
         context: of the pass.
     """
-    if context.choices is not None and context.choices.are_of(logits):
+    goes_on = context.goes_on
+    if goes_on is None and context.choices is not None and context.choices.are_of(logits):
         return context.choices.greedy()
     if is_waited_for(logits):
-        return follow(tree, lambda rows: logits[rows].argmax(dim=-1), together=True)
+        return follow(tree, lambda rows: logits[rows].argmax(dim=-1), goes_on, together=True)
     # In bfloat16 the search takes five times as long as the conversion and the search.
-    return follow(tree, lambda rows: logits[rows].float().argmax(dim=-1), together=False)
+    return follow(tree, lambda rows: logits[rows].float().argmax(dim=-1), goes_on, together=False)
 
 
 def is_waited_for(logits: torch.Tensor) -> bool:
@@ -209,7 +213,11 @@ def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> ND
 
 
 def follow(
-    tree: DraftTree, choose: Callable[[slice], torch.Tensor], *, together: bool
+    tree: DraftTree,
+    choose: Callable[[slice], torch.Tensor],
+    goes_on: Callable[[int], bool] | None = None,
+    *,
+    together: bool,
 ) -> Acceptance:
     """Walk down the tree as long as a child carries the token chosen for its parent.
 
@@ -217,6 +225,7 @@ def follow(
         tree: N nodes.
         choose: gives int64[n], the target's tokens for some rows: after the last token for row 0,
             after node n for row n + 1.
+        goes_on: is told each chosen token before the next is; the walk ends where it says no.
         together: whether all rows are asked for before the walk; otherwise each is when the path
             comes by, and no other.
     """
@@ -229,7 +238,9 @@ def follow(
 
     path: list[int] = []
     node, token = ROOT, chosen(0)
-    while (child := children.get((node, token))) is not None:
+    while (goes_on is None or goes_on(token)) and (
+        child := children.get((node, token))
+    ) is not None:
         path.append(child)
         node, token = child, chosen(child + 1)
     return np.array(path, np.int64), token

@@ -20,9 +20,10 @@ from decoder.drafters.draft_model import has_plain_head
 from decoder.drafters.following import Verified
 from decoder.drafters.reading import SequenceReader
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
-from decoder.model.adapted import pack_linears
 from decoder.model.cache import GrowingLayer
+from decoder.model.products import products_of
 from decoder.model.target import within_memory
+from decoder.model.user_model import multiplying
 from decoder.speculators.eagle import Eagle3Head, EagleHead
 from decoder.speculators.head_files import Head, HeadTarget, load_head
 from decoder.speculators.mlp import MlpHead
@@ -49,8 +50,7 @@ class Speculator:
     """A head that reads draft trees; see `TreeReader`.
 
     Args:
-        head: is moved to the target's device and precision, and its layers are packed: it belongs
-            to the speculator from then on.
+        head: is moved to the target's device and precision: it belongs to the speculator then.
         model: the target.
         name: in messages.
         kept: int32[n], the only tokens to draft, for heads whose vocabulary is the target's; those
@@ -101,7 +101,6 @@ class Speculator:
             head.rotary_emb = RotationTable(head.rotary_emb)
             head.lm_head = _output_layer(head, model, self.columns)
             head.embed_tokens = _embedding_of(head, embedding)
-        pack_linears(head)
 
     def follow(self, sequence: TokenSequence) -> SequenceReader:
         """Return the reading of a sequence; see `TreeReader.follow`."""
@@ -333,7 +332,7 @@ class EagleReading:
 
     def __init__(self, speculator: Speculator, head: EagleHead, sequence: TokenSequence) -> None:
         self._speculator = speculator
-        self._head = head
+        self._head, self._products = head, products_of(head)
         self._sequence = sequence
         self._window = head.config.window
         self._states = TrueStates(head.config.states, speculator.most_states)
@@ -354,11 +353,11 @@ class EagleReading:
         if not self._states.reach(self._sequence):
             return None
         self._check_length()
-        with self._translated():
+        with self._translated(), multiplying(self._products):
             self._drop_tree()
             self._catch_up()
-        root = self._hidden[:1]
-        return self._head.logits(root) if len(root) else None
+            root = self._hidden[:1]
+            return self._head.logits(root) if len(root) else None
 
     @torch.inference_mode()
     def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
@@ -367,7 +366,7 @@ class EagleReading:
         self._depths.extend([self._depths[row] + 1 for row in rows])
         visible = self._tree.extended(parents)
         positions = [self._end - 1 + depth for depth in self._depths[-len(rows) :]]
-        with self._translated():
+        with self._translated(), multiplying(self._products):
             hidden = self._step(tokens, self._hidden[rows], positions, visible)
             self._hidden = torch.cat([self._hidden, hidden])
             return self._head.logits(hidden)
@@ -516,7 +515,7 @@ class MlpReading:
     """
 
     def __init__(self, head: MlpHead, sequence: TokenSequence) -> None:
-        self._head = head
+        self._head, self._products = head, products_of(head)
         self._sequence = sequence
         self._states = TrueStates(head.config.states)
         self._drop_tree()
@@ -534,8 +533,9 @@ class MlpReading:
             self._root = self._head.project(self._states.take()[-1:])
         self._drop_tree()
         last = torch.from_numpy(self._sequence.tokens[-1:].astype(np.int64)).to(self._root.device)
-        self._hidden = self._head.step(last, self._root, 0)
-        return self._head.logits(self._hidden, 0)
+        with multiplying(self._products):
+            self._hidden = self._head.step(last, self._root, 0)
+            return self._head.logits(self._hidden, 0)
 
     @torch.inference_mode()
     def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
@@ -547,8 +547,9 @@ class MlpReading:
         logits: torch.Tensor | None = None
         for depth in np.unique(depths).tolist():
             among = torch.from_numpy(np.flatnonzero(depths == depth)).to(ids.device)
-            reached = self._head.step(ids[among], self._hidden[rows[among]], depth)
-            found = self._head.logits(reached, depth)
+            with multiplying(self._products):
+                reached = self._head.step(ids[among], self._hidden[rows[among]], depth)
+                found = self._head.logits(reached, depth)
             if logits is None:
                 logits = found.new_empty(len(tokens), found.shape[1])
             hidden[among], logits[among] = reached, found

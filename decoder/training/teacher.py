@@ -1,19 +1,17 @@
 """The target as a teacher: it answers prompts many at a time, and its states are kept."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from decoder.errors import TrainingError, UnsupportedModelError
-from decoder.model.adapted import adapted
-from decoder.model.cache import TreeCache, cache_argument, num_seen
+from decoder.model.cache import TreeCache, num_seen
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
 from decoder.model.pretrained import LanguageModel
-from decoder.model.states import StateTap
+from decoder.model.user_model import UserModel
 from decoder.sampling.verification import draw
 from decoder.training.lessons import Lesson
 from retriever.drafter import TokenIds
@@ -67,23 +65,22 @@ class Teacher:
             )
         self._layers = compatibility.layers
         self._windows = dict(compatibility.layers)
-        self._model, _ = adapted(model, compatibility.capability, pack=True)
-        self._tap = StateTap(self._model, states)
+        self._user = UserModel(model, tapped=states)
         self._name = language_model.name
         self._max_length = position_limit(model.config)
         self._stop_ids = frozenset(language_model.stop_ids)
-        takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if takes_count else {}
-        self._cache_argument = cache_argument(model)
+        self._last_logits: dict[str, Any] = {}
+        if self._user.takes("logits_to_keep"):
+            self._last_logits["logits_to_keep"] = 1
         self.states = tuple(states)
         self.state_size = int(model.config.get_text_config(decoder=True).hidden_size)
 
     @property
     def device(self) -> torch.device:
         """Where the target computes."""
-        return torch.device(self._model.device)
+        return self._user.device
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read(self, lessons: Sequence[Lesson]) -> list[Taught]:
         """Read prompts with their recorded outputs in one pass.
 
@@ -94,18 +91,14 @@ class Teacher:
         tokens = np.zeros((len(texts), max(map(len, texts))), np.int64)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text  # what stands behind a text, no row of it sees
-        self._model(
-            input_ids=torch.from_numpy(tokens).to(self.device),
-            use_cache=False,
-            **self._last_logits,
-        )
+        self._user.run(input_ids=torch.from_numpy(tokens).to(self.device), **self._last_logits)
         states = self._kept()
         return [
             Taught(text.astype(np.int32), len(each.prompt), states[row, : len(text)], each.is_own)
             for row, (each, text) in enumerate(zip(lessons, texts, strict=True))
         ]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def answer(
         self,
         prompts: Sequence[TokenIds],
@@ -150,15 +143,14 @@ class Teacher:
         """Return float32[batch, vocabulary], the logits after the last tokens given."""
         past, width = cache.get_seq_length(), tokens.shape[1]
         masks = {
-            kind: batch.mask(past, width, window, self._model.dtype).to(self.device)
+            kind: batch.mask(past, width, window, self._user.dtype).to(self.device)
             for kind, window in self._windows.items()
         }
-        output = self._model(
+        output = self._user.run(
+            cache=cache,
             input_ids=tokens.to(self.device),
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             position_ids=positions.to(self.device),
-            use_cache=True,
-            **{self._cache_argument: cache},
             **self._last_logits,
         )
         logits: torch.Tensor = output.logits[:, -1].float()
@@ -170,7 +162,7 @@ class Teacher:
         Raises:
             TrainingError: some are no finite numbers.
         """
-        states = self._tap.batch()
+        states = self._user.batched_states
         kept = torch.cat([states[number] for number in self.states], -1).bfloat16()
         if not bool(torch.isfinite(kept).all()):
             raise TrainingError(

@@ -13,10 +13,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from decoder.model import user_model
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.training import head_trainer
 from indexer.tokenizer import CACHE_VARIABLE, DEFAULT_MODEL
-from tests.decoder.decoding import SIZES, prompt_of
+from tests.decoder.decoding import SIZES, DoubleNorm, prompt_of
 from tests.decoder.training.teaching import StepClock
 
 STOP = "<end>"
@@ -31,6 +32,13 @@ def _threads(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _no_costs_from_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, "none")
+
+
+@pytest.fixture(autouse=True)
+def _own_norms_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes of models with the norms of these tests be captured."""
+    known = (*user_model.KNOWN_CODE, f"{DoubleNorm.__module__}.")
+    monkeypatch.setattr(user_model, "KNOWN_CODE", known)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from decoder.drafters.kernels.recycled import Table, find, key_of
 from decoder.drafters.kernels.recycled_entries import enter
 from decoder.drafters.recycling import NUM_LIKELY, RecycledLogits
 from decoder.errors import ContradictoryOptionsError
-from decoder.model.fingerprint import fingerprint_of
 from decoder.model.pretrained import LanguageModel
+from decoder.model.stamp import fingerprint_of
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import FINDING_BYTES, Findings, FoundPage
 from retriever.errors import DrafterUnavailableError, NotPossibleError, StateError

@@ -4,6 +4,7 @@ A greedy output in float32 must be the one of plain `generate`, and a coupled dr
 drafts; else recording fails. Budgets are fixed: no time decides what is verified.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from decoder.budget.budget import FixedBudget
+from decoder.budget.cost_store import key_of
 from decoder.budget.costs import CostSurface
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
@@ -580,7 +582,8 @@ def plugins(subject: Subject) -> Iterator[Step]:
     prompt = PROMPTS[0]
     truth, listener = subject.truth(prompt), Listener()
     folder, assistant = official_eagle3().write(subject.scratch), draft_model()
-    custom_generate._curves[subject.model] = CostSurface((0, 64), (1, 64), ((1.0, 1.0), (1.0, 1.0)))
+    costs = CostSurface((0, 64), (1, 64), ((1.0, 1.0), (1.0, 1.0)))
+    custom_generate._curves[subject.model] = {json.dumps(key_of(subject.model)): costs}
     script = ScriptedDrafter(perfect(prompt + truth))
     calls: dict[str, dict[str, Any]] = {
         "streamer": {"custom_generate": plugged(subject, script), "streamer": listener},

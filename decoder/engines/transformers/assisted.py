@@ -22,8 +22,7 @@ from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.requests import (
     TESTED,
-    CriteriaRule,
-    Stream,
+    Listeners,
     caches_of,
     check_chains,
     check_transformers,
@@ -181,8 +180,8 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
         min_probability=min_probability,
         max_length=generation_config.max_length,
     )
-    stream = Stream(streamer_of_call())
-    watch = _TokenByToken(stopping_criteria, input_ids, stream)
+    streamer = streamer_of_call()
+    watch = _TokenByToken(Listeners(input_ids, stopping_criteria, streamer), input_ids.shape[1])
     with _candidates_from(model, candidates, watch):
         output = GenerationMixin._assisted_decoding(  # noqa: SLF001  no public name
             model,  # type: ignore[arg-type]  # every causal model has the mixin
@@ -192,7 +191,8 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
             generation_config=generation_config,
             **model_kwargs,
         )
-    stream.end()
+    if streamer is not None:
+        streamer.end()
     return _cut(output, watch.length, watch.length - input_ids.shape[1])
 
 
@@ -219,28 +219,26 @@ class _TokenByToken(StoppingCriteria):
     """Applies criteria after every token, even if several are accepted at once.
 
     Args:
-        criteria: of the call.
-        input_ids: int64[1, n], the prompt.
-        stream: is told each token that the sequence keeps.
+        listeners: told each token that the sequence keeps.
+        length: tokens of the prompt.
 
     Attributes:
         length: tokens that the sequence keeps so far, the prompt's included.
     """
 
-    def __init__(
-        self, criteria: StoppingCriteriaList, input_ids: torch.Tensor, stream: Stream
-    ) -> None:
-        self._rule = CriteriaRule(criteria, input_ids)
-        self._stream = stream
-        self.length = input_ids.shape[1]
+    def __init__(self, listeners: Listeners, length: int) -> None:
+        self._listeners = listeners
+        self.length = length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:  # noqa: ARG002  the base class names it
         """Return bool[1], whether the sequence of int64[1, n] tokens ends."""
-        tokens = input_ids[0, self.length :].tolist()
-        kept = self._rule.num_kept(tokens)
-        self._stream.put(tokens[:kept])
-        self.length += len(tokens[:kept])
-        return torch.tensor([kept is not None], device=input_ids.device)
+        goes_on = True
+        for token in input_ids[0, self.length :].tolist():
+            goes_on = self._listeners.on_token(token)
+            self.length += 1
+            if not goes_on:
+                break
+        return torch.tensor([not goes_on], device=input_ids.device)
 
 
 @contextmanager

@@ -1,16 +1,18 @@
 """Decoding with drafts inside `model.generate(..., custom_generate=...)`."""
 
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,7 +21,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.budget.budget import Budget, MeasuredBudget
-from decoder.budget.cost_store import known_costs, store_at
+from decoder.budget.cost_store import key_of, known_costs, store_at
 from decoder.budget.costs import CostSurface
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.following import states_of
@@ -31,9 +33,9 @@ from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.prompt_rows import PromptRow, joined, own_processors
 from decoder.engines.transformers.requests import (
     Ending,
+    Listeners,
     OnTokens,
     RowPredictions,
-    Stream,
     check_listeners,
     check_transformers,
     checked_rows,
@@ -46,15 +48,17 @@ from decoder.errors import (
     InvalidPromptError,
     InvalidSettingsError,
     UnsupportedGenerationError,
+    UnsupportedModelError,
+    WeightsNotLoadedError,
 )
 from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
 from decoder.model.capability_check import FOUND_HERE
-from decoder.model.compatibility import computed_limit
+from decoder.model.compatibility import Capability, computed_limit, tell_once
+from decoder.model.stamp import Structure
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import AcceptRule
 from decoder.speculators.speculator import load_speculator
 from decoder.worth import Worth
 from indexer.tokenizer import Vocabulary, vocabulary_of
@@ -62,16 +66,23 @@ from retriever.drafter import ALONE, Drafter, Kin
 from retriever.follower import DraftLimits
 
 _log = getLogger(__name__)
-_curves: WeakKeyDictionary[PreTrainedModel, CostSurface] = WeakKeyDictionary()
+_curves: WeakKeyDictionary[PreTrainedModel, dict[str, CostSurface]] = WeakKeyDictionary()
+
+_QUIETER: Final = 1 / 1.5
+"""Passes that take so much less than was measured show that something else ran meanwhile. Where
+they take more the machine is busy now, which is no time to measure."""
 
 
 class Foredraft:
     """Decodes with drafts when passed to `model.generate` as `custom_generate`.
 
     Logits processors, sampling, lengths and stopping are those of the call and of the model's
-    generation_config. The model's passes are measured once, which takes seconds; what they cost is
-    kept for the next start (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call.
-    Sampling draws its seed from torch.
+    generation_config. The model is run as it is at each pass: weights, adapters, modules and hooks
+    may change between calls, and in a processor, criterion or streamer of a call. One that passes
+    of ours would not be exact for is decoded by its own `generate`, which is logged once. The
+    model's passes are measured once, which takes seconds; what they cost is kept for the next start
+    (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call. Sampling draws its seed
+    from torch.
 
     Rows of a batch, and the sequences of `num_return_sequences`, share passes, each with drafts of
     its own. Greedily, each has the output that it has alone. Drawn ones have random numbers of
@@ -93,6 +104,9 @@ class Foredraft:
             `DraftingOptions.draws`) are accepted by their distributions, where a call samples. The
             output of a seed then depends on the drafts; its distribution does not.
         parallel: most rows that a pass serves; others wait for a place.
+        reuse_prefixes: whether a call may begin with keys and values that an earlier call left, as
+            a chat's next turn can, if nothing shows that the model changed. Set it only if all
+            changes of yours do: what a hook or a layer of your own remembers does not show.
 
     Attributes:
         statistics: figures of all calls, of all rows.
@@ -101,7 +115,7 @@ class Foredraft:
             measure.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded here.
+        WeightsNotLoadedError: weights of the model are on no device.
         VocabularyMismatchError: the drafter, the speculator or the assistant is for another
             tokenizer.
         HeadFileError: the speculator cannot be read.
@@ -122,28 +136,74 @@ class Foredraft:
         assistant_model: PreTrainedModel | None = None,
         draft_sampling: bool = False,
         parallel: int = DEFAULT_PARALLEL,
+        reuse_prefixes: bool = False,
     ) -> None:
         check_transformers()
         if parallel < 1:
             raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
-        own = None if tokenizer is None else vocabulary_of(tokenizer)
-        known = checked_vocabulary_size(drafter, _num_embeddings(model), own)
-        if speculator is not None or assistant_model is not None:
-            path = None if speculator is None else Path(speculator)
-            drafter = _with_readers(drafter, model, own, path, assistant_model)
-        target = Target(model, states=states_of(drafter), verdicts=store_at(None) or FOUND_HERE)
-        target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
         self._model = model
+        self._drafter, self._budget = drafter, budget
+        self._drafter_vocabulary = drafter_vocabulary
+        self._vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
+        self._speculator = None if speculator is None else Path(speculator)
+        self._assistant = assistant_model
         self._couples = not draft_sampling
         self._parallel = parallel
+        self._reuses = reuse_prefixes
+        self.statistics = Statistics()
+        self.worth = Worth()
+        self._structure: Structure | None = None
+        self._decodes_plainly = False
+        self._follow_model()
+
+    def _follow_model(self) -> None:
+        """Make what decodes the model, unless it is made as it was.
+
+        Raises:
+            UnsupportedModelError: the speculator or the assistant cannot be used with it.
+        """
+        structure = Structure.of(self._model)
+        if self._structure is not None and structure.is_of(self._structure):
+            if not self._decodes_plainly:
+                self._measure_again_if_quieter()
+            return
+        model, drafter = self._model, self._drafter
+        known = checked_vocabulary_size(drafter, _num_embeddings(model), self._vocabulary)
+        if self._speculator is not None or self._assistant is not None:
+            drafter = _with_readers(
+                drafter, model, self._vocabulary, self._speculator, self._assistant
+            )
+        self._structure = structure
+        try:
+            target = Target(
+                model,
+                states=states_of(drafter),
+                reuse_prefixes=self._reuses,
+                verdicts=store_at(None) or FOUND_HERE,
+            )
+        except WeightsNotLoadedError:
+            raise
+        except UnsupportedModelError as error:
+            tell_once(model, Capability.PLAIN, str(error))
+            self._decodes_plainly = True
+            return
+        self._decodes_plainly = target.capability is Capability.PLAIN
+        target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
         self._decoder = Decoder(
             target,
             drafter,
-            budget or MeasuredBudget(_costs(model, target)),
-            drafter_vocabulary=known if drafter_vocabulary is None else drafter_vocabulary,
+            self._budget or MeasuredBudget(_costs(model, target)),
+            drafter_vocabulary=self._drafter_vocabulary or known,
         )
-        self.statistics = Statistics()
-        self.worth = Worth()
+
+    def _measure_again_if_quieter(self) -> None:
+        """Measure passes again where what was measured was measured on a busy machine."""
+        budget = self._decoder.budget
+        if self._budget is not None or not isinstance(budget, MeasuredBudget):
+            return
+        if budget.costs.load < _QUIETER:
+            _curves.pop(self._model, None)
+            self._decoder.budget = MeasuredBudget(_costs(self._model, self._decoder.target))
 
     def __call__(  # noqa: PLR0913  as `model.generate` calls it
         self,
@@ -201,6 +261,17 @@ class Foredraft:
         """
         if model is not self._model:
             raise UnsupportedGenerationError("this Foredraft was made for another model")
+        self._follow_model()
+        if self._decodes_plainly:
+            return _plainly(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                _listener(streamer_of_call(), on_tokens),
+                model_kwargs,
+            )
         rows = checked_rows(input_ids, generation_config, model_kwargs)
         ending = Ending(stopping_criteria, input_ids.shape[1])
         streamer, pad = streamer_of_call(), pad_token_of(generation_config)
@@ -210,9 +281,7 @@ class Foredraft:
         expected = predictions_by_row(predictions, len(rows))
         requests = (
             replace(
-                self._request(
-                    row, ending, accept_rule(settings, own_processors(logits_processor, row))
-                ),
+                self._request(row, ending, settings, logits_processor, streamer),
                 predictions=of_row,
                 kin=kin,
                 remember=remember,
@@ -222,10 +291,10 @@ class Foredraft:
             )
             for row, of_row in zip(rows, expected, strict=True)
         )
-        stream = Stream(streamer, on_tokens)
         with self._decoder.reserved():
-            new = self._decoded(requests, len(rows), ending.stop_ids, stream)
-        stream.end()
+            new = self._decoded(requests, len(rows), ending.stop_ids, on_tokens)
+        if streamer is not None:
+            streamer.end()
         for row, output in zip(rows, new, strict=True):
             self._tell_of_limit(row.input_ids.shape[1], output, ending)
         sequences = joined(input_ids, new, pad)
@@ -272,19 +341,33 @@ class Foredraft:
         seed = int(torch.randint(2**63 - 1, ()))
         return SamplingSettings(temperature=1.0, seed=seed, coupled=self._couples)
 
-    def _request(self, row: PromptRow, ending: Ending, rule: AcceptRule) -> Request:
+    def _request(
+        self,
+        row: PromptRow,
+        ending: Ending,
+        settings: SamplingSettings | None,
+        processors: LogitsProcessorList,
+        streamer: Any,
+    ) -> Request:
         """Return what decodes a row as if it were alone."""
         prompt = row.input_ids[0].tolist()
+        listeners = Listeners(row.input_ids, ending.criteria(row), streamer)
+        calls_others = ending.others or streamer is not None or any(map(_is_own, processors))
         return Request(
             prompt,
             ending.max_new_tokens,
-            stop_rule=ending.rule(row),
+            stop_rule=listeners,
+            on_token=listeners.on_token if calls_others else None,
             observer=self.worth.observer(self._decoder.budget, len(prompt)),
-            accept=rule,
+            accept=accept_rule(settings, own_processors(processors, row)),
         )
 
     def _decoded(
-        self, requests: Iterable[Request], num_rows: int, stop_ids: set[int], stream: Stream
+        self,
+        requests: Iterable[Request],
+        num_rows: int,
+        stop_ids: set[int],
+        on_tokens: OnTokens | None,
     ) -> list[list[int]]:
         """Return the output of each request; the first that fails ends all."""
         base = self._decoder
@@ -299,9 +382,14 @@ class Foredraft:
                     number = generation.number
                     figures[number] = generation.statistics
                     new[number].extend(tokens)
-                    stream.put(tokens)
+                    if tokens and on_tokens is not None:
+                        on_tokens(tokens)
                     if generation.error is not None:
                         raise _told(generation.error, number, num_rows)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, StopIteration):  # a loop would take it for its end
+                raise error.__cause__ from None
+            raise
         finally:
             for each in figures.values():
                 self.statistics.add(each)
@@ -353,6 +441,57 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     )
 
 
+def _plainly(  # noqa: PLR0913, PLR0917  what `generate` hands over
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Decode as the model's own `generate` does where it is given no `custom_generate`."""
+    own: Any = GenerationMixin._sample  # noqa: SLF001  no public name
+    output: torch.Tensor | GenerateDecoderOnlyOutput = own(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        **model_kwargs,
+    )
+    return output
+
+
+class _Teller:
+    """A streamer that calls a function with each token, besides another streamer."""
+
+    def __init__(self, streamer: Any, on_tokens: OnTokens) -> None:
+        self._streamer, self._on_tokens = streamer, on_tokens
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Tell the next token, int64[1]."""
+        if self._streamer is not None:
+            self._streamer.put(tokens)
+        self._on_tokens(tokens.tolist())
+
+    def end(self) -> None:
+        """Tell that the output is complete."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _listener(streamer: Any, on_tokens: OnTokens | None) -> Any:
+    """Return what `generate` is to tell of each token; `None` for nobody."""
+    return streamer if on_tokens is None else _Teller(streamer, on_tokens)
+
+
+def _is_own(processor: object) -> bool:
+    """Return whether a processor is code of the user's, which may do anything."""
+    return not type(processor).__module__.startswith("transformers.")
+
+
 def _told(error: Exception, number: int, num_rows: int) -> Exception:
     """Return an error with a note of the row that it ended, where there are several."""
     if num_rows > 1:
@@ -389,6 +528,8 @@ def _num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:
-    if model not in _curves:
-        _curves[model] = known_costs(target, model, store_at(None))
-    return _curves[model]
+    """Return what passes of a model cost, made as it is now."""
+    of_model, key = _curves.setdefault(model, {}), json.dumps(key_of(model))
+    if key not in of_model:
+        of_model[key] = known_costs(target, model, store_at(None))
+    return of_model[key]

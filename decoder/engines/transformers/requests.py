@@ -30,7 +30,6 @@ from decoder.engines.transformers.prompt_rows import (
 )
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
 from decoder.model.compatibility import Capability, compatibility_of
-from decoder.stopping import StopRule
 from retriever.drafter import Prediction
 
 OnTokens = Callable[[list[int]], object]
@@ -62,33 +61,6 @@ def pad_token_of(config: GenerationConfig) -> int | None:
     return None if token is None else int(token)
 
 
-class Stream:
-    """Tells a streamer each token by itself, as plain generation does.
-
-    Args:
-        streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
-            `None` for no streamer.
-        on_tokens: told the tokens of a pass at once.
-    """
-
-    def __init__(self, streamer: Any, on_tokens: OnTokens | None = None) -> None:
-        self._streamer = streamer
-        self._on_tokens = on_tokens
-
-    def put(self, tokens: list[int]) -> None:
-        """Pass new tokens on."""
-        if self._streamer is not None:
-            for token in tokens:
-                self._streamer.put(torch.tensor([token]))
-        if tokens and self._on_tokens is not None:
-            self._on_tokens(tokens)
-
-    def end(self) -> None:
-        """Tell that the output is complete."""
-        if self._streamer is not None:
-            self._streamer.end()
-
-
 class Ending:
     """Stopping criteria as a decoder takes them.
 
@@ -118,33 +90,46 @@ class Ending:
         """Whether something may end a sequence before its limit."""
         return bool(self.stop_ids or self.others)
 
-    def rule(self, row: PromptRow) -> StopRule | None:
+    def criteria(self, row: PromptRow) -> StoppingCriteriaList | None:
         """Return the other criteria for a row, if there are any."""
         if not self.others:
             return None
-        return CriteriaRule(own_criteria(self.others, row), row.input_ids)
+        return own_criteria(self.others, row)
 
 
-class CriteriaRule:
-    """Applies criteria after every token, as `model.generate` does: a `StopRule`.
+class Listeners:
+    """What `model.generate` calls between two tokens, called between the same two: a `StopRule`.
+
+    Any of it may change the model: `Decoder` looks after each token.
 
     Args:
-        criteria: they see each token once, so they may have a memory.
         input_ids: int64[1, n], the prompt.
+        criteria: they see each token once, so they may have a memory; `None` for none.
+        streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
+            `None` for none.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, input_ids: torch.Tensor) -> None:
-        self._criteria = criteria
+    def __init__(
+        self, input_ids: torch.Tensor, criteria: StoppingCriteriaList | None, streamer: Any
+    ) -> None:
         self._ids = input_ids
+        self._criteria = criteria
+        self._streamer = streamer
+        self._is_met = False
 
-    def num_kept(self, tokens: Sequence[int]) -> int | None:
-        """Add tokens up to the first with which a criterion is met; see `StopRule`."""
-        for count, token in enumerate(tokens, 1):
+    def on_token(self, token: int) -> bool:
+        """Tell a token; return whether no criterion is met."""
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        if self._criteria is not None:
             self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=-1)
             met: torch.Tensor = self._criteria(self._ids, None)
-            if met.any():
-                return count
-        return None
+            self._is_met = bool(met.any())
+        return not self._is_met
+
+    def num_kept(self, tokens: Sequence[int]) -> int | None:
+        """Keep all tokens that were told: the last of them meets a criterion, or none does."""
+        return len(tokens) if self._is_met else None
 
 
 _SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -14,8 +14,8 @@ import pytest
 from decoder.budget.cost_store import CostStore, key_of, known_costs, store_at
 from decoder.budget.costs import AdaptiveCosts, CostSurface, ObservedCosts
 from decoder.budget.pass_timing import measure_costs, still_holds
-from decoder.model.cache import cache_argument
 from decoder.model.target import Target
+from decoder.model.user_model import cache_argument
 from indexer.tokenizer import CACHE_VARIABLE
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama

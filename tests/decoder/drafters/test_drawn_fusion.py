@@ -18,7 +18,7 @@ from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
-from tests.decoder.drafters.chains import LIMITS, paths_of, saying
+from tests.decoder.drafters.drafted_chains import LIMITS, paths_of, saying
 from tests.decoder.drafters.scripted_readers import ScriptedReader, Unavailable
 from tests.suite_parts import cases
 

@@ -29,7 +29,7 @@ from tests.decoder.decoding import (
     plainly,
     tiny_llama,
 )
-from tests.decoder.drafters.chains import refusing
+from tests.decoder.drafters.drafted_chains import refusing
 
 NEW_TOKENS = 30
 

@@ -26,7 +26,7 @@ from tests.decoder.decoding import (
     plainly,
     prompt_of,
 )
-from tests.decoder.drafters.chains import LIMITS, logits_for, paths_of, saying
+from tests.decoder.drafters.drafted_chains import LIMITS, logits_for, paths_of, saying
 
 NEW_TOKENS = 60
 

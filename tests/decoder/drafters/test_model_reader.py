@@ -21,7 +21,7 @@ from tests.decoder.decoding import (
     prompt_of,
     random_tree,
 )
-from tests.decoder.drafters.chains import LIMITS, paths_of
+from tests.decoder.drafters.drafted_chains import LIMITS, paths_of
 from tests.decoder.drafters.model_drafter.draft_models import (
     distribution,
     llama,

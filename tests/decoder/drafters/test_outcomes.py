@@ -19,7 +19,7 @@ from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, write_rows
 from retriever.drafter import NUM_FOUND
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import random_tree
-from tests.decoder.drafters.chains import paths_of
+from tests.decoder.drafters.drafted_chains import paths_of
 
 VOCABULARY = 9
 Outcome = tuple[int, ...]

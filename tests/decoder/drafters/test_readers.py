@@ -21,7 +21,7 @@ from tests.decoder.decoding import (
     decoder_with,
     prompt_of,
 )
-from tests.decoder.drafters.chains import LIMITS, logits_for, paths_of, saying
+from tests.decoder.drafters.drafted_chains import LIMITS, logits_for, paths_of, saying
 from tests.decoder.drafters.scripted_readers import (
     SURE,
     ScriptedReader,

@@ -16,7 +16,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
-from tests.decoder.drafters.chains import refusing
+from tests.decoder.drafters.drafted_chains import refusing
 
 NEW_TOKENS = 30
 

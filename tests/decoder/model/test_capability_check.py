@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
 )
+from transformers.masking_utils import causal_mask_function
 
 from decoder.budget.cost_store import CostStore
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
 from decoder.model import capability_check
 from decoder.model import target as target_module
+from decoder.model.attention import TreeRows, tree_mask
 from decoder.model.cache import GrowingLayer, TreeCache
 from decoder.model.capability_check import FOUND_HERE, Verdict
 from decoder.model.compatibility import Capability
-from decoder.model.passes import CachedPasses, PlainPasses, TreeLayout, additive_mask
+from decoder.model.passes import CachedPasses, PlainPasses, TreeLayout
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
@@ -43,6 +46,7 @@ from tests.decoder.decoding import (
     tiny_llama,
     tiny_mamba,
 )
+from tests.oracles.exactness.tiny_models import tiny_model
 
 SHAPES_LOG = "decoder.model.compatibility"
 
@@ -178,16 +182,15 @@ def test_states_that_cannot_hold_trees_keep_what_they_promise(
     assert Target(make()).capability is capability
 
 
-def siblings_visible(
-    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return additive_mask(torch.ones_like(visible).tril(), depths, past, window, dtype)
+def siblings_visible(layout: TreeLayout, past: int, **_: int | None) -> TreeRows:
+    causal = torch.from_numpy(np.tri(len(layout.depths), dtype=np.bool_))
+    return TreeRows(causal, torch.from_numpy(layout.depths), past)
 
 
-def without_window(
-    visible: torch.Tensor, depths: torch.Tensor, past: int, _: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return additive_mask(visible, depths, past, None, dtype)
+def without_window(rows: TreeRows, **options: Any) -> torch.Tensor | None:
+    return tree_mask(
+        replace(rows, window=None), **{**options, "mask_function": causal_mask_function}
+    )
 
 
 class BySlot:
@@ -206,7 +209,7 @@ def nothing_dropped(_: GrowingLayer, __: int) -> None:
 
 Plant = tuple[object, str, object]
 PLANTED: dict[str, Plant] = {
-    "siblings are seen": (target_module, "additive_mask", siblings_visible),
+    "siblings are seen": (TreeLayout, "rows", siblings_visible),
     "positions by slot": (target_module, "TreeLayout", BySlot),
     "a path stays where it lay": (TreeCache, "keep", path_in_place),
 }
@@ -227,7 +230,7 @@ def test_planted_errors_of_trees_leave_chains(
 def test_a_window_that_a_tree_does_not_keep_is_found(
     make: Callable[..., PreTrainedModel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_module, "additive_mask", without_window)
+    monkeypatch.setattr("decoder.model.user_model.tree_mask", without_window)
     assert Target(make(dtype=dtype)).capability is Capability.CHAINS
 
 
@@ -244,9 +247,9 @@ def test_positions_off_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     read = CachedPasses.read
 
     def shifted(
-        self: CachedPasses, tokens: Any, masks: Any, positions: NDArray[np.int64], num_logits: int
+        self: CachedPasses, tokens: Any, rows: Any, positions: NDArray[np.int64], num_logits: int
     ) -> Any:
-        return read(self, tokens, masks, positions + (positions > 10), num_logits)
+        return read(self, tokens, rows, positions + (positions > 10), num_logits)
 
     monkeypatch.setattr(CachedPasses, "read", shifted)
     assert Target(tiny_gemma()).capability is Capability.PLAIN
@@ -287,6 +290,38 @@ def test_a_second_start_does_not_check_again(
     assert "window" in kept["reason"] or "tree" in kept["reason"]
     monkeypatch.setattr(target_module, "find_verdict", None)
     assert Target(tiny_neo(), verdicts=store).capability is Capability.CHAINS
+
+
+@pytest.mark.parametrize("is_patched_first", [False, True])
+def test_a_patched_model_and_another_of_its_configuration_have_verdicts_of_their_own(
+    tmp_path: Path, *, is_patched_first: bool
+) -> None:
+    store = CostStore(tmp_path)
+    patched, stock = tiny_llama(), tiny_llama()
+    kind = type(patched).forward
+
+    def by_slots(input_ids: Any, **options: Any) -> Any:
+        options.pop("position_ids", None)  # it counts by itself
+        return kind(patched, input_ids, **options)
+
+    patched.forward = by_slots
+    models = [patched, stock] if is_patched_first else [stock, patched]
+    found = {id(model): Target(model, verdicts=store) for model in models}
+    assert found[id(patched)].capability is Capability.CHAINS
+    assert found[id(patched)].reason
+    assert found[id(stock)].capability is Capability.TREES
+    assert Target(stock, verdicts=CostStore(tmp_path)).capability is Capability.TREES
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "qwen3_moe"])
+def test_outputs_that_a_configuration_asks_for_cost_no_trees(architecture: str) -> None:
+    model = tiny_model(architecture)
+    model.config.output_router_logits = True
+    model.config.output_hidden_states = True
+    decoder = decoder_with(model, ScriptedDrafter(at_random()), verdicts=FOUND_HERE)
+    assert decoder.target.capability is Capability.TREES
+    prompt = prompt_of(12)
+    assert decoded(decoder, prompt, 20) == plainly(model, prompt, 20)
 
 
 def test_another_precision_or_configuration_is_checked_on_its_own(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
 from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
-from decoder.model.compatibility import Capability
+from decoder.model.compatibility import Capability, Compatibility, compatibility_of
 from decoder.model.graphs import (
     CapturedPasses,
     CaptureMaker,
@@ -963,6 +963,19 @@ def _capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
 
 
+@pytest.fixture
+def _chains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models promise chains, whose masks they make themselves."""
+
+    def promised(model: PreTrainedModel) -> Compatibility:
+        found = compatibility_of(model)
+        unbounded = tuple((kind, None) for kind, _ in found.layers or ())
+        return Compatibility(Capability.CHAINS, "", unbounded)
+
+    monkeypatch.setattr("decoder.model.target.compatibility_of", promised)
+
+
+@pytest.mark.usefixtures("_chains_alone")
 @pytest.mark.parametrize("length", [3, 60])
 @pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
 def test_padded_chains_by_masks_of_the_model_are_those_of_eager_passes(
@@ -972,7 +985,7 @@ def test_padded_chains_by_masks_of_the_model_are_those_of_eager_passes(
     assert largest_error_of_chains(make, Uncaptured, length) <= 1
 
 
-@pytest.mark.usefixtures("_capturing")
+@pytest.mark.usefixtures("_capturing", "_chains_alone")
 @pytest.mark.parametrize(("capture", "length"), [(Traced, 3), (Watching, 60)])
 @pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
 def test_captured_chains_by_masks_of_the_model_are_those_of_eager_passes(
@@ -985,7 +998,7 @@ def length_of_the_host(self: GrowingLayer) -> int:
     return self._lengths[self.place]
 
 
-@pytest.mark.usefixtures("_capturing")
+@pytest.mark.usefixtures("_capturing", "_chains_alone")
 @pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
 def test_chains_that_know_lengths_from_the_host_run_eagerly(
     make: Callable[[], PreTrainedModel],
@@ -994,7 +1007,7 @@ def test_chains_that_know_lengths_from_the_host_run_eagerly(
 ) -> None:
     monkeypatch.setattr(GrowingLayer, "get_seq_length", length_of_the_host)
     assert Target(make(), capture=Traced, verdicts=None)._captured is None
-    assert "which give other logits" in caplog.records[0].getMessage()
+    assert "which give other logits" in caplog.text
 
 
 def test_chains_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
@@ -1017,6 +1030,7 @@ def test_chains_of_models_that_promised_trees_run_eagerly() -> None:
     assert target._captured is None
 
 
+@pytest.mark.usefixtures("_chains_alone")
 @pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
 def test_generation_by_captured_chains_is_that_of_the_model(
     make: Callable[[], PreTrainedModel],
@@ -1039,6 +1053,7 @@ def test_generation_by_captured_chains_is_that_of_the_model(
         assert target.pads_passes
 
 
+@pytest.mark.usefixtures("_chains_alone")
 def test_chains_are_padded_within_the_positions_that_a_model_knows() -> None:
     model = evaluated(tiny_chunked())
     limit = model.config.max_position_embeddings = 64

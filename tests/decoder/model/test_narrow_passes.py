@@ -1,28 +1,24 @@
-"""The copy of a model that verifies: it shares weights, attends by groups and packs weights."""
+"""Attention by groups of heads, and the functions that stand in for others during a pass."""
 
 import copy
-import functools
-from typing import Any, Final
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoder.model import attention
-from decoder.model.adapted import LeastWeights, PackedLinear, pack_linears, structural_copy
-from decoder.model.attention import TREE_ATTENTION, tree_attention
+from decoder.model.attention import tree_attention
 from decoder.model.target import Target
-from retriever.tree import DraftTree
-from tests.decoder.decoding import MODELS, plainly, prompt_of, random_tree, tiny_llama
+from tests.decoder.decoding import MODELS, plainly, prompt_of, tiny_llama
 from tests.decoder.model.test_target import FORKED, largest_error
 from tests.decoder.rounding import SHOWN, Rounding
-
-ALL_LAYERS: Final = {torch.float32: 1}
-"""Packs the layers of a tiny model as well."""
 
 
 def heads_dealt_out(query: torch.Tensor, key_heads: int) -> torch.Tensor:
@@ -42,8 +38,14 @@ def test_a_planted_error_in_the_grouping_of_heads_is_caught(
     assert largest_error(model, prompt, FORKED) > SHOWN
 
 
+@pytest.fixture(params=[False, True], ids=["any processor", "one for bfloat16"])
+def _both_processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 16, 33])
+@pytest.mark.usefixtures("_both_processors")
 def test_attention_by_groups_is_attention(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     module = nn.Module()
@@ -57,6 +59,26 @@ def test_attention_by_groups_is_attention(rows: int, dtype: torch.dtype) -> None
     output, _ = tree_attention(module, query, key, value, mask, scaling=0.3)
     # Scores, their softmax, and averages of 300 values.
     Rounding(dtype, width=300, operations=3).check(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("_both_processors")
+def test_scores_beyond_half_precision_stay_numbers(dtype: torch.dtype) -> None:
+    """Products of 96 to 73,728 before they are scaled, beyond the 65,504 of float16."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups = 3  # type: ignore[assignment]  # as transformers sets it
+    query = torch.full((1, 9, 33, 16), 48.0, dtype=dtype) * torch.rand(33, 1).to(dtype)
+    key = torch.full((1, 3, 300, 16), 96.0, dtype=dtype) * torch.rand(300, 1).to(dtype)
+    value = torch.randn(1, 3, 300, 16, dtype=dtype)
+    mask = torch.zeros(1, 1, 33, 300, dtype=dtype)
+    output, _ = tree_attention(module, query, key, value, mask, scaling=0.25)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, 0.0, 0.25)
+    assert output.isfinite().all()
+    wide = query.double(), key.double(), value.double(), mask.double()
+    exact, _ = sdpa_attention_forward(module, *wide, 0.0, 0.25)
+    theirs = float((expected.double() - exact).norm())
+    assert float((output.double() - exact).norm()) <= 4 * theirs + 1e-2
 
 
 def test_options_that_change_attention_are_left_to_transformers() -> None:
@@ -76,122 +98,79 @@ def test_the_model_itself_stays_as_it_was() -> None:
     model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
     expected = plainly(model, prompt_of(9), 5)
     classes = [type(module) for module in model.modules()]
+    functions = functional.linear, ALL_ATTENTION_FUNCTIONS["sdpa"]
     state = copy.deepcopy(model.state_dict())
-    target = Target(model, pack=ALL_LAYERS)
+    target = Target(model)
     before = len(calls)
     target.prefill(np.array(prompt_of(9), np.int32))
-    assert len(calls) == before + 1  # hooks go on working in the copy
+    assert len(calls) == before + 1  # hooks are called in passes
     assert [type(module) for module in model.modules()] == classes
+    assert (functional.linear, ALL_ATTENTION_FUNCTIONS["sdpa"]) == functions
     assert model.config._attn_implementation == "sdpa"
     assert model.training
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     assert plainly(model, prompt_of(9), 5) == expected
 
 
-def test_a_copy_shares_every_weight() -> None:
-    model = tiny_llama()
-    copied = structural_copy(model)
-    assert copied is not model
-    pairs = zip(model.parameters(), copied.parameters(), strict=True)
-    assert all(mine is theirs for mine, theirs in pairs)
-    assert copied.config is not model.config
-    configs = [vars(part).get("config", copied.config) for part in copied.modules()]
-    assert all(config is copied.config for config in configs)
+def attended_in(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many layers attend by groups in a pass over a tree."""
+    calls = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return tree_attention(*args, **options)
+
+    target = Target(model, verdicts=None)
+    target.prefill(np.array(prompt_of(9), np.int32))
+    monkeypatch.setattr("decoder.model.user_model.tree_attention", counted)
+    target.verify(5, FORKED)
+    return len(calls)
 
 
-def logits_of(
-    model: PreTrainedModel, tree: DraftTree, *, pack: bool | LeastWeights
-) -> tuple[torch.Tensor, int]:
-    target = Target(model, pack=pack)
-    target.prefill(np.array(prompt_of(20), np.int32))
-    return target.verify(5, tree), target.packed_bytes
+def test_trees_are_attended_to_by_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = tiny_llama().config.num_hidden_layers
+    assert attended_in(tiny_llama(), monkeypatch) == layers
+    assert attended_in(tiny_llama("eager"), monkeypatch) == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_packed_weights_change_nothing_but_rounding(name: str) -> None:
-    model = MODELS[name]()
-    linear_bytes = sum(
-        4 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear)
-    )
-    for width in (0, 1, 20, 60):
-        tree = random_tree(np.random.default_rng(width), width)
-        packed, num_bytes = logits_of(model, tree, pack=ALL_LAYERS)
-        plain, none = logits_of(model, tree, pack=False)
-        assert (num_bytes, none) == (linear_bytes, 0)
-        Rounding.of(model, keys=21 + width).check(packed, plain)
+def test_an_attention_of_the_users_own_is_left_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
+    def own(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return sdpa_attention_forward(*args, **options)
 
-def test_layers_that_cannot_be_packed_stay_as_they_are() -> None:
-    hooked, bare, small, double = (
-        nn.Linear(8, 8),
-        nn.Linear(8, 8),
-        nn.Linear(8, 2),
-        nn.Linear(8, 8),
-    )
-    hooked.register_forward_pre_hook(lambda *_: None)
-    part = nn.Sequential(hooked, bare, small, double.double())
-    assert pack_linears(part, {torch.float32: 64}) == 4 * 64
-    assert [type(layer) for layer in part] == [nn.Linear, PackedLinear, nn.Linear, nn.Linear]
-    inputs = torch.randn(3, 5, 8)[:, ::2]
-    expected = inputs @ bare.weight.T + bare.bias
-    rounding = Rounding(torch.float32, width=8, operations=1)
-    rounding.check(bare(inputs), expected)
-    rounding.check(bare(inputs[:, :0]), expected[:, :0])
-
-
-def test_models_that_a_library_patched_run_as_they_are() -> None:
-    model = tiny_llama()
-    prompt = np.array(prompt_of(9), np.int32)
+    model, prompt = tiny_llama(), np.array(prompt_of(9), np.int32)
     expected = Target(model).prefill(prompt)
-    layer = model.model.layers[0]
-    layer.forward = functools.partial(type(layer).forward, layer)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", own)
     target = Target(model)
-    assert target._model is model
+    calls.clear()
     Rounding.of(model).check(target.prefill(prompt), expected)
+    assert len(calls) == model.config.num_hidden_layers
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
 
 
-def test_grouped_attention_is_used() -> None:
-    target = Target(tiny_llama())
-    assert target._model.config._attn_implementation == TREE_ATTENTION
-    assert Target(tiny_llama("eager"))._model.config._attn_implementation == "eager"
+def test_threads_without_a_pass_compute_as_ever() -> None:
+    model = tiny_llama()
+    inputs = torch.tensor([prompt_of(9)])
+    with torch.no_grad():
+        expected = model(inputs).logits
+    found: list[torch.Tensor] = []
 
+    def elsewhere(*_: Any) -> None:
+        def compute() -> None:
+            with torch.no_grad():
+                found.append(model(inputs).logits)
 
-class CountedProducts(TorchDispatchMode):
-    """Counts products with packed weights."""
+        if not found and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.count += func.overloadpacket is torch.ops.mkldnn._linear_pointwise
-        return func(*args, **(kwargs or {}))
-
-
-class Attention(nn.Module):
-    """Three layers of one input, under the names that transformers gives them."""
-
-    def __init__(self, *, bias: bool) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(8, 12, bias=bias)
-        self.k_proj = nn.Linear(8, 4, bias=bias)
-        self.v_proj = nn.Linear(8, 4, bias=bias)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_layers_of_one_input_are_multiplied_together(*, bias: bool) -> None:
-    part = Attention(bias=bias)
-    layers = (part.q_proj, part.k_proj, part.v_proj)
-    plain = [copy.deepcopy(layer) for layer in layers]
-    rounding = Rounding(torch.float32, width=8, operations=1)
-    assert pack_linears(part, ALL_LAYERS) == 4 * (12 + 4 + 4) * 8
-    with torch.inference_mode(), CountedProducts() as products:
-        inputs = [torch.randn(1, rows, 8) for rows in (1, 3, 3)]
-        for states in inputs:
-            for layer, expected in zip(layers, plain, strict=True):
-                rounding.check(layer(states), expected(states))
-        assert products.count == 3
-        for number in (2, 0, 1, 0, 2, 1):  # in any order, with inputs that differ
-            states = inputs[number]
-            rounding.check(layers[number](states), plain[number](states))
+    target = Target(model, pack={torch.float32: 1}, states=[1])
+    target.prefill(np.array(prompt_of(9), np.int32))
+    handle = model.model.layers[0].register_forward_pre_hook(elsewhere)
+    target.verify(5, FORKED)
+    handle.remove()
+    assert torch.equal(found[0], expected)
+    assert target.states[1].shape[0] == 1 + len(FORKED)  # and not those of the other thread

@@ -53,7 +53,7 @@ def test_the_turns_of_a_conversation_read_what_is_new(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[name]()
-    target = Target(model)
+    target = Target(model, reuse_prefixes=True)
     counted = Counted(target, monkeypatch)
     decoder = Decoder(target, ScriptedDrafter(at_random()), FixedBudget(16))
     conversation = prompt_of(40)
@@ -70,7 +70,7 @@ def test_conversations_that_take_turns_find_their_own_prefix(
     parallel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama()
-    target = Target(model)
+    target = Target(model, reuse_prefixes=True)
     counted = Counted(target, monkeypatch)
     decoder = Decoder(target, NoDrafter(), FixedBudget(0))
     conversations = [prompt_of(50, seed=number) for number in range(3)]
@@ -88,7 +88,7 @@ def test_conversations_that_take_turns_find_their_own_prefix(
 @pytest.mark.parametrize("kept", [0, 39, 40, 60])
 def test_a_sequence_goes_on_from_any_part_of_another(kept: int) -> None:
     model = tiny_llama()
-    decoder = Decoder(Target(model), NoDrafter(), FixedBudget(0))
+    decoder = Decoder(Target(model, reuse_prefixes=True), NoDrafter(), FixedBudget(0))
     first = prompt_of(40)
     whole = first + decoded(decoder, first, 25)
     prompt = [*whole[:kept], *prompt_of(3, seed=7)]
@@ -99,7 +99,7 @@ def test_a_sequence_goes_on_from_any_part_of_another(kept: int) -> None:
 def test_no_more_is_kept_than_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     per_token = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
-    target = Target(model, prefix_bytes=130 * per_token)
+    target = Target(model, reuse_prefixes=True, prefix_bytes=130 * per_token)
     counted = Counted(target, monkeypatch)
     decoder = Decoder(target, NoDrafter(), FixedBudget(0))
     prompts = [prompt_of(60, seed=number) for number in range(4)]
@@ -115,7 +115,7 @@ def test_no_more_is_kept_than_was_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_is_kept_of_what_shall_not_be_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = Target(tiny_llama())
+    target = Target(tiny_llama(), reuse_prefixes=True)
     counted = Counted(target, monkeypatch)
     decoder = Decoder(target, NoDrafter(), FixedBudget(0))
     prompt = prompt_of(40)
@@ -131,7 +131,7 @@ def test_nothing_is_kept_of_what_shall_not_be_remembered(
 
 def test_made_up_states_are_no_prefix() -> None:
     model = tiny_llama()
-    target = Target(model)
+    target = Target(model, reuse_prefixes=True)
     decoder = Decoder(target, NoDrafter(), FixedBudget(0))
     target.pretend(64)
     prompt = [0] * 64 + [5]
@@ -141,7 +141,7 @@ def test_made_up_states_are_no_prefix() -> None:
 @pytest.mark.parametrize("make", [tiny_mamba, tiny_convolution])
 def test_models_that_cannot_go_back_read_all(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
-    decoder = Decoder(Target(model), NoDrafter(), FixedBudget(0))
+    decoder = Decoder(Target(model, reuse_prefixes=True), NoDrafter(), FixedBudget(0))
     prompt = prompt_of(40)
     for _ in range(2):
         output = decoded(decoder, prompt, 4)
@@ -153,7 +153,7 @@ def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taking one token more for shared than is."""
     monkeypatch.setattr(target_module, "num_shared", lambda a, b: min(num_shared(a, b) + 1, len(a)))
     model = tiny_llama()
-    decoder = Decoder(Target(model), NoDrafter(), FixedBudget(0))
+    decoder = Decoder(Target(model, reuse_prefixes=True), NoDrafter(), FixedBudget(0))
     first = prompt_of(40)
     decoded(decoder, first, 4)
     prompt = [*first[:30], *prompt_of(10, seed=3)]

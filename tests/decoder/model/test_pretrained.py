@@ -110,7 +110,7 @@ def tiny_gpt2() -> PreTrainedModel:
         (tiny_mamba, Capability.PLAIN, "recurrent state"),
         (tiny_jamba, Capability.PLAIN, "recurrent state"),
         (tiny_convolution, Capability.CHAINS, "LinearAttentionLayer"),
-        (tiny_chunked, Capability.CHAINS, "chunked_attention"),
+        (tiny_chunked, Capability.TREES, ""),
         (tiny_bloom, Capability.CHAINS, "positions from slots"),
         (tiny_gpt2, Capability.TREES, ""),
     ],

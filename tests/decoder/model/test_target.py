@@ -1,11 +1,15 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from decoder.model import target as target_module
+from decoder.model.attention import TreeRows, tree_mask
 from decoder.model.cache import GrowingLayer, TreeCache
-from decoder.model.passes import CachedPasses, TreeLayout, additive_mask, within_depth
+from decoder.model.passes import CachedPasses, TreeLayout, within_depth
 from decoder.model.target import Target
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import MODELS, VOCABULARY, prompt_of, random_tree, tree_of
@@ -55,23 +59,13 @@ def test_every_node_sees_its_path_and_nothing_else(name: str, attention: str, le
             assert largest_error(model, prompt_of(length), tree, coarsest) <= 1
 
 
-def with_siblings_visible(
-    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    causal = torch.ones_like(visible).tril()
-    return additive_mask(causal, depths, past, window, dtype)
+def with_siblings_visible(layout: TreeLayout, past: int, **_: int | None) -> TreeRows:
+    causal = torch.from_numpy(np.tri(len(layout.depths), dtype=np.bool_))
+    return TreeRows(causal, torch.from_numpy(layout.depths), past)
 
 
-def windowed_by_slot(
-    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return additive_mask(visible, torch.arange(len(depths)), past, window, dtype)
-
-
-def without_window(
-    visible: torch.Tensor, depths: torch.Tensor, past: int, _: int | None, dtype: torch.dtype
-) -> torch.Tensor:
-    return additive_mask(visible, depths, past, None, dtype)
+def windowed_by_slot(layout: TreeLayout, past: int, **_: int | None) -> TreeRows:
+    return TreeRows(torch.from_numpy(layout.visible), torch.arange(len(layout.depths)), past)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +74,21 @@ def without_window(
         ("llama", with_siblings_visible),
         ("gemma", with_siblings_visible),
         ("gemma", windowed_by_slot),
-        ("gemma", without_window),
     ],
 )
 def test_planted_mask_error_is_caught(
     name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_module, "additive_mask", planted)
+    monkeypatch.setattr(TreeLayout, "rows", planted)
     assert largest_error(MODELS[name](dtype=torch.float64), prompt_of(12), FORKED) > SHOWN
+
+
+def test_a_mask_that_leaves_out_the_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_window(rows: TreeRows, **options: Any) -> torch.Tensor | None:
+        return tree_mask(rows, **{**options, "mask_function": causal_mask_function})
+
+    monkeypatch.setattr("decoder.model.user_model.tree_mask", without_window)
+    assert largest_error(MODELS["gemma"](dtype=torch.float64), prompt_of(12), FORKED) > SHOWN
 
 
 class BySlot:

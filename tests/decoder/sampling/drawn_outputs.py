@@ -10,7 +10,7 @@ from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter
 from tests.decoder.decoding import ScriptedDrafter, oracle
-from tests.decoder.drafters.chains import LIMITS
+from tests.decoder.drafters.drafted_chains import LIMITS
 from tests.decoder.drafters.model_drafter.draft_models import FREE, distribution
 
 TOP_K = 3

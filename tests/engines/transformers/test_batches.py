@@ -130,8 +130,8 @@ def test_each_row_has_the_output_that_it_has_alone(
     assert output.tolist() == expected
     assert output.dtype == torch.int64
     assert not drafter.open_sessions
-    assert len(drafter.closed) == len(PROMPTS)
-    if make is not tiny_mamba:
+    if make is not tiny_mamba:  # its own `generate` decodes it
+        assert len(drafter.closed) == len(PROMPTS)
         assert plugin.statistics.num_passes < plugin.statistics.num_tokens
 
 

@@ -26,7 +26,6 @@ from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.engines.transformers.requests import checked_rows
 from decoder.errors import DecoderBusyError, InvalidPromptError, UnsupportedGenerationError
-from decoder.model.cache import cache_argument
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE
 from tests.decoder.decoding import (
@@ -45,7 +44,6 @@ from tests.decoder.decoding import (
 from tests.engines.transformers.generating import (
     NEW_TOKENS,
     EndsAfter,
-    cache_in,
     foredraft,
     generated,
     late_stop,
@@ -119,14 +117,11 @@ def test_a_model_that_cannot_give_up_tokens_is_decoded_without_drafts() -> None:
     drafter = ScriptedDrafter(at_random())
     output = generated(model, prompt, custom_generate=foredraft(model, drafter))
     assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
-    used = cache_in(generated(model, prompt, return_dict_in_generate=True))
-    with pytest.raises(UnsupportedGenerationError, match="a cache of its own: pass no "):
-        generated(
-            model,
-            prompt,
-            **{cache_argument(model): used},
-            custom_generate=foredraft(model, drafter),
-        )
+    heard: list[int] = []
+    output = generated(
+        model, prompt, custom_generate=foredraft(model, drafter), on_tokens=heard.extend
+    )
+    assert output[0, len(prompt) :].tolist() == heard
 
 
 def test_sampled_output_is_one_of_the_seed_and_follows_the_warpers() -> None:

@@ -1,0 +1,179 @@
+"""What a model is made of at a moment: what was found out about it holds until that changes."""
+
+import json
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain
+from operator import methodcaller
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _version(weight: torch.Tensor) -> int:
+    """Return a number that moves with in-place changes; inference tensors have none."""
+    return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """The modules, hooks, own `forward`s, modes, configuration and shapes of a model.
+
+    Two are equal where all of these are the very same; values of weights do not count. What a
+    model can verify, what its passes cost and the buffers of its cache follow from it.
+
+    Attributes:
+        stated: numbers and names that are compared.
+        placed: precisions and devices of the weights, and the size of the vocabulary.
+        met: the modules and weights behind those numbers: once one is gone, its number may be
+            that of another.
+        kept: functions whose numbers are among them.
+    """
+
+    stated: tuple[Any, ...]
+    placed: tuple[Any, ...]
+    met: tuple["ref[Any]", ...] = field(repr=False)
+    kept: tuple[Any, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Structure":
+        """Return what a model is made of now."""
+        stated: list[Any] = [_configuration(model)]
+        met: list[ref[Any]] = []
+        kept: list[Any] = []
+        for module in model.modules():
+            own = vars(module)
+            met.append(ref(module))
+            stated.append((id(module), type(module), module.training))
+            stated.extend(map(id, own["_modules"].values()))
+            stated.extend(key for name in _HOOKS for key in own[name])
+            if "forward" in own:
+                stated.append(id(own["forward"]))
+                kept.append(own["forward"])
+            for weight in own["_parameters"].values():
+                if weight is not None:
+                    kind = (type(weight), weight.dtype, weight.device, weight.shape)
+                    stated.append((id(weight), kind))
+                    met.append(ref(weight))
+        kinds = {(str(each.dtype), str(each.device)) for each in model.parameters()}
+        embedding: Any = model.get_input_embeddings()
+        placed = (*sorted(kinds), getattr(embedding, "num_embeddings", None))
+        return cls(tuple(stated), placed, tuple(met), tuple(kept))
+
+    def is_of(self, other: "Structure") -> bool:
+        """Return whether nothing changed between two moments, this one the later."""
+        return self.stated == other.stated and all(each() is not None for each in other.met)
+
+
+def _configuration(model: PreTrainedModel) -> str:
+    stated = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return f"{model.config._attn_implementation} {stated}"  # noqa: SLF001  no public name
+
+
+_address: Final = methodcaller("data_ptr")
+
+_said: Final[list[None]] = []
+
+
+def num_said() -> int:
+    """Return how often `model_changed` was called."""
+    return len(_said)
+
+
+def weights_of(model: nn.Module) -> list[tuple[int, int, int]]:
+    """Return identity, version and address of a model's weights: most changes of values show."""
+    return [(id(each), _version(each), each.data_ptr()) for each in model.parameters()]
+
+
+def model_changed() -> None:
+    """Say that a model was changed in a way that nothing shows, in the middle of a generation.
+
+    Everything that goes through modules, hooks, `load_state_dict`, optimizers or in-place
+    operations on parameters is seen by the next pass anyway, and any other change at the start of
+    the next generation. What only this call tells at once is a write to `weight.data` or to an
+    array that shares the weight's memory, by a callback that runs during a generation.
+    """
+    _said.append(None)
+
+
+class ModelWatch:
+    """Tells whether a model has changed since it was looked at last: in a tenth of a millisecond.
+
+    It holds the modules that it looks at, so it is to be dropped at the end of a generation.
+
+    Args:
+        model: that is watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        variables = [vars(module) for module in model.modules()]
+        self._counted = [
+            *variables,
+            *(each["_modules"] for each in variables),
+            *(each[name] for each in variables for name in _HOOKS),
+        ]
+        self._parents = [each["_modules"] for each in variables if each["_modules"]]
+        self._holders = [
+            each[name] for each in variables for name in ("_parameters", "_buffers") if each[name]
+        ]
+        self._made_of = self._look_at_modules()
+        self._weighed = self._look_at_weights()
+
+    def has_other_modules(self) -> bool:
+        """Return whether modules, hooks or `forward`s came or went since it was asked last."""
+        before, self._made_of = self._made_of, self._look_at_modules()
+        return before != self._made_of
+
+    def has_other_weights(self) -> bool:
+        """Return whether weights came, went or were written to since it was asked last."""
+        before, self._weighed = self._weighed, self._look_at_weights()
+        return before != self._weighed
+
+    def _look_at_modules(self) -> tuple[list[int], int]:
+        children = chain.from_iterable(map(dict.values, self._parents))
+        return [*map(id, children)], sum(map(len, self._counted))
+
+    def _look_at_weights(self) -> tuple[list[int], int, list[int]]:
+        weights = [each for held in self._holders for each in held.values() if each is not None]
+        return [*map(id, weights)], sum(map(_version, weights)), [*map(_address, weights)]
+
+
+_SAMPLE: Final = 32
+"""Weights that are read of each parameter: any training moves most of them, and reading them takes
+milliseconds."""
+
+_UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version", "use_cache")
+
+
+def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
+    """Return 64 hexadecimal digits for a model as it computes now.
+
+    Its architecture, configuration, precision, the names and shapes of its parameters, a sample of
+    each and the tokenizer count; where it was loaded from and its device do not.
+
+    Args:
+        model: whose weights are in memory; what is elsewhere counts by its shape alone.
+        vocabulary_fingerprint: of its tokenizer.
+    """
+    digest = sha256(type(model).__name__.encode())
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(vocabulary_fingerprint.encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        if parameter.device.type != "meta":
+            digest.update(_sample(parameter.detach()))
+    return digest.hexdigest()
+
+
+def _sample(weights: torch.Tensor) -> bytes:
+    """Return some values, evenly spaced, as bytes."""
+    flat = weights.reshape(-1)
+    values = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE]
+    sampled: bytes = values.to(torch.float64).cpu().numpy().tobytes()
+    return sampled

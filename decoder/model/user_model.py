@@ -1,0 +1,347 @@
+"""The user's own model as passes run it: its modules as they are, with our cache and masks.
+
+A pass brings a cache, and with it attention that takes trees (`decoder.model.attention`) and
+products by packed weights (`decoder.model.products`). The modules, their hooks and configurations
+are the model's, and none of them is changed: transformers looks attention and masks up in tables,
+and linear layers call `torch.nn.functional.linear`. There our functions stand in for others while
+some pass runs; in threads without a pass they hand on to what they replace. A function that
+somebody else has replaced already is left alone.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
+from decoder.model.products import LEAST_WEIGHTS, LeastWeights, Products, linear, products_of
+from decoder.model.states import States, StateTap
+
+_EXTRAS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""Outputs that a configuration may ask for; some expect a mask or labels, which passes lack."""
+
+_CACHES: Final = ("cache", "cache_params", "past_key_values")
+"""What a `forward` may call its cache: the first since transformers 5.24."""
+
+_UNNAMED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+KNOWN_CODE: Final = ("bitsandbytes.", "torch.", "torchao.", "transformers.")
+"""Modules of these packages compute the same in every pass, for as long as they are there."""
+
+
+class UserModel:
+    """Runs a model's own modules, as they are at each call.
+
+    Args:
+        model: of transformers.
+        pack: whether weights are packed on a CPU, or which.
+        tapped: numbers of the states that are kept of each pass, see `decoder.model.states`.
+
+    Attributes:
+        model: as given.
+
+    Raises:
+        UnsupportedModelError: it has no such state.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pack: bool | LeastWeights = True,
+        tapped: Iterable[int] = (),
+    ) -> None:
+        self.model = model
+        least = LEAST_WEIGHTS if pack is True else pack or {}
+        self._products = products_of(model, least) if least else None
+        numbers = tuple(tapped)
+        self._tap = StateTap(model, numbers) if numbers else None
+        self.look()
+
+    def look(self) -> None:
+        """Look at what the model's `forward` and configuration say now."""
+        self._taken = taken_by(self.model)
+        self._cache_argument = cache_argument(self.model)
+        self._stated = _stated_outputs(self.model)
+        self._mode = torch.no_grad if _may_keep_tensors(self.model) else torch.inference_mode
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return torch.device(self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the states."""
+        return self.model.dtype
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory that packed weights take, besides the model's own."""
+        return 0 if self._products is None else self._products.num_bytes
+
+    @property
+    def packs(self) -> bool:
+        """Whether some weights are packed, or will be."""
+        return self._products is not None and self._products.takes(self.model)
+
+    @property
+    def states(self) -> States:
+        """The states that were kept of the last pass, [rows, hidden size] each."""
+        return {} if self._tap is None else self._tap.taken()
+
+    @property
+    def batched_states(self) -> States:
+        """The same, [batch, rows, hidden size] each."""
+        return {} if self._tap is None else self._tap.batch()
+
+    def audit(self) -> bool:
+        """Drop packed weights that changed unseen; return whether any did."""
+        return self._products is not None and self._products.audit()
+
+    def takes(self, name: str) -> bool:
+        """Return whether its `forward` names an input."""
+        return name in self._taken
+
+    def run(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
+        """Run a pass.
+
+        Args:
+            rows: of a tree, if it is one over a tree: its mask is made as the model asks for it.
+            cache: takes the pass's keys and values; `None` for a pass without.
+            inputs: of the model's `forward`.
+
+        Returns:
+            The model's output.
+        """
+        inputs["use_cache"] = cache is not None
+        if cache is not None:
+            inputs[self._cache_argument] = cache
+        return self.run_prepared(inputs, rows)
+
+    def run_base(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
+        """Run a pass through all but the output layer; see `run`."""
+        inputs |= {"use_cache": True, self._cache_argument: cache}
+        with self._mode(), running(self._products, rows), self._tapping():
+            return self.model.base_model(**inputs)
+
+    def run_prepared(self, inputs: Mapping[str, Any], rows: TreeRows | None = None) -> Any:
+        """Run a pass of inputs that say all of it."""
+        try:
+            with self._mode(), running(self._products, rows), self._tapping():
+                return self.model(**{**inputs, **self._stated})
+        except StopIteration as error:  # would end the generators that decode, without a word
+            raise RuntimeError("the model raised StopIteration") from error
+
+    def attends_by_groups(self) -> bool:
+        """Return whether all attention is ours, so that it takes packed passes.
+
+        It also must give the logits of chosen rows alone.
+        """
+        if not self.takes("logits_to_keep") or not self.model._supports_attention_backend:  # noqa: SLF001  no public name
+            return False
+        configs = (vars(module).get("config") for module in self.model.modules())
+        attentions = {
+            config._attn_implementation  # noqa: SLF001  nor for this
+            for config in configs
+            if isinstance(config, PreTrainedConfig)
+        }
+        return attentions == {_SDPA} and _has_tree_attention()
+
+    @contextmanager
+    def _tapping(self) -> Iterator[None]:
+        if self._tap is None:
+            yield
+        else:
+            with self._tap.listening(self.model):
+                yield
+
+
+def has_code_of_others(model: nn.Module) -> bool:
+    """Return whether a model has hooks, replaced `forward`s or modules of other packages.
+
+    What these do is in no configuration, and it may be something else in each pass.
+    """
+    for module in model.modules():
+        own = vars(module)
+        is_known = f"{type(module).__module__}.".startswith(KNOWN_CODE)
+        if not is_known or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return True
+    return False
+
+
+def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
+    """Return the inputs of a model's `forward`; one that was replaced may name none of them."""
+    taken = inspect.signature(model.forward).parameters
+    if all(each.kind in _UNNAMED for each in taken.values()):
+        return inspect.signature(type(model).forward).parameters
+    return taken
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return what a model's `forward` calls its cache."""
+    taken = taken_by(model)
+    return next((name for name in _CACHES if name in taken), _CACHES[-1])
+
+
+def is_spread(model: PreTrainedModel) -> bool:
+    """Return whether a model's weights lie on several devices."""
+    return len({parameter.device for parameter in model.parameters()}) > 1
+
+
+def _may_keep_tensors(model: PreTrainedModel) -> bool:
+    """Return whether tensors of a pass may outlive it in the hands of the user.
+
+    Tensors of torch's inference mode, in which passes take a twentieth less time, can neither be
+    learned from nor written to. Hooks and modules of the user's may want to; and some rotary
+    embeddings keep what they computed in the module.
+    """
+    ropes = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
+    return has_code_of_others(model) or "dynamic" in ropes or "longrope" in ropes
+
+
+def _stated_outputs(model: PreTrainedModel) -> dict[str, bool]:
+    """Return what a pass must state where a configuration asks for more than logits."""
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    stated = {name: False for name in _EXTRAS if any(getattr(each, name, None) for each in configs)}
+    if any(getattr(each, "return_dict", True) is False for each in configs):
+        stated["return_dict"] = True
+    return stated
+
+
+_SDPA: Final = "sdpa"
+_EAGER: Final = "eager"
+
+
+class _Current(threading.local):
+    """The pass that a thread runs."""
+
+    is_pass = False
+    rows: TreeRows | None = None
+    products: Products | None = None
+
+
+_current: Final = _Current()
+
+
+@contextmanager
+def running(products: Products | None, rows: TreeRows | None = None) -> Iterator[None]:
+    """Run the block as a pass.
+
+    Args:
+        products: packed weights; `None` for torch's own products.
+        rows: of a tree, where the pass is one over a tree and is given no mask.
+    """
+    with _ATTENTION.installed(), multiplying(products):
+        before = _current.is_pass, _current.rows
+        _current.is_pass, _current.rows = True, rows
+        try:
+            yield
+        finally:
+            _current.is_pass, _current.rows = before
+
+
+@contextmanager
+def multiplying(products: Products | None) -> Iterator[None]:
+    """Multiply by packed weights in the block."""
+    if products is None:
+        yield
+        return
+    with _PRODUCTS.installed():
+        before, _current.products = _current.products, products
+        try:
+            yield
+        finally:
+            _current.products = before
+
+
+def _has_tree_attention() -> bool:
+    """Return whether models with sdpa attention get `tree_attention` in a pass."""
+    return ALL_ATTENTION_FUNCTIONS[_SDPA] in {sdpa_attention_forward, _attention}
+
+
+def _linear(
+    input: torch.Tensor,  # noqa: A002  torch's name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling() or _current.products is None:
+        return linear(input, weight, bias)
+    return _current.products.linear(input, weight, bias)
+
+
+def _attention(*args: Any, **options: Any) -> Any:
+    if torch.compiler.is_compiling() or not _current.is_pass:
+        return sdpa_attention_forward(*args, **options)
+    return tree_attention(*args, **options)
+
+
+def _sdpa_mask(**options: Any) -> torch.Tensor | None:
+    if torch.compiler.is_compiling() or not _current.is_pass:
+        return sdpa_mask(**options)
+    if _current.rows is not None:
+        return tree_mask(_current.rows, **options)
+    if options["q_length"] == 1:
+        return single_row_mask(**options)
+    return sdpa_mask(**options)
+
+
+def _eager_mask(**options: Any) -> torch.Tensor | None:
+    if torch.compiler.is_compiling() or _current.rows is None:
+        return eager_mask(**options)
+    return tree_mask(_current.rows, **options)
+
+
+class _StandIns:
+    """Functions of ours that stand in for others while somebody needs them.
+
+    Args:
+        places: for each a table, the name in it, the function that belongs there, and ours.
+    """
+
+    def __init__(self, *places: tuple[Any, str, object, object]) -> None:
+        self._places = places
+        self._lock = threading.Lock()
+        self._num_users = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Have them stand in during the block, but for what somebody else has replaced."""
+        with self._lock:
+            self._num_users += 1
+            for table, name, own, ours in self._places:
+                if table[name] is own:
+                    table[name] = ours
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if self._num_users == 0:
+                    self._leave()
+
+    def _leave(self) -> None:
+        for table, name, own, ours in self._places:
+            if table[name] is not ours:
+                continue
+            if isinstance(table, dict):
+                table[name] = own
+            else:  # a table of transformers has a layer of its own above what is registered
+                del table[name]
+
+
+_PRODUCTS: Final = _StandIns((vars(functional), "linear", linear, _linear))
+_ATTENTION: Final = _StandIns(
+    (ALL_ATTENTION_FUNCTIONS, _SDPA, sdpa_attention_forward, _attention),
+    (ALL_MASK_ATTENTION_FUNCTIONS, _SDPA, sdpa_mask, _sdpa_mask),
+    (ALL_MASK_ATTENTION_FUNCTIONS, _EAGER, eager_mask, _eager_mask),
+)
