@@ -212,6 +212,7 @@ class Target:
         self.max_length = position_limit(model.config)
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         self._begin(promised)
+        self._user.audit()  # others may have packed weights before
         if self._verdicts is not None:
             self._check(model, promised, self._verdicts)
         if self.capability is promised.capability is Capability.CHAINS:

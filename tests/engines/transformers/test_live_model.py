@@ -212,6 +212,20 @@ def test_with_nothing_looked_at_again_changes_are_missed(monkeypatch: pytest.Mon
     assert found != expected
 
 
+def test_a_change_of_modules_does_not_hide_one_of_contents(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The check of the new modules must not run by packed weights of before."""
+
+    def both(model: Any) -> None:
+        CHANGES["hook on mlp"](model)
+        UNSEEN["multiply data"](model)
+
+    found, expected = after_use(both)
+    assert found == expected
+    assert "is decoded without drafts" not in caplog.text
+
+
 def test_a_training_loop_decodes_between_its_steps() -> None:
     """Rollouts of a policy, with its optimizer's steps between them."""
     plain, drafted = tiny(), tiny()
