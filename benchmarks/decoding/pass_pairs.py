@@ -1,8 +1,8 @@
 """Passes of the target in two checkouts, in turn: what a change of the target costs or saves.
 
 `python -m benchmarks.decoding.pass_pairs OTHER_CHECKOUT` times passes of 1, 4, 16 and 64 rows
-behind 512 tokens, of the default model. Both sides stay loaded and are asked in turns, so that what else
-the machine does counts for both; a ratio is the median of those of the rounds.
+behind 512 tokens, of the default model. Both sides stay loaded and are asked in turns, so that what
+else the machine does counts for both; a ratio is the median of those of the rounds.
 """
 
 import json
