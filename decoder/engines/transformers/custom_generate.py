@@ -173,7 +173,7 @@ class Foredraft:
             drafter = _with_readers(
                 drafter, model, self._vocabulary, self._speculator, self._assistant
             )
-        self._structure = structure
+        self._structure = None  # until all is made
         try:
             target = Target(
                 model,
@@ -185,9 +185,12 @@ class Foredraft:
             raise
         except UnsupportedModelError as error:
             tell_once(model, Capability.PLAIN, str(error))
-            self._decodes_plainly = True
+            self._decodes_plainly, self._structure = True, structure
             return
         self._decodes_plainly = target.capability is Capability.PLAIN
+        if self._decodes_plainly:
+            self._structure = structure
+            return
         target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
         self._decoder = Decoder(
             target,
@@ -195,6 +198,7 @@ class Foredraft:
             self._budget or MeasuredBudget(_costs(model, target)),
             drafter_vocabulary=self._drafter_vocabulary or known,
         )
+        self._structure = structure
 
     def _measure_again_if_quieter(self) -> None:
         """Measure passes again where what was measured was measured on a busy machine."""
