@@ -529,6 +529,7 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
     dtype: torch.dtype,
     device: torch.device,
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> torch.Tensor | None:
     """Return the mask of a pass over a tree: the model's own rule by positions, and the tree's.
@@ -546,6 +547,7 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
         dtype: of the states.
         device: of the mask.
         use_vmap: whether the rule takes single indices only.
+        allow_is_causal_skip: whether the model does without a mask that hides nothing.
 
     Returns:
         dtype[1, 1, n, keys], zero where attention is allowed; `None` where a single row sees all.
@@ -567,7 +569,9 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
         if window is not None:
             seen &= own[:, None] - columns < window
         seen &= _seen_by(mask_function, own, columns, use_vmap=use_vmap)
-    return _additive_unless_all(seen[None, None], dtype)
+    if allow_is_causal_skip:
+        return _additive_unless_all(seen[None, None], dtype)
+    return _additive(seen[None, None], dtype)
 
 
 def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | None:
@@ -575,10 +579,11 @@ def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | Non
 
     The cache offers a single row only what lies in its window: usually that is all it may see.
     """
-    if options["mask_function"] is causal_mask_function:
+    skips = options.get("allow_is_causal_skip", True)
+    if skips and options["mask_function"] is causal_mask_function:
         return None
     mask: torch.Tensor | None = sdpa_mask(dtype=dtype, **options)
-    return None if mask is None else _additive_unless_all(mask, dtype)
+    return _additive_unless_all(mask, dtype) if skips and mask is not None else mask
 
 
 def _seen_by(

@@ -31,6 +31,7 @@ SAMPLE = {
     "gemma4_text": "trees",
     "gemma4_unified_text": "trees",  # both directions, but for pictures alone
     "moshi": "trees",  # its window is in its cache alone
+    "deepseek_v32": "chains",  # writes to the mask of a single row, too
     "gpt_neo": "chains",
     "roformer": "chains",
     "bamba": "plain",
@@ -41,7 +42,17 @@ SAMPLE = {
     "cpmant": "plain",
     "reformer": "plain",  # reads several sequences in chunks only
 }
-FEW = ("roberta", "gemma3n_text", "moshi", "gpt_neo", "roformer", "bamba", "openai-gpt", "reformer")
+FEW = (
+    "roberta",
+    "gemma3n_text",
+    "moshi",
+    "deepseek_v32",
+    "gpt_neo",
+    "roformer",
+    "bamba",
+    "openai-gpt",
+    "reformer",
+)
 """Each special in another way; what is most common is the model of all other tests."""
 
 
