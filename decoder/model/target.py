@@ -210,7 +210,6 @@ class Target:
         _check_placing(model)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
-        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         self._begin(promised)
         self._user.audit()  # others may have packed weights before
         if self._verdicts is not None:
@@ -219,6 +218,7 @@ class Target:
             self._captured = self._made_captured(Masking.OWN)
             self._check_captured_chains()
         tell_once(model, self.capability, self.reason)
+        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
     def _begin(self, compatibility: Compatibility) -> None:
         """Begin with passes for the drafts that a model can verify."""
