@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
+from decoder.model.cache import TreeCache
 from decoder.model.products import LEAST_WEIGHTS, LeastWeights, Products, linear, products_of
 from decoder.model.states import States, StateTap
 
@@ -126,18 +127,21 @@ class UserModel:
         inputs["use_cache"] = cache is not None
         if cache is not None:
             inputs[self._cache_argument] = cache
-        return self.run_prepared(inputs, rows)
+        if not isinstance(cache, TreeCache):
+            return self.run_prepared(inputs)
+        with running(rows):
+            return self.run_prepared(inputs)
 
     def run_base(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
         """Run a pass through all but the output layer; see `run`."""
         inputs |= {"use_cache": True, self._cache_argument: cache}
-        with self._mode(), running(self._products, rows), self._tapping():
+        with self._mode(), running(rows), multiplying(self._products), self._tapping():
             return self.model.base_model(**inputs)
 
-    def run_prepared(self, inputs: Mapping[str, Any], rows: TreeRows | None = None) -> Any:
-        """Run a pass of inputs that say all of it."""
+    def run_prepared(self, inputs: Mapping[str, Any]) -> Any:
+        """Run a pass of inputs that say all of it, by the model's own attention and masks."""
         try:
-            with self._mode(), running(self._products, rows), self._tapping():
+            with self._mode(), multiplying(self._products), self._tapping():
                 return self.model(**{**inputs, **self._stated})
         except StopIteration as error:  # would end the generators that decode, without a word
             raise RuntimeError("the model raised StopIteration") from error
@@ -234,14 +238,13 @@ _current: Final = _Current()
 
 
 @contextmanager
-def running(products: Products | None, rows: TreeRows | None = None) -> Iterator[None]:
-    """Run the block as a pass.
+def running(rows: TreeRows | None = None) -> Iterator[None]:
+    """Attend in the block as passes over a `TreeCache` do, which shows each layer what it may see.
 
     Args:
-        products: packed weights; `None` for torch's own products.
         rows: of a tree, where the pass is one over a tree and is given no mask.
     """
-    with _ATTENTION.installed(), multiplying(products):
+    with _ATTENTION.installed():
         before = _current.is_pass, _current.rows
         _current.is_pass, _current.rows = True, rows
         try:
