@@ -150,15 +150,17 @@ def _verify_stock(
     layout = TreeLayout.of(tree)
     arrays = layout.depths, np.append(0, tree.token_ids).astype(np.int64)
     depths, tokens = (torch.from_numpy(array).to(model.device) for array in arrays)
-    mask = tree_mask(
-        layout.rows(context),
-        q_length=len(tokens),
-        kv_length=context + len(tokens),
-        kv_offset=0,
-        mask_function=causal_mask_function,
-        dtype=model.dtype,
-        device=torch.device(model.device),
-    )
+    mask = None
+    if len(tree):
+        mask = tree_mask(
+            layout.rows(context),
+            q_length=len(tokens),
+            kv_length=context + len(tokens),
+            kv_offset=0,
+            mask_function=causal_mask_function,
+            dtype=model.dtype,
+            device=torch.device(model.device),
+        )
     model(
         input_ids=tokens[None],
         attention_mask=mask,

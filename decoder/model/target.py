@@ -347,8 +347,9 @@ class Target:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be decoded here: {verdict.reason}"
             )
-        if verdict.capability < promised.capability:
-            self._begin(reduced(promised, verdict.capability, verdict.reason))
+        capability = min(verdict.capability, promised.capability)
+        if capability is not self.capability:
+            self._begin(reduced(promised, capability, verdict.reason))
         self.reason = verdict.reason or promised.reason
 
     def _agreed(self, verdict: Verdict | None) -> Verdict | None:

@@ -135,14 +135,18 @@ class UserModel:
     def run_base(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
         """Run a pass through all but the output layer; see `run`."""
         inputs |= {"use_cache": True, self._cache_argument: cache}
-        with self._mode(), running(rows), multiplying(self._products), self._tapping():
-            return self.model.base_model(**inputs)
+        with running(rows):
+            return self._called(self.model.base_model, inputs)
 
     def run_prepared(self, inputs: Mapping[str, Any]) -> Any:
         """Run a pass of inputs that say all of it, by the model's own attention and masks."""
+        return self._called(self.model, {**inputs, **self._stated})
+
+    def _called(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Call the model or what is before its output layer, with packed weights and the tap."""
         try:
             with self._mode(), multiplying(self._products), self._tapping():
-                return self.model(**{**inputs, **self._stated})
+                return module(**inputs)
         except StopIteration as error:  # would end the generators that decode, without a word
             raise RuntimeError("the model raised StopIteration") from error
 
