@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from decoder.model.attention import Grid, SplitMask
 from decoder.model.cache import Frame, TreeCache
 from decoder.model.passes import Read, Reading
+from decoder.model.stamp import Recorded
 from decoder.model.states import States
 from decoder.model.user_model import UserModel
 from decoder.sampling.verification import Choices, ChoiceTable, Drawing
@@ -364,10 +365,11 @@ class CapturedPasses:
 
     Rows of all places together, rows of the widest place and shown keys are padded to powers of
     two, rows up to 256. The tokens that commits move are padded, too. Wider passes, and those that
-    only read prompts, run eagerly, on the same cache. Growing buffers, and moving weights between
-    two sequences, make all captured shapes void. Where capturing fails, all passes run eagerly from
-    then on, and the log says so once. Python code of a model runs when a shape is captured, not at
-    every pass, so only models without code of others are captured: `has_code_of_others`.
+    only read prompts, run eagerly, on the same cache. Growing buffers make all captured shapes
+    void; once `has_other_model` says so, all are to be made anew. Where capturing fails, all passes
+    run eagerly from then on, and the log says so once. Python code of a model runs when a shape is
+    captured, not at every pass, so only models without code of others are captured:
+    `has_code_of_others`.
 
     Args:
         model: the model to run.
@@ -479,10 +481,9 @@ class CapturedPasses:
             if self._outputs and not self._is_eager:
                 self._draw_for(drawing, count)
 
-    def check_weights(self) -> None:
-        """Drop captured shapes if weights were moved."""
-        if self._weights_at() != self._addresses:
-            self._forget()
+    def has_other_model(self) -> bool:
+        """Return whether the model is another one than in the passes that are captured."""
+        return self._recorded.has_changed()
 
     def _shape_of(self, readings: Sequence[Reading]) -> Shape | None:
         """Return the shape of a pass, with room in the cache for it; `None` if none is captured."""
@@ -696,10 +697,7 @@ class CapturedPasses:
         self._draws: dict[tuple[int, int], _Draw] = {}
         self._capture = self._make_capture()
         self._num_growths = self._cache.num_growths
-        self._addresses = self._weights_at()
-
-    def _weights_at(self) -> list[int]:
-        return [weight.data_ptr() for weight in self._model.model.parameters()]
+        self._recorded = Recorded(self._model.model)
 
 
 def _size(shape: Shape) -> tuple[int, ...]:

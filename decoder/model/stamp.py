@@ -1,16 +1,19 @@
 """What a model is made of at a moment: what was found out about it holds until that changes."""
 
 import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
-from operator import methodcaller
+from operator import is_, itemgetter, methodcaller
 from typing import Any, Final
 from weakref import ref
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -45,7 +48,8 @@ class Structure:
         """Return what a model is made of now."""
         stated: list[Any] = [_configuration(model)]
         met: list[ref[Any]] = []
-        kept: list[Any] = []
+        kept: list[Any] = _shared_code(_kinds(model.modules()))
+        stated.extend(map(id, kept))
         for module in model.modules():
             own = vars(module)
             met.append(ref(module))
@@ -75,7 +79,92 @@ def _configuration(model: PreTrainedModel) -> str:
     return f"{model.config._attn_implementation} {stated}"  # noqa: SLF001  no public name
 
 
+def hooks_of_all() -> list[Any]:
+    """Return the hooks that torch calls for every module there is."""
+    hooks: Mapping[int, Any] = nn.modules.module._has_any_global_hook() or {}  # type: ignore[no-untyped-call]  # noqa: SLF001  no public name
+    return [*hooks.values()]
+
+
+def looked_up() -> list[Any]:
+    """Return the functions that models look up in transformers' tables, but for our stand-ins.
+
+    A stand-in counts as what it stands in for, which it names.
+    """
+    found = (ALL_ATTENTION_FUNCTIONS["sdpa"], *map(ALL_MASK_ATTENTION_FUNCTIONS.get, _MASKED))
+    return [getattr(each, "stands_in_for", each) for each in found]
+
+
+_MASKED: Final = ("sdpa", "eager")
+
+
+def _kinds(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
+    return [*dict.fromkeys(map(type, modules))]
+
+
+def _shared_code(kinds: Iterable[type[nn.Module]]) -> list[Any]:
+    """Return the code that models share: of kinds of modules, of all modules, and of tables."""
+    return [*(kind.forward for kind in kinds), *hooks_of_all(), *looked_up()]
+
+
+def _configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
+    values = chain.from_iterable(vars(module).values() for module in modules)
+    return [*{id(each): each for each in values if isinstance(each, PreTrainedConfig)}.values()]
+
+
+def _holders(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
+    """Return the tables of parameters and buffers that are not empty."""
+    tables = (vars(module)[name] for module in modules for name in ("_parameters", "_buffers"))
+    return [each for each in tables if each]
+
+
+def _held(holders: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tensor]:
+    return [each for held in holders for each in held.values() if each is not None]
+
+
 _address: Final = methodcaller("data_ptr")
+
+_PLAIN: Final = (bool, float, int, str, tuple, torch.dtype, type(None))
+
+
+class _Settings:
+    """The numbers and names that modules and configurations hold besides weights and modules.
+
+    Args:
+        modules: of a model.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        readers = [
+            *(_reader(vars(module), leaves_private=True) for module in modules),
+            *(_reader(vars(config), leaves_private=False) for config in _configs(modules)),
+        ]
+        self._read = [each for each in readers if each is not None]
+        self._before = self._values()
+
+    def are_others(self) -> bool:
+        """Return whether one is another object than it was when this was asked last."""
+        before, self._before = self._before, self._values()
+        return len(before) != len(self._before) or not all(map(is_, before, self._before))
+
+    def _values(self) -> list[Any]:
+        try:
+            return [value for read, variables in self._read for value in read(variables)]
+        except KeyError:  # one was deleted
+            return []
+
+
+def _reader(
+    variables: dict[str, Any], *, leaves_private: bool
+) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
+    """Return what reads the plain values among an object's variables."""
+    names = [
+        name
+        for name, value in variables.items()
+        if type(value) in _PLAIN and not (leaves_private and name.startswith("_"))
+    ]
+    if not names:
+        return None
+    return itemgetter(names[0], *names), variables
 
 _said: Final[list[None]] = []
 
@@ -111,21 +200,22 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        variables = [vars(module) for module in model.modules()]
+        modules = list(model.modules())
+        variables = [vars(module) for module in modules]
+        self._settings = _Settings(modules)
         self._counted = [
             *variables,
             *(each["_modules"] for each in variables),
             *(each[name] for each in variables for name in _HOOKS),
         ]
+        self._kinds, self._configs = _kinds(modules), _configs(modules)
         self._parents = [each["_modules"] for each in variables if each["_modules"]]
-        self._holders = [
-            each[name] for each in variables for name in ("_parameters", "_buffers") if each[name]
-        ]
+        self._holders = _holders(modules)
         self._made_of = self._look_at_modules()
         self._weighed = self._look_at_weights()
 
     def has_other_modules(self) -> bool:
-        """Return whether modules, hooks or `forward`s came or went since it was asked last."""
+        """Return whether modules, hooks or other code was exchanged since it was asked last."""
         before, self._made_of = self._made_of, self._look_at_modules()
         return before != self._made_of
 
@@ -134,13 +224,54 @@ class ModelWatch:
         before, self._weighed = self._weighed, self._look_at_weights()
         return before != self._weighed
 
-    def _look_at_modules(self) -> tuple[list[int], int]:
+    def has_other_settings(self) -> bool:
+        """Return whether a number or a name of a module or configuration is another one."""
+        return self._settings.are_others()
+
+    def _look_at_modules(self) -> tuple[list[int], int, list[Any]]:
         children = chain.from_iterable(map(dict.values, self._parents))
-        return [*map(id, children)], sum(map(len, self._counted))
+        attention = [each._attn_implementation for each in self._configs]  # noqa: SLF001  as above
+        code = [*_shared_code(self._kinds), *attention]
+        return [*map(id, children)], sum(map(len, self._counted)), code
 
     def _look_at_weights(self) -> tuple[list[int], int, list[int]]:
-        weights = [each for held in self._holders for each in held.values() if each is not None]
+        weights = _held(self._holders)
         return [*map(id, weights)], sum(map(_version, weights)), [*map(_address, weights)]
+
+
+class Recorded:
+    """What captured passes repeat of a model, whatever became of it since.
+
+    They read weights where they lay, and know the numbers, names and code by which they were
+    computed; values of weights are as they are at each pass.
+
+    Args:
+        model: whose passes are captured from now on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._holders = _holders(modules)
+        self._settings = _Settings(modules)
+        self._kinds = _kinds(modules)
+        self._addresses = self._look_at_weights()
+        self._code = self._look_at_code()
+
+    def has_changed(self) -> bool:
+        """Return whether a pass that is captured now would be another one."""
+        return (
+            self._addresses != self._look_at_weights()
+            or self._settings.are_others()
+            or self._code != self._look_at_code()
+        )
+
+    def _look_at_weights(self) -> list[int]:
+        return [*map(_address, _held(self._holders))]
+
+    def _look_at_code(self) -> list[Any]:
+        """Return the code and the precision of all modules of a kind."""
+        modes = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        return [*_shared_code(self._kinds), *modes, torch.get_float32_matmul_precision()]
 
 
 _SAMPLE: Final = 32

@@ -194,6 +194,7 @@ class Target:
         if self._tapped:
             refuse_shared(model, "No head can draft from the states of a")
         self._model = model
+        self._packed: PackedPasses | None = None
         self._watch: ModelWatch | None = None
         self._is_remade = False
         self._num_said = num_said()
@@ -267,7 +268,8 @@ class Target:
         if self._watch is None:
             return False
         self._is_remade |= self._watch.has_other_modules()
-        return self._watch.has_other_weights() or self._is_remade or self._num_said != num_said()
+        is_other = self._watch.has_other_weights() | self._watch.has_other_settings()
+        return is_other or self._is_remade or self._num_said != num_said()
 
     def _take_in_changes(self) -> None:
         """Go on, in the middle of a generation, with the model as it is now.
@@ -305,8 +307,11 @@ class Target:
                 f"{found.capability.name.lower()} only ({found.reason}): end the generation first"
             )
         self._user.look()
-        if self._captured is not None:
-            self._captured = self._made_captured(self._captured.masking)
+        masking = None if self._captured is None else self._captured.masking
+        if self._packed is not None and not self._user.attends_by_groups():
+            self._packed = None  # each sequence is read by itself
+            masking = None if masking is None else Masking.DENSE
+        self._captured = None if masking is None else self._made_captured(masking)
 
     def _renew_cache(self, compatibility: Compatibility) -> None:
         """Begin with an empty cache that holds no memory yet."""
@@ -609,6 +614,8 @@ class Target:
                 nodes tried; committed tokens stay, and pieces of prompts are not committed.
         """
         self._take_in_changes()
+        if self._captured is not None and self._captured.has_other_model():
+            self._captured = self._made_captured(self._captured.masking)
         for reading in readings:
             self.rewind(reading.place)
         try:
@@ -694,8 +701,6 @@ class Target:
     @torch.no_grad()
     def reset(self, place: int = 0) -> None:
         """Forget the sequence of a place."""
-        if self._captured is not None:
-            self._captured.check_weights()
         self._places.at(place).truncate(0)
         self._committed[place] = 0
         self._held[place].clear()
@@ -725,8 +730,6 @@ class Target:
         Returns:
             How many of its first tokens need not be read: fewer than n.
         """
-        if self._captured is not None:
-            self._captured.check_weights()
         cache = self._places.cache
         if cache is None or cache.bytes_per_token == 0:
             self.reset(place)

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
 from decoder.model.cache import TreeCache
 from decoder.model.products import LEAST_WEIGHTS, LeastWeights, Products, linear, products_of
+from decoder.model.stamp import hooks_of_all
 from decoder.model.states import States, StateTap
 
 _EXTRAS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -179,12 +180,19 @@ def has_code_of_others(model: nn.Module) -> bool:
 
     What these do is in no configuration, and it may be something else in each pass.
     """
+    if hooks_of_all():
+        return True
     for module in model.modules():
-        own = vars(module)
-        is_known = f"{type(module).__module__}.".startswith(KNOWN_CODE)
+        own, kind = vars(module), type(module)
+        is_known = all(f"{each}.".startswith(KNOWN_CODE) for each in _written_in(kind))
         if not is_known or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
             return True
     return False
+
+
+def _written_in(kind: type[nn.Module]) -> tuple[str, str]:
+    """Return the modules of Python that a kind of module and its `forward` come from."""
+    return kind.__module__, getattr(kind.forward, "__module__", "")
 
 
 def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
@@ -312,11 +320,14 @@ class _StandIns:
     """Functions of ours that stand in for others while somebody needs them.
 
     Args:
-        places: for each a table, the name in it, the function that belongs there, and ours.
+        places: for each a table, the name in it, the function that belongs there, and ours, which
+            is marked as such.
     """
 
-    def __init__(self, *places: tuple[Any, str, object, object]) -> None:
+    def __init__(self, *places: tuple[Any, str, object, Any]) -> None:
         self._places = places
+        for _, _, own, ours in places:
+            ours.stands_in_for = own
         self._lock = threading.Lock()
         self._num_users = 0
 

@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedModel,
     masking_utils,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoder.budget.budget import FixedBudget
 from decoder.budget.pass_timing import measure_costs
@@ -480,6 +482,106 @@ def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> 
     surface = measure_costs(target, (1, 2, 4, 8), (20, 100), 0.5)
     assert surface.widths == (1, 2, 3, 4, 5, 8)
     assert len(Counted.functions) == 4  # one for each power of two: no buffer grows
+
+
+def _scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 2
+
+
+def _reconfigure(model: Any) -> None:
+    model.config.attention_dropout = 0.25
+
+
+def _move_a_weight(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def _move_a_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+
+
+@pytest.mark.parametrize("change", [_scale, _reconfigure, _move_a_weight, _move_a_buffer])
+def test_what_a_captured_pass_repeats_is_captured_anew_once_it_changes(
+    change: Callable[[Any], None],
+) -> None:
+    model = unlimited("llama")
+    counting, fixed = (Target(model, capture=each, verdicts=None) for each in (Counted, Traced))
+    tree = random_tree(np.random.default_rng(0), 9)
+    for target in (counting, fixed):
+        target.prefill(np.array(prompt_of(100), np.int32))
+        target.verify(3, tree)
+    Counted.functions.clear()
+    counting.verify(3, tree)
+    assert not Counted.functions
+    change(model)
+    found = counting.verify(3, tree)
+    assert len(Counted.functions) == 1
+    assert largest([found], [fixed.verify(3, tree)]) < 1e-4
+    counting.verify(3, tree)
+    assert len(Counted.functions) == 1
+
+
+def _foreign(*args: Any, **options: Any) -> Any:
+    output, weights = sdpa_attention_forward(*args, **options)
+    return output * 0.5, weights
+
+
+@pytest.mark.parametrize("capture", [None, Traced])
+@pytest.mark.parametrize("kind", ["eager", "foreign"])
+def test_attention_may_be_exchanged_within_a_generation(
+    kind: str, capture: CaptureMaker | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks of packed and captured passes say nothing to an attention that is not ours."""
+    model: Any = unlimited("llama")
+    target = Target(model, capture=capture)
+    target.make_places(2)
+    target.renew()
+    rng = np.random.default_rng(0)
+    trees = [random_tree(rng, 9), random_tree(rng, 5)]
+    readings = [Reading.of(place, 3, tree) for place, tree in enumerate(trees)]
+    for place in range(2):
+        target.prefill(np.array(prompt_of(40 + place), np.int32), place)
+    before = [each.logits for each in target.read(readings)]
+    if kind == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", _foreign)
+    found = [each.logits for each in target.read(readings)]
+    if kind == "eager":
+        assert largest(before, found) < 1e-4
+        return
+    assert largest(before[:1], found[:1]) > 1e-2
+    assert largest(before[1:], found[1:]) > 1e-2
+
+
+def largest(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def test_code_for_all_models_that_comes_later_ends_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = unlimited("llama")
+    target = Target(model, capture=Counted, verdicts=None)
+    target.prefill(np.array(prompt_of(100), np.int32))
+    tree = random_tree(np.random.default_rng(0), 9)
+    target.verify(3, tree)
+    mlp = type(model.model.layers[0].mlp)
+    forward = mlp.forward
+    calls: list[Any] = []
+    monkeypatch.setattr(mlp, "forward", lambda *given: calls.append(given) or forward(*given))
+    for _ in range(2):
+        target.verify(3, tree)
+        assert len(calls) == len(model.model.layers)
+        calls.clear()
+    monkeypatch.undo()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(_))
+    Counted.functions.clear()
+    target.verify(3, tree)
+    handle.remove()
+    assert calls
+    assert not Counted.functions
 
 
 def test_graphs_are_for_cuda_and_trees_and_models_as_they_come() -> None:

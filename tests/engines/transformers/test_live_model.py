@@ -89,9 +89,9 @@ def after_another_prompt(change: Change) -> tuple[list[int], list[int]]:
 class Changing(BaseStreamer):
     """Changes a model at a token in the middle of a pass, as far as that is known here."""
 
-    def __init__(self, model: Any, change: Change, *, says: bool) -> None:
+    def __init__(self, model: Any, change: Change, *, says: bool, num_before: int = 5) -> None:
         self._model, self._change, self._says = model, change, says
-        self._num_left = 5  # the prompt counts
+        self._num_left = num_before  # the prompt counts
 
     def put(self, _: Any) -> None:
         self._num_left -= 1
@@ -224,6 +224,22 @@ def test_a_change_of_modules_does_not_hide_one_of_contents(
     found, expected = after_use(both)
     assert found == expected
     assert "is decoded without drafts" not in caplog.text
+
+
+def test_a_number_that_changes_within_a_pass_counts_from_the_next_token() -> None:
+    """Whichever token of an accepted draft it is at which a callback changes it."""
+    changed = set()
+    for num_before in range(2, NEW_TOKENS, 3):
+        other, model = tiny(), tiny()
+        changing = [
+            Changing(each, CHANGES["scale attention"], says=False, num_before=num_before)
+            for each in (other, model)
+        ]
+        expected = written(other, streamer=changing[0])
+        plugin = drafting(model, written(tiny()))
+        assert written(model, custom_generate=plugin, streamer=changing[1]) == expected
+        changed.add(tuple(expected))
+    assert len(changed) > NEW_TOKENS // 6
 
 
 def test_a_training_loop_decodes_between_its_steps() -> None:
