@@ -1,6 +1,7 @@
 """Starts the measurement on a CUDA device; what is missing for it is said in a line."""
 
 import sys
+from importlib.metadata import version
 
 from benchmarks.gpu.missing import missing_packages
 
@@ -9,6 +10,8 @@ def main() -> None:
     """Run the command, or say which packages are to be carried along."""
     try:
         from benchmarks.gpu import device_measuring  # noqa: PLC0415  (it needs what may be missing)
+
+        version("foredraft")  # results name it
     except ModuleNotFoundError as error:
         missing = missing_packages() or [str(error.name)]
         sys.exit(f"error: missing on this machine: {', '.join(missing)}: install them first")

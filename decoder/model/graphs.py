@@ -366,10 +366,10 @@ class CapturedPasses:
     Rows of all places together, rows of the widest place and shown keys are padded to powers of
     two, rows up to 256. The tokens that commits move are padded, too. Wider passes, and those that
     only read prompts, run eagerly, on the same cache. Growing buffers make all captured shapes
-    void; once `has_other_model` says so, all are to be made anew. Where capturing fails, all passes
-    run eagerly from then on, and the log says so once. Python code of a model runs when a shape is
-    captured, not at every pass, so only models without code of others are captured:
-    `has_code_of_others`.
+    void, and where weights have moved or the model is another one, everything is made anew. Where
+    capturing fails, all passes run eagerly from then on, and the log says so once. Python code of a
+    model runs when a shape is captured, not at every pass, so only models without code of others
+    are captured: `has_code_of_others`.
 
     Args:
         model: the model to run.
@@ -481,8 +481,12 @@ class CapturedPasses:
             if self._outputs and not self._is_eager:
                 self._draw_for(drawing, count)
 
+    def has_moved_weights(self) -> bool:
+        """Return whether captured passes would read weights where they lay; to ask before one."""
+        return self._recorded.has_moved()
+
     def has_other_model(self) -> bool:
-        """Return whether the model is another one than in the passes that are captured."""
+        """Return whether what was captured is else out of date; to ask while a pass is computed."""
         return self._recorded.has_changed()
 
     def _shape_of(self, readings: Sequence[Reading]) -> Shape | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
-from operator import is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, Final
 from weakref import ref
 
@@ -21,6 +21,14 @@ _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
 def _version(weight: torch.Tensor) -> int:
     """Return a number that moves with in-place changes; inference tensors have none."""
     return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
+
+
+def _versions(weights: Sequence[torch.Tensor]) -> int:
+    """Return the sum of what `_version` returns; without a call of Python's for each of them."""
+    try:
+        return sum(map(attrgetter("_version"), weights))
+    except RuntimeError:
+        return sum(map(_version, weights))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +174,7 @@ def _reader(
         return None
     return itemgetter(names[0], *names), variables
 
+
 _said: Final[list[None]] = []
 
 
@@ -236,7 +245,7 @@ class ModelWatch:
 
     def _look_at_weights(self) -> tuple[list[int], int, list[int]]:
         weights = _held(self._holders)
-        return [*map(id, weights)], sum(map(_version, weights)), [*map(_address, weights)]
+        return [*map(id, weights)], _versions(weights), [*map(_address, weights)]
 
 
 class Recorded:
@@ -257,13 +266,13 @@ class Recorded:
         self._addresses = self._look_at_weights()
         self._code = self._look_at_code()
 
+    def has_moved(self) -> bool:
+        """Return whether a captured pass would read weights where none need lie any more."""
+        return self._addresses != self._look_at_weights()
+
     def has_changed(self) -> bool:
-        """Return whether a pass that is captured now would be another one."""
-        return (
-            self._addresses != self._look_at_weights()
-            or self._settings.are_others()
-            or self._code != self._look_at_code()
-        )
+        """Return whether a pass that is captured now would be another one, wherever weights lie."""
+        return self._settings.are_others() or self._code != self._look_at_code()
 
     def _look_at_weights(self) -> list[int]:
         return [*map(_address, _held(self._holders))]

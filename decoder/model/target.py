@@ -271,28 +271,29 @@ class Target:
         is_other = self._watch.has_other_weights() | self._watch.has_other_settings()
         return is_other or self._is_remade or self._num_said != num_said()
 
-    def _take_in_changes(self) -> None:
-        """Go on, in the middle of a generation, with the model as it is now.
+    def _is_another_model(self) -> bool:
+        """Return whether the model changed within a generation: if so, take in what it is now.
 
         Raises:
             ModelChangedError: it cannot go on with what it has read.
         """
-        if self._num_said != num_said():
-            self._num_said = num_said()
-            self._user.audit()
         if self._watch is not None and (self._is_remade or self._watch.has_other_modules()):
             self._is_remade = False
-            self._remake()
+            now = Structure.of(self._model)
+            if not now.is_of(self._structure):
+                self._remake(now)
+                return True
+        if self._captured is None or not self._captured.has_other_model():
+            return False
+        self._captured = self._made_captured(self._captured.masking)
+        return True
 
-    def _remake(self) -> None:
+    def _remake(self, now: Structure) -> None:
         """Go on with other modules, if they verify as much as those before.
 
         Raises:
             ModelChangedError: they do not, or compute in another precision or elsewhere.
         """
-        now = Structure.of(self._model)
-        if now.is_of(self._structure):
-            return
         before, self._structure = self._structure, now
         if before.placed != now.placed:
             raise ModelChangedError(
@@ -613,23 +614,36 @@ class Target:
             OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the most
                 nodes tried; committed tokens stay, and pieces of prompts are not committed.
         """
-        self._take_in_changes()
-        if self._captured is not None and self._captured.has_other_model():
+        if self._num_said != num_said():
+            self._num_said = num_said()
+            self._user.audit()
+        if self._captured is not None and self._captured.has_moved_weights():
             self._captured = self._made_captured(self._captured.masking)
-        for reading in readings:
-            self.rewind(reading.place)
         try:
-            read = self._read_captured(readings)
-            if read is not None:
-                return read
-            if len(readings) == 1 or self._packed is None or not self._packed.is_ready:
-                return [self._read_alone(reading) for reading in readings]
-            return self._read_together(self._packed, readings)
+            read = self._launched(readings)
+            if self._is_another_model():  # a device computes meanwhile, for nothing if it is
+                read = self._launched(readings)
+            if read is None:
+                return self._read_eagerly(readings)
         except OutOfMemoryError:
             most = max(0 if each.tree is None else len(each.tree) for each in readings)
             if most:  # else it was for a prompt, or for a plain pass
                 self.max_nodes = min(most // 2, self.max_nodes)
             raise
+        for reading in readings:
+            self._note(reading)
+        return read
+
+    def _launched(self, readings: Sequence[Reading]) -> list[Read] | None:
+        """Begin anew where reading began, by a captured pass; `None` if there is none for it."""
+        for reading in readings:
+            self.rewind(reading.place)
+        return self._read_captured(readings)
+
+    def _read_eagerly(self, readings: Sequence[Reading]) -> list[Read]:
+        if len(readings) == 1 or self._packed is None or not self._packed.is_ready:
+            return [self._read_alone(reading) for reading in readings]
+        return self._read_together(self._packed, readings)
 
     @led
     @torch.no_grad()
@@ -767,10 +781,7 @@ class Target:
             return None
         most = max(self._committed[each.place] + len(each.tokens) for each in readings)
         with within_memory(most):
-            read = self._captured.read(readings)
-        for reading in readings if read is not None else ():
-            self._note(reading)
-        return read
+            return self._captured.read(readings)
 
     @torch.no_grad()
     def _read_alone(self, reading: Reading) -> Read:
