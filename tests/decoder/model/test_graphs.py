@@ -570,7 +570,12 @@ def test_code_for_all_models_that_comes_later_ends_captures(
     mlp = type(model.model.layers[0].mlp)
     forward = mlp.forward
     calls: list[Any] = []
-    monkeypatch.setattr(mlp, "forward", lambda *given: calls.append(given) or forward(*given))
+
+    def telling(*given: Any) -> Any:
+        calls.append(given)
+        return forward(*given)
+
+    monkeypatch.setattr(mlp, "forward", telling)
     for _ in range(2):
         target.verify(3, tree)
         assert len(calls) == len(model.model.layers)
