@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import ref
 
 import torch
@@ -16,6 +17,21 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks")
+
+_Found = TypeVar("_Found")
+_MOST_LOOKS: Final = 100
+
+
+def undisturbed(look: Callable[[], _Found]) -> _Found:
+    """Return what a look at a model's modules finds; again if another thread changes them in it.
+
+    Raises:
+        RuntimeError: what the look raises, a hundred times.
+    """
+    for _ in range(_MOST_LOOKS - 1):
+        with suppress(RuntimeError):  # a table changed while it was gone through
+            return look()
+    return look()
 
 
 def _version(weight: torch.Tensor) -> int:
@@ -54,8 +70,13 @@ class Structure:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Structure":
         """Return what a model is made of now."""
+        return undisturbed(lambda: cls._looked_at(model))
+
+    @classmethod
+    def _looked_at(cls, model: PreTrainedModel) -> "Structure":
         stated: list[Any] = [_configuration(model)]
         met: list[ref[Any]] = []
+        places: set[tuple[torch.dtype, torch.device]] = set()
         kept: list[Any] = _shared_code(_kinds(model.modules()))
         stated.extend(map(id, kept))
         for module in model.modules():
@@ -69,12 +90,12 @@ class Structure:
                 kept.append(own["forward"])
             for weight in own["_parameters"].values():
                 if weight is not None:
-                    kind = (type(weight), weight.dtype, weight.device, weight.shape)
-                    stated.append((id(weight), kind))
+                    place = (weight.dtype, weight.device)
+                    stated.append((id(weight), type(weight), weight.shape, place))
                     met.append(ref(weight))
-        kinds = {(str(each.dtype), str(each.device)) for each in model.parameters()}
+                    places.add(place)
         embedding: Any = model.get_input_embeddings()
-        placed = (*sorted(kinds), getattr(embedding, "num_embeddings", None))
+        placed = (*sorted(map(str, places)), getattr(embedding, "num_embeddings", None))
         return cls(tuple(stated), placed, tuple(met), tuple(kept))
 
     def is_of(self, other: "Structure") -> bool:
@@ -115,8 +136,8 @@ def _shared_code(kinds: Iterable[type[nn.Module]]) -> list[Any]:
 
 
 def _configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    values = chain.from_iterable(vars(module).values() for module in modules)
-    return [*{id(each): each for each in values if isinstance(each, PreTrainedConfig)}.values()]
+    stated = (vars(module).get("config") for module in modules)
+    return [*{id(each): each for each in stated if isinstance(each, PreTrainedConfig)}.values()]
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
@@ -131,7 +152,7 @@ def _held(holders: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tenso
 
 _address: Final = methodcaller("data_ptr")
 
-_PLAIN: Final = (bool, float, int, str, tuple, torch.dtype, type(None))
+_PLAIN: Final = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
 
 
 class _Settings:
@@ -185,7 +206,8 @@ def num_said() -> int:
 
 def weights_of(model: nn.Module) -> list[tuple[int, int, int]]:
     """Return identity, version and address of a model's weights: most changes of values show."""
-    return [(id(each), _version(each), each.data_ptr()) for each in model.parameters()]
+    weights = undisturbed(lambda: list(model.parameters()))
+    return [(id(each), _version(each), each.data_ptr()) for each in weights]
 
 
 def model_changed() -> None:
@@ -209,7 +231,7 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        modules = undisturbed(lambda: list(model.modules()))
         variables = [vars(module) for module in modules]
         self._settings = _Settings(modules)
         self._counted = [
@@ -259,7 +281,7 @@ class Recorded:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        modules = undisturbed(lambda: list(model.modules()))
         self._holders = _holders(modules)
         self._settings = _Settings(modules)
         self._kinds = _kinds(modules)

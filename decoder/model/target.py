@@ -301,7 +301,12 @@ class Target:
                 "has read does not fit: end the generation first"
             )
         options = {"pack": self._pack, "states": self._tapped, "verdicts": self._verdicts}
-        found = Target(self._model, **options)  # type: ignore[arg-type]  # as given to this one
+        try:
+            found = Target(self._model, **options)  # type: ignore[arg-type]  # as given to this one
+        except UnsupportedModelError as error:
+            raise ModelChangedError(
+                f"the model was changed in the middle of a generation: {error}"
+            ) from error
         if found.capability < self.capability:
             raise ModelChangedError(
                 "the model was changed in the middle of a generation, and now verifies "
@@ -348,7 +353,8 @@ class Target:
             verdict = self._agreed(self._found(model, promised))
             if verdict is None:
                 return
-            verdicts.keep_verdict(model, verdict)
+            if self._is_as_it_was(model):  # else it was found of several models
+                verdicts.keep_verdict(model, verdict)
         if verdict.capability is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be decoded here: {verdict.reason}"
@@ -357,6 +363,10 @@ class Target:
         if capability is not self.capability:
             self._begin(reduced(promised, capability, verdict.reason))
         self.reason = verdict.reason or promised.reason
+
+    def _is_as_it_was(self, model: PreTrainedModel) -> bool:
+        """Return whether nobody changed the model since a look at it began."""
+        return Structure.of(model).is_of(self._structure) and weights_of(model) == self._weights
 
     def _agreed(self, verdict: Verdict | None) -> Verdict | None:
         """Return the verdict of the first of the processes that share the model."""

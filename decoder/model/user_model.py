@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
 from decoder.model.cache import TreeCache
 from decoder.model.products import LEAST_WEIGHTS, LeastWeights, Products, linear, products_of
-from decoder.model.stamp import hooks_of_all
+from decoder.model.stamp import hooks_of_all, undisturbed
 from decoder.model.states import States, StateTap
 
 _EXTRAS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -182,7 +182,7 @@ def has_code_of_others(model: nn.Module) -> bool:
     """
     if hooks_of_all():
         return True
-    for module in model.modules():
+    for module in undisturbed(lambda: list(model.modules())):
         own, kind = vars(module), type(module)
         is_known = all(f"{each}.".startswith(KNOWN_CODE) for each in _written_in(kind))
         if not is_known or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, Final
@@ -266,16 +267,18 @@ class Foredraft:
         if model is not self._model:
             raise UnsupportedGenerationError("this Foredraft was made for another model")
         self._follow_model()
+        plainly = partial(
+            _plainly,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            _listener(streamer_of_call(), on_tokens),
+            model_kwargs,
+        )
         if self._decodes_plainly:
-            return _plainly(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                _listener(streamer_of_call(), on_tokens),
-                model_kwargs,
-            )
+            return plainly()
         rows = checked_rows(input_ids, generation_config, model_kwargs)
         ending = Ending(stopping_criteria, input_ids.shape[1])
         streamer, pad = streamer_of_call(), pad_token_of(generation_config)
@@ -295,8 +298,15 @@ class Foredraft:
             )
             for row, of_row in zip(rows, expected, strict=True)
         )
-        with self._decoder.reserved():
-            new = self._decoded(requests, len(rows), ending.stop_ids, on_tokens)
+        try:
+            with self._decoder.reserved():
+                new = self._decoded(requests, len(rows), ending.stop_ids, on_tokens)
+        except WeightsNotLoadedError:
+            raise
+        except UnsupportedModelError as error:  # before the first token: it was changed just now
+            tell_once(model, Capability.PLAIN, str(error))
+            self._structure = None
+            return plainly()
         if streamer is not None:
             streamer.end()
         for row, output in zip(rows, new, strict=True):
