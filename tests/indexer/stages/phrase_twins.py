@@ -26,6 +26,7 @@ def rounded(count: int) -> int:
     return min(map(int, COUNT_SCALE), key=lambda value: (abs(value - count), value))
 
 
+@cache
 def code_of(rounded_count: int) -> int:
     return list(map(int, COUNT_SCALE)).index(rounded_count)
 

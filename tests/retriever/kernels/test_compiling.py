@@ -116,24 +116,25 @@ def test_a_damaged_cache_is_compiled_over(tmp_path: Path, monkeypatch: pytest.Mo
     assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
 
 
-def test_a_change_of_what_a_kernel_calls_is_compiled(tmp_path: Path) -> None:
+def test_a_change_of_what_a_kernel_calls_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin = "from retriever.kernels.compiling import kernel\n"
     caller = f"{begin}from called import add\n@kernel()\ndef twice(x):\n    return add(add(x))\n"
     (tmp_path / "caller.py").write_text(caller)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     found = []
     for number in (1, 10):
         (tmp_path / "called.py").write_text(
             f"{begin}@kernel()\ndef add(x):\n    return x + {number}\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", "from caller import twice; print(twice(5))"],
-            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found.append(int(done.stdout))
+        compiling._sources.cache_clear()  # as in a process that starts
+        importlib.invalidate_caches()
+        found.append(importlib.import_module("caller").twice(5))
+        del sys.modules["caller"], sys.modules["called"]
     assert found == [7, 25]
+    assert len([*(tmp_path / "__pycache__").glob("caller.*.nbi")]) == 1
 
 
 PROBABILITIES = """

@@ -1,12 +1,15 @@
 """What is gathered for a node is what the definitions say, at the root and below."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from indexer.reader import PhraseTables
-from retriever.kernels.layout import MAX_SUCCESSORS, Scratch
+from retriever.kernels.layout import MAX_SUCCESSORS, Scratch, Tables
 from retriever.kernels.live_table import WAYS
 from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_successor
+from retriever.predict.databases import to_kernel
 from tests.indexer.stages.phrase_reading import find
 from tests.retriever.kernels.twins.evidence_twin import Known
 from tests.retriever.kernels.twins.worlds import (
@@ -16,6 +19,7 @@ from tests.retriever.kernels.twins.worlds import (
     evidence_of,
     random_world,
     tables_of_tokens,
+    writable,
 )
 from tests.suite_parts import cases
 
@@ -88,15 +92,22 @@ def test_evidence_equals_the_twins() -> None:
     assert deep > NUM_WORLDS / 4
 
 
+def successor_of(tables: Tables, entry: int, token: int) -> int:
+    """Call the kernel as others do: with a token of four bytes."""
+    wanted: Any = np.int32(token)
+    return int(find_successor(tables.starts1, tables.tokens2, entry, wanted))
+
+
 @pytest.mark.parametrize("vocabulary_size", [5000, 70_000])
 def test_a_successor_is_found_among_thousands(vocabulary_size: int) -> None:
     rng = np.random.default_rng(72)
-    others = rng.choice(np.arange(1, vocabulary_size), 4000, replace=False).tolist()
+    others = rng.choice(np.arange(1, vocabulary_size), 2000, replace=False).tolist()
     tokens = [token for other in others for token in (0, other)]
     phrases = tables_of_tokens(tokens, vocabulary_size)
-    assert phrases.starts[0][1] == 4000
-    for token in [*others[::40], *rng.integers(1, vocabulary_size, 100).tolist()]:
-        found = int(find_successor(phrases.starts[0], phrases.tokens[1], 0, token))
+    assert phrases.starts[0][1] == 2000
+    tables = writable(to_kernel(phrases))
+    for token in [*others[::20], *rng.integers(1, vocabulary_size, 100).tolist()]:
+        found = successor_of(tables, 0, token)
         assert found == linear_search(phrases, 0, token)
 
 
@@ -107,10 +118,10 @@ def linear_search(phrases: PhraseTables, entry: int, token: int) -> int:
 
 
 def test_what_does_not_exist_has_no_successor() -> None:
-    phrases = tables_of_tokens([0, 1, 0, 2], 4)
+    tables = writable(to_kernel(tables_of_tokens([0, 1, 0, 2], 4)))
     for entry in (-2, -1, 4, 1 << 30):
-        assert find_successor(phrases.starts[0], phrases.tokens[1], entry, 1) == -1
-    assert find_successor(phrases.starts[0], phrases.tokens[1], 3, 1) == -1
+        assert successor_of(tables, entry, 1) == -1
+    assert successor_of(tables, 3, 1) == -1
 
 
 @pytest.mark.seeds

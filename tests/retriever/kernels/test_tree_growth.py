@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels import tree_growth as growth
-from retriever.kernels.layout import Tables
+from retriever.kernels.layout import Chains, Found, Tables, Work
 from retriever.kernels.mixing import learn
+from retriever.predict.weights import Weights
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever.kernels.twins.tree_twin import TreeTwin
-from tests.retriever.kernels.twins.worlds import MAX_BUDGET, Grow, random_world
-from tests.retriever.predict.blank import blank_weights, random_weights
+from tests.retriever.kernels.twins.worlds import MAX_BUDGET, random_world
+from tests.retriever.predict.blank import random_weights
 from tests.suite_parts import cases
 
 NUM_WORLDS = cases(12, of=120)
@@ -26,18 +26,28 @@ NUM_WORLDS = cases(12, of=120)
 MANY_WORLDS = cases(24, of=120)
 
 
-@pytest.fixture(scope="module")
-def thorough() -> Grow:
-    """The kernel, told that a child may be as probable as its parent: it gives up no node."""
-    kernel = njit(growth.grow_tree.py_func)
-    rng = np.random.default_rng(90)
+def thorough(
+    found: Found,
+    num_rows: int,
+    sequence: Chains,
+    live: NDArray[np.int64],
+    tables: Tables,
+    weights: Weights,
+    escape: float,
+    work: Work,
+    *rest: Any,
+) -> int:
+    """The kernel, told that a child may be as probable as its parent: it gives up no node.
+
+    Python runs it; what it calls is compiled as ever.
+    """
+    named = work._replace(nodes=work.nodes.view(np.recarray))  # whose fields are attributes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(growth, "_HOPE", 1.0)
-        while len(kernel.signatures) < 2:  # compiled for tokens of two bytes and of four
-            random_world(rng).grow(blank_weights(), 1, 0.0, by=kernel)
-    kernel.disable_compile()
-    grow: Grow = kernel
-    return grow
+        size: int = growth.grow_tree.py_func(
+            found, num_rows, sequence, live, tables, weights, escape, named, *rest
+        )
+    return size
 
 
 def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -73,7 +83,7 @@ def test_nodes_have_the_probabilities_of_their_paths() -> None:
 
 
 @pytest.mark.seeds
-def test_a_thorough_tree_is_the_best_of_its_size(thorough: Grow) -> None:
+def test_a_thorough_tree_is_the_best_of_its_size() -> None:
     rng = np.random.default_rng(92)
     for _ in range(NUM_WORLDS):
         world, weights = random_world(rng), random_weights(rng)
@@ -87,7 +97,7 @@ def test_a_thorough_tree_is_the_best_of_its_size(thorough: Grow) -> None:
 
 
 @pytest.mark.seeds
-def test_learning_follows_the_tree_as_far_as_it_was_considered(thorough: Grow) -> None:
+def test_learning_follows_the_tree_as_far_as_it_was_considered() -> None:
     rng = np.random.default_rng(93)
     unknown = 1 << 30
     for _ in range(NUM_WORLDS):
@@ -120,9 +130,7 @@ def damaged(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     """An array of which some bytes, or all, are random."""
     kept = rng.random(array.nbytes) >= rng.choice([0.1, 1.0])
     noise = rng.integers(0, 256, array.nbytes, np.uint8)
-    result = np.where(kept, array.view(np.uint8), noise).view(array.dtype)
-    result.flags.writeable = False
-    return result
+    return np.where(kept, array.view(np.uint8), noise).view(array.dtype)
 
 
 @pytest.mark.seeds

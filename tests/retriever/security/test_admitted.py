@@ -23,6 +23,7 @@ from retriever.drafter import DraftRequest
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.operations import lifecycle
 from retriever.operations.lifecycle import HealthStatuses
+from retriever.security import private_files
 from retriever.security.access import (
     TENANT_SCOPES,
     Scope,
@@ -219,7 +220,10 @@ def test_calls_take_their_scope(tmp_path: Path) -> None:
     drafter.shut_down()
 
 
-def test_what_waits_when_its_token_is_revoked_is_not_answered(tmp_path: Path) -> None:
+def test_what_waits_when_its_token_is_revoked_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     access = tmp_path / "access"
     token = add_token(access, "a")
     drafter = Slow()
@@ -234,7 +238,7 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(tmp_path: Path) ->
         )
         assert drafter.began.wait(20)
         remove(access, name_of(token) or "")
-        time.sleep(1.0)
+        time.sleep(0.1)  # whoever was looking has seen the file of before
         drafter.released.set()
         with pytest.raises(grpc.RpcError) as raised:
             call.result(timeout=20)
@@ -242,7 +246,10 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(tmp_path: Path) ->
     drafter.shut_down()
 
 
-def test_a_stream_that_waits_ends_with_its_revoked_certificate(tmp_path: Path) -> None:
+def test_a_stream_that_waits_ends_with_its_revoked_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     access, authority = tmp_path / "access", signed(tmp_path, "authority")
     server, engine = signed(tmp_path, "server", authority), signed(tmp_path, "engine", authority)
     for name in ("acme", "other"):
@@ -259,7 +266,7 @@ def test_a_stream_that_waits_ends_with_its_revoked_certificate(tmp_path: Path) -
         client.open("s", ids(1, 2))
         step(client, 3)
         assert remove(access, "CN:engine").tenant == "acme"
-        time.sleep(1.0)
+        time.sleep(0.1)  # as above
         with pytest.raises(NotPermittedError, match="no tenant here"):
             step(client, 4)
     drafter.shut_down()

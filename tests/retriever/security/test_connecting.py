@@ -87,10 +87,10 @@ def test_over_tls_the_service_is_known_by_its_authority_and_name(
 def test_a_service_whose_certificate_expires_while_it_runs_is_told_from_others(
     tmp_path: Path, drafter: EmbeddedDrafter, authority: Signed
 ) -> None:
-    short = signed(tmp_path, "short", authority, hours=(-1, 3 / 3600))
+    short = signed(tmp_path, "short", authority, hours=(-1, 2 / 3600))
     with serving(drafter, protection=protected(short)) as address:
         use(address, Credentials(authority.certificate))
-        time.sleep(3)
+        time.sleep(2)
         assert "certificate has expired" in refused(address, Credentials(authority.certificate))
 
 

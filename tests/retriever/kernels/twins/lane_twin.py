@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,14 +32,14 @@ class RunningTwin:
         orders: of n-grams, longest first.
         max_rows: most rows of each.
         num_buckets: of the compiled ring: which n-grams share a bucket is taken as given.
-        noted: group (0 for all), bucket, lane and position of each n-gram, by order.
+        noted: lane and position of each n-gram, by order, group (0 for all) and bucket.
     """
 
     orders: Sequence[int]
     max_rows: Sequence[int]
     num_buckets: int
     lanes: list[LaneTwin] = field(default_factory=list)
-    noted: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    noted: dict[tuple[int, int, int], list[tuple[int, int]]] = field(default_factory=dict)
 
     def commit(self, number: int, tokens: Sequence[int]) -> None:
         lane = self.lanes[number]
@@ -60,11 +61,10 @@ class RunningTwin:
         for order in self.orders:
             if position + 1 >= order:
                 bucket = self._bucket(tokens[position + 1 - order : position + 1], group)
-                self.noted.append((order, group, bucket, number, position))
+                self.noted.setdefault((order, group, bucket), []).append((number, position))
 
     def _bucket(self, ngram: Sequence[int], group: int) -> int:
-        array = np.array(ngram, np.int32)
-        return int(salted_bucket_of(array, 0, -1, len(ngram), self.num_buckets, group))
+        return _salted_bucket_of(tuple(ngram), self.num_buckets, group)
 
     def rows(self, asking: LaneTwin | None, query: Sequence[int], depth: int) -> list[Row]:
         group = 0 if asking is None else asking.group
@@ -79,9 +79,9 @@ class RunningTwin:
             if len(query) < order:
                 continue
             wanted = order, salt, self._bucket(query[-order:], salt)
-            places = [each[3:] for each in reversed(self.noted) if each[:3] == wanted]
+            places = self.noted.get(wanted, [])
             found = 0
-            for number, position in places[: 4 * most]:
+            for number, position in reversed(places[-4 * most :]):
                 row = self._row(salt, asking, number, position, query, depth)
                 if row is not None and order <= row.match < too_long and found < most:
                     rows.append(row)
@@ -112,6 +112,12 @@ class RunningTwin:
             match += 1
         continuation = tuple(lane.tokens[position + 1 : position + 1 + depth])
         return Row(continuation, match, count=weight) if continuation and weight else None
+
+
+@lru_cache(maxsize=1 << 16)
+def _salted_bucket_of(ngram: tuple[int, ...], num_buckets: int, group: int) -> int:
+    array = np.array(ngram, np.int32)
+    return int(salted_bucket_of(array, 0, -1, len(ngram), num_buckets, group))
 
 
 def weight_of(written_by: int, asks: int | None) -> float:

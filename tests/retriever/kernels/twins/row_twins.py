@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -132,6 +133,12 @@ def linked(
 
 def bucket_of(ngram: Sequence[int], num_buckets: int) -> int:
     """The hash itself is taken as given; what chains make of it is not."""
+    return _bucket_of(tuple(ngram), num_buckets)
+
+
+@lru_cache(maxsize=1 << 17)
+def _bucket_of(ngram: tuple[int, ...], num_buckets: int) -> int:
+    """Of each n-gram once: twins ask for the same ones again and again."""
     return int(hash_ngram(np.array(ngram, np.int32), 0, -1, len(ngram), num_buckets))
 
 

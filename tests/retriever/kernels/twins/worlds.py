@@ -79,11 +79,13 @@ class World:
     ) -> DraftTree:
         """Return the tree that a kernel grows, having checked that it is one."""
         twins.fill(self.scratch, self.rows)
+        before = [array.tobytes() for array in self.tables]
         size = by(
             self.scratch.found, len(self.rows), self.context.chains, self.generations.live,
             self.tables, weights, ESCAPE, self.scratch.work, self.scratch.grown, budget,
             min_probability,
         )  # fmt: skip
+        assert [array.tobytes() for array in self.tables] == before
         assert (self.scratch.work.slots == -1).all()
         arrays = (array[:size].copy() for array in self.scratch.grown)
         return DraftTree.checked(*arrays, vocabulary_size=self.phrases.vocabulary_size)
@@ -93,6 +95,14 @@ class World:
         chains = self.context.chains
         num_buckets, num_last = chains.heads.shape[1], len(chains.last)
         return EvidenceTwin(self.phrases, self.generations, self.sequence, num_buckets, num_last)
+
+
+def writable(arrays: Tables) -> Tables:
+    """The same in memory that could be written to: as kernels unpack it, who never write there.
+
+    They would be compiled anew for arrays that are marked as read only.
+    """
+    return Tables(*(np.array(array) for array in arrays))
 
 
 def tables_of_tokens(tokens: list[int], vocabulary_size: int) -> PhraseTables:
@@ -117,7 +127,7 @@ def random_world(rng: np.random.Generator, *, max_nodes: int = 1 << 12) -> World
         generations.add(np.array(skewed(rng, known, int(rng.integers(1, 200))), np.int32))
     sequence = skewed(rng, alphabet, int(rng.choice([1, 2, 3, 20, 100, 3000])))
     return World(
-        alphabet, phrases, to_kernel(phrases), generations, sequence,
+        alphabet, phrases, writable(to_kernel(phrases)), generations, sequence,
         Context(np.array(sequence, np.int32)), random_rows(rng, alphabet),
         Scratch(MAX_BUDGET, max_rows=64, max_nodes=max_nodes),
     )  # fmt: skip
