@@ -76,12 +76,13 @@ def test_logits_are_the_publishers_on_every_path_of_a_tree(
     for _ in range(3):
         read = reading.draft(8)
         target = parts_of(model, reading.tokens)
-        for node in range(len(read.tree)):
-            path = read.path_to(node)
+        for leaf in {*range(len(read.tree))} - {*read.tree.parents.tolist()}:
+            path = read.path_to(leaf)
             chain = read.tree.token_ids[path].tolist()
             expected = reference(made, target, states, reading.tokens, chain)
-            rounding = rounding_of(made, model, len(path))
-            rounding.check(torch.stack([read.root, read.nodes[node]]), expected[[0, -1]])
+            for depth, node in enumerate(path, 1):
+                rounding = rounding_of(made, model, depth)
+                rounding.check(torch.stack([read.root, read.nodes[node]]), expected[[0, depth]])
         reading.verify()
 
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decoder.budget import pass_timing
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.budget.costs import CostSurface
@@ -399,6 +400,7 @@ def test_what_passes_cost_is_kept_for_the_next_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(pass_timing, "_MOST_ROUNDS", 2)
     model = tiny_llama()
     used: list[CostSurface] = []
 

@@ -27,15 +27,17 @@ from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import VOCABULARY, plainly, prompt_of, tiny_llama
-from tests.engines.transformers.generating import NEW_TOKENS, foredraft, generated
+from tests.engines.transformers.generating import foredraft, generated
 
 PROMPT = prompt_of(12)
+NEW_TOKENS = 32
 
 
 def decoded(drafting: Foredraft, model: PreTrainedModel, **stated: Any) -> tuple[int, int]:
     """Check the output; return how many nodes were drafted for it, and how many accepted."""
     before = drafting.statistics.num_drafted, drafting.statistics.num_accepted
-    tokens = generated(model, PROMPT, custom_generate=drafting, **stated)[0].tolist()
+    options = {"custom_generate": drafting, "max_new_tokens": NEW_TOKENS, **stated}
+    tokens = generated(model, PROMPT, **options)[0].tolist()
     assert tokens[len(PROMPT) :] == plainly(model, PROMPT, NEW_TOKENS)
     after = drafting.statistics.num_drafted, drafting.statistics.num_accepted
     return after[0] - before[0], after[1] - before[1]

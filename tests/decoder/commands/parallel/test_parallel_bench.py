@@ -250,7 +250,7 @@ def test_seeds_are_counted_together_and_draw_what_undrafted_draws(
     language_model: LanguageModel,
 ) -> None:
     settings = [Setting(4), Setting(4, 0.9, 1), Setting(4, 0.9, 2)]
-    report = measured(language_model, [1, 3], prompts=FOUR[1:], settings=settings, repeat=2)
+    report = measured(language_model, [1, 2], prompts=FOUR[1:3], settings=settings, repeat=2)
     greedy, sampled = report["settings"]
     assert (greedy["num_seeds"], sampled["num_seeds"]) == (1, 2)
     for width in sampled["widths"]:
@@ -459,7 +459,7 @@ def test_the_command_compares_with_and_without_a_draft_model_and_draws(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plot = tmp_path / "plot.svg"
+    plot = tmp_path / "plot.png"
     options = ["--draft-model", str(model_directory), "--plot", str(plot), "--json"]
     assert bench(monkeypatch, *small, *options, "--nodes", "4") == 0
     report = json.loads(capsys.readouterr().out)
@@ -470,8 +470,7 @@ def test_the_command_compares_with_and_without_a_draft_model_and_draws(
     # A draft model that is the model itself is always right.
     accepted = setting["widths"][1]["contenders"][FOREDRAFT]["accepted_tokens"][0]
     assert accepted > setting["widths"][1]["contenders"][TABLES]["accepted_tokens"][0]
-    shown = plot.read_text()
-    assert "</svg>" in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_table_says_first_where_ours_lose(
@@ -506,9 +505,7 @@ def test_plots_have_a_line_for_each_way_and_a_bar_for_each_step(
 ) -> None:
     prompts = PROMPTS[:2]
     report = measured(language_model, [1, 2], prompts=prompts, settings=[Setting(4), Setting(8)])
-    for name in ("plot.png", "plot.svg"):
-        draw_widths(report, tmp_path / name)
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    draw_widths(report, tmp_path / "plot.svg")
     shown = (tmp_path / "plot.svg").read_text()
     for words in ("tokens per second", "plain batches", "4 nodes", "8 nodes", "2, foredraft"):
         assert f"<!-- {words} -->" in shown
