@@ -4,12 +4,14 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import PassUnderWay
@@ -50,6 +52,17 @@ NEW_TOKENS = 16
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17)]
 
 
+@cache
+def llama() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@cache
+def known_texts() -> list[tuple[list[int], list[int]]]:
+    """Return the prompts, each with what follows it."""
+    return [(prompt, plainly(llama(), prompt, NEW_TOKENS)) for prompt in PROMPTS]
+
+
 def outputs(decoder: Decoder, requests: Sequence[Request], parallel: int) -> list[list[int]]:
     tokens: list[list[int]] = [[] for _ in requests]
     for generation, new in decoder.generate_many(requests, parallel):
@@ -60,7 +73,7 @@ def outputs(decoder: Decoder, requests: Sequence[Request], parallel: int) -> lis
 
 def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
     """A tree of another outcome is seen: it is not what the drafter says after these tokens."""
-    model = tiny_llama()
+    model = llama()
     prompt = PROMPTS[2]
     truth = plainly(model, prompt, 40)
     guess = by_tokens([(prompt, truth)], 0.8)
@@ -84,10 +97,10 @@ def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
 
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
-    model = tiny_llama()
+    model = llama()
     requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
-    truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    known = list(zip(PROMPTS, truths, strict=True))
+    known = known_texts()
+    truths = [truth for _, truth in known]
     drafter = fused(EmbeddedDrafter(), AheadDrafter(by_tokens(known, 0.9)))
     decoder = decoder_ahead(model, drafter)
     for _ in range(2):  # in the second one, generations are drafted from
@@ -125,8 +138,8 @@ class Faulty(AheadDrafter):
 
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> None:
-    model = tiny_llama()
-    truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    model = llama()
+    truths = known_texts()
     drafter = Faulty(by_tokens(truths, 0.7))
     decoder = Decoder(Target(model), drafter, FixedBudget(8), num_ahead=16)
     decoder.followers = never_resting(drafter, decoder.followers.limits)
@@ -138,8 +151,8 @@ def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> 
 
 
 def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
-    model = tiny_llama()
-    truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    model = llama()
+    truths = known_texts()
     drafter = AheadDrafter(by_tokens(truths, 0.8))
     decoder = decoder_ahead(model, drafter, stop_ids=[truths[0][1][9]])
     stopped = decoded(decoder, PROMPTS[0], NEW_TOKENS)
@@ -161,9 +174,9 @@ def test_a_number_of_outcomes_that_no_service_takes_is_refused(num_ahead: int) -
 
 
 def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:
-    model = tiny_llama()
+    model = llama()
     most = Limits().max_budget_nodes
-    truth = plainly(model, PROMPTS[1], NEW_TOKENS)
+    truth = known_texts()[1][1]
     for nodes in (most - 1, most):
         decoder = decoder_ahead(model, EmbeddedDrafter(), nodes=nodes)
         assert decoded(decoder, PROMPTS[1], NEW_TOKENS) == truth
@@ -173,7 +186,7 @@ def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_service_that_dies_in_the_middle_costs_drafts_and_no_token(is_back: bool) -> None:  # noqa: FBT001
-    model = tiny_llama()
+    model = llama()
     prompt = PROMPTS[1]
     truth = plainly(model, prompt, 50)
     with ExitStack() as services, ExitStack() as first:
@@ -224,7 +237,7 @@ class SlowTarget:
 
 def test_a_drafter_answers_while_the_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafts that are waited for are fewer than those that were answered meanwhile."""
-    model = tiny_llama()
+    model = llama()
     prompt = PROMPTS[2]
     truth = plainly(model, prompt, 30)
     decoder = decoder_ahead(model, AheadDrafter(by_tokens([(prompt, truth)], 1.0)), nodes=2)

@@ -1,9 +1,11 @@
 """Sequences of a group save one another passes, and change no output."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError
 from decoder.loop import Generation, Request
@@ -14,15 +16,25 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from tests.decoder.decoding import decoder_with, fused, plainly, prompt_of, tiny_llama
 
-NEW_TOKENS = 60
+NEW_TOKENS = 40
 PROMPT = prompt_of(12)
+
+
+@cache
+def double_llama() -> PreTrainedModel:
+    return tiny_llama(dtype=torch.float64)
+
+
+@cache
+def truth() -> list[int]:
+    return plainly(double_llama(), PROMPT, NEW_TOKENS)
 
 
 def decoded(drafter: Any, kin: Kin, **options: Any) -> list[Generation]:
     """Four sequences of one prompt at once, of which two begin later."""
     short = [Request(PROMPT, 12, remember=False, kin=kin) for _ in range(2)]
     long = [Request(PROMPT, NEW_TOKENS, remember=False, kin=kin) for _ in range(4)]
-    decoder = decoder_with(tiny_llama(dtype=torch.float64), drafter, **options)
+    decoder = decoder_with(double_llama(), drafter, **options)
     done: dict[int, Generation] = {}
     for generation, _ in decoder.generate_many([*long[:2], *short, *long[2:]], 4):
         done[generation.number] = generation
@@ -33,12 +45,11 @@ def decoded(drafter: Any, kin: Kin, **options: Any) -> list[Generation]:
     ("make", "ahead"), [(EmbeddedDrafter, 0), (fused, 4)], ids=["embedded", "fused and ahead"]
 )
 def test_later_samples_of_a_prompt_follow_earlier_ones(make: Any, ahead: int) -> None:
-    truth = plainly(tiny_llama(dtype=torch.float64), PROMPT, NEW_TOKENS)
     passes = []
     for kin in (ALONE, Kin("samples"), Kin("samples", policy_version=3)):
         generations = decoded(make(), kin, num_ahead=ahead)
         for each in generations:
-            assert each.tokens[len(PROMPT) :].tolist() == truth
+            assert each.tokens[len(PROMPT) :].tolist() == truth()
             assert ahead or not each.statistics.num_failures
         passes.append(sum(each.statistics.num_passes for each in generations[2:]))
         from_siblings = sum(each.statistics.accepted[Source.SIBLINGS] for each in generations)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,12 @@ def outputs(
     return {number: (tokens[number], found[number]) for number in sorted(tokens)}
 
 
+@cache
+def llama() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@cache
 def truths_of(model: PreTrainedModel) -> dict[tuple[int, ...], list[int]]:
     return {tuple(prompt): plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
 
@@ -122,7 +129,7 @@ def test_each_sequence_has_its_own_rule() -> None:
 
 def test_what_fails_fails_alone() -> None:
     """A prompt that is refused, a rule, a stop rule and an observer that raise."""
-    model = tiny_llama()
+    model = llama()
 
     def dead_end(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Any:
         if len(context.generated) > 4:
@@ -155,7 +162,7 @@ def test_what_fails_fails_alone() -> None:
         7: InvalidSettingsError,
     }
     for number in (0, 2, 5, 8):
-        assert found[number][0] == plainly(model, PROMPTS[number], NEW_TOKENS)
+        assert found[number][0] == truths_of(model)[tuple(PROMPTS[number])]
     assert len(found[3][0]) > 0
     assert not drafter.open_sessions
 
@@ -253,7 +260,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
 
 
 def test_where_memory_runs_out_the_latest_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama()
+    model = llama()
     truths = truths_of(model)
     target = Target(model)
     read = target.read
@@ -321,11 +328,11 @@ def test_fused_drafts_of_many_are_asked_for_with_one_call() -> None:
             return super().draft(requests)
 
     drafter = FusedDrafter([Counted()], DraftLimits(VOCABULARY), recycled=RecycledLogits())
-    model = tiny_llama()
+    model = llama()
     decoder = Decoder(Target(model), drafter, FixedBudget(8))
     found = outputs(decoder, [Request(prompt, NEW_TOKENS) for prompt in PROMPTS], 4)
     for prompt, (tokens, _) in zip(PROMPTS, found.values(), strict=True):
-        assert tokens == plainly(model, prompt, NEW_TOKENS)
+        assert tokens == truths_of(model)[tuple(prompt)]
     assert max(Counted.calls) == 4
 
 
@@ -359,7 +366,7 @@ def test_a_planted_error_is_found(
     owner: Any, name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes behind the first passes, of which a target itself checks that they can be shared."""
-    model = tiny_llama()
+    model = llama()
     truths = truths_of(model)
     decoder = decoder_with(model, ScriptedDrafter(right_and_wrong(truths)))
     for is_right in (True, False):

@@ -1,11 +1,13 @@
 """Predictions change how fast an output comes, and never the output."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder, Generation, Request
@@ -28,6 +30,17 @@ from tests.engines.transformers.generating import foredraft
 
 NEW_TOKENS = 60
 PROMPTS = [prompt_of(12, seed=seed) for seed in range(3)]
+
+
+@cache
+def llama() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@cache
+def truth_of(number: int) -> tuple[int, ...]:
+    """Return what follows one of the prompts."""
+    return tuple(plainly(llama(), PROMPTS[number], NEW_TOKENS))
 
 
 def predicting(tokens: Sequence[int], label: str = "") -> list[Prediction]:
@@ -56,10 +69,10 @@ def output_of(generation: Generation, prompt: list[int]) -> list[int]:
 def test_a_true_prediction_saves_passes_and_a_wrong_one_changes_nothing(
     make: Any, ahead: int
 ) -> None:
-    model = tiny_llama()
+    model = llama()
     decoder = decoder_with(model, make(), num_ahead=ahead)
-    for prompt in PROMPTS[:2]:
-        truth = plainly(model, prompt, NEW_TOKENS)
+    for number, prompt in enumerate(PROMPTS[:2]):
+        truth = list(truth_of(number))
         edited = [*truth[:20], 3, *truth[24:40], *truth[44:]]
         for predictions, most in (
             (predicting(truth), NEW_TOKENS // 6),
@@ -89,8 +102,8 @@ def test_a_drawn_output_is_that_of_its_seed() -> None:
 
 def test_each_of_many_has_its_own_predictions() -> None:
     """No row is drafted for from another's: theirs would be accepted where prompts are equal."""
-    model, prompt = tiny_llama(), PROMPTS[0]
-    truth = plainly(model, prompt, NEW_TOKENS)
+    model, prompt = llama(), PROMPTS[0]
+    truth = list(truth_of(0))
     requests = [
         Request(prompt, NEW_TOKENS, remember=False, predictions=each)
         for each in (predicting(truth), (), wrong())
@@ -109,8 +122,8 @@ def test_each_of_many_has_its_own_predictions() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_predictions_may_come_while_an_output_does(ahead: int) -> None:
-    model, prompt = tiny_llama(), PROMPTS[1]
-    truth = plainly(model, prompt, NEW_TOKENS)
+    model, prompt = llama(), PROMPTS[1]
+    truth = list(truth_of(1))
     decoder = decoder_with(model, EmbeddedDrafter(), num_ahead=ahead)
     generation = decoder.generate(prompt, NEW_TOKENS)
     tokens: list[int] = []
@@ -125,8 +138,8 @@ def test_predictions_may_come_while_an_output_does(ahead: int) -> None:
 
 
 def test_drafters_that_take_no_predictions_draft_without() -> None:
-    model, prompt = tiny_llama(), PROMPTS[0]
-    truth = plainly(model, prompt, NEW_TOKENS)
+    model, prompt = llama(), PROMPTS[0]
+    truth = list(truth_of(0))
     generation = run(decoder_with(model, ScriptedDrafter(nothing)), prompt, predicting(truth))
     assert output_of(generation, prompt) == truth
     assert generation.statistics.num_failures == 0
@@ -141,7 +154,7 @@ def test_drafters_that_take_no_predictions_draft_without() -> None:
     ],
 )
 def test_what_is_no_prediction_ends_its_own_sequence_alone(tokens: list[int], reason: str) -> None:
-    model = tiny_llama()
+    model = llama()
     decoder = decoder_with(model, EmbeddedDrafter())
     predictions = predicting(tokens, "plan")
     with pytest.raises(InvalidPromptError, match=reason):
@@ -154,7 +167,7 @@ def test_what_is_no_prediction_ends_its_own_sequence_alone(tokens: list[int], re
 
 def test_tokens_that_the_drafter_does_not_know_cost_their_prediction_alone() -> None:
     """A model's embedding may have rows beyond the vocabulary that is drafted for."""
-    model, prompt = tiny_llama(), [1, 2, 3] * 5
+    model, prompt = llama(), [1, 2, 3] * 5
     decoder = decoder_with(model, EmbeddedDrafter(), drafter_vocabulary=VOCABULARY - 1)
     truth = plainly(model, prompt, 20)
     generation = run(decoder, prompt, predicting([VOCABULARY - 1, *truth]))
@@ -171,14 +184,14 @@ def called(model: Any, rows: list[list[int]], **options: Any) -> tuple[list[list
 
 
 def test_a_call_of_generate_has_predictions_of_its_rows() -> None:
-    model, prompt = tiny_llama(), PROMPTS[0]
-    truth = plainly(model, prompt, NEW_TOKENS)
+    model, prompt = llama(), PROMPTS[0]
+    truth = list(truth_of(0))
     for predictions in (predicting(truth), [predicting(truth)]):
         output, statistics = called(model, [prompt], predictions=predictions)
         assert output == [truth]
         assert statistics.accepted[Source.PREDICTIONS] > NEW_TOKENS // 2
     rows = [PROMPTS[0], PROMPTS[1]]
-    truths = [plainly(model, each, NEW_TOKENS) for each in rows]
+    truths = [list(truth_of(number)) for number in range(2)]
     for predictions in (
         [predicting(each) for each in truths],
         [each for truth in truths for each in predicting(truth)],

@@ -188,7 +188,11 @@ SETTINGS: Final = {
 
 
 def decoded(
-    target: Target, drafter: Drafter, settings: SamplingSettings, prompts: Sequence[TokenIds]
+    target: Target,
+    drafter: Drafter,
+    settings: SamplingSettings,
+    prompts: Sequence[TokenIds],
+    num_tokens: int = NUM_TOKENS,
 ) -> list[TokenIds]:
     """Decode prompts in shared passes; return them with their outputs, int32[n] each.
 
@@ -197,7 +201,7 @@ def decoded(
     """
     decoder = Decoder(target, drafter, FixedBudget(NUM_NODES), accept_rule(settings))
     texts = [prompt.tolist() for prompt in prompts]
-    requests = [Request(prompt, NUM_TOKENS) for prompt in prompts]
+    requests = [Request(prompt, num_tokens) for prompt in prompts]
     for generation, tokens in decoder.generate_many(requests, len(prompts)):
         if generation.error is not None:
             raise generation.error
@@ -206,7 +210,11 @@ def decoded(
 
 
 def counted_steps(
-    num_sequences: int, settings: SamplingSettings | None = None, *, forks: bool = True
+    num_sequences: int,
+    settings: SamplingSettings | None = None,
+    *,
+    forks: bool = True,
+    num_tokens: int = NUM_TOKENS,
 ) -> list[Step]:
     """Decode some sequences in shared passes; return what each whole step asked for.
 
@@ -214,6 +222,7 @@ def counted_steps(
         num_sequences: that share passes.
         settings: how tokens are chosen; greedily by default.
         forks: whether trees are drafted, with recycled logits, and not chains.
+        num_tokens: of each output.
 
     Raises:
         RuntimeError: an output is not that of plain decoding on the CPU.
@@ -221,18 +230,19 @@ def counted_steps(
     model, rng = tiny_model(), np.random.default_rng(0)
     settings = settings or SETTINGS["greedy"]
     prompts = [rng.integers(4, VOCABULARY, 12, np.int32) for _ in range(num_sequences)]
-    texts = decoded(Target(model, verdicts=None), NoDrafter(), settings, prompts)
+    texts = decoded(Target(model, verdicts=None), NoDrafter(), settings, prompts, num_tokens)
     with elsewhere() as device:
         send(model)
         replays = Replays(device)
         target = _on_the_stand_in(model, lambda: replays)
+        target._is_packing_checked = True  # outputs are compared below
         target.prepare(64, num_sequences, 64)
         target.begin(device, replays)
         drafter: Drafter = Foreknowing(texts, forks=forks)
         if forks:
             limits = DraftLimits(VOCABULARY, None)
             drafter = FusedDrafter([drafter], limits, recycled=RecycledLogits(1 << 10))
-        found = decoded(target, drafter, settings, prompts)
+        found = decoded(target, drafter, settings, prompts, num_tokens)
     for number, (own, expected) in enumerate(zip(found, texts, strict=True)):
         if not np.array_equal(own, expected):
             raise RuntimeError(f"output {number} is not that of plain decoding")

@@ -15,8 +15,10 @@ from decoder.model.compatibility import Capability, Compatibility
 from decoder.model.passes import TreeLayout
 from decoder.model.target import Target
 from tests.decoder.model.test_capability_check import siblings_visible
+from tests.oracles.exactness import architecture_check
 from tests.oracles.exactness import architectures as command
 from tests.oracles.exactness.architecture_check import REFUSED, UNABLE, Finding, examined
+from tests.oracles.exactness.hostile_drafts import right
 from tests.oracles.exactness.tiny_models import architectures, tiny_model
 from tests.suite_parts import draws_all_cases
 
@@ -56,6 +58,18 @@ FEW = (
 """Each special in another way; what is most common is the model of all other tests."""
 
 
+@pytest.fixture(autouse=True)
+def _short_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode less by default: windows of eight are crossed, or behind, all the same."""
+    if not draws_all_cases():
+        monkeypatch.setattr(architecture_check, "LENGTHS", ((3, 18), (30, 8)))
+
+
+@pytest.fixture
+def _right_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture_check, "HOSTILE", {"right": right})
+
+
 @pytest.mark.seeds
 @pytest.mark.parametrize("architecture", SAMPLE if draws_all_cases() else FEW)
 def test_hostile_drafts_leave_the_output_as_it_is(architecture: str) -> None:
@@ -68,6 +82,7 @@ def test_hostile_drafts_leave_the_output_as_it_is(architecture: str) -> None:
     assert bool(found.reason) == (found.verifies != "trees")
 
 
+@pytest.mark.usefixtures("_right_drafts_alone")
 def test_a_planted_error_shows_in_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreeLayout, "rows", siblings_visible)
     monkeypatch.setattr(Target, "_check", lambda *_: None)
@@ -105,6 +120,7 @@ def test_a_model_without_a_cache_is_refused_by_name() -> None:
         Target(tiny_model("blt"))
 
 
+@pytest.mark.usefixtures("_right_drafts_alone")
 def test_windows_are_crossed_and_outputs_change() -> None:
     model = tiny_model("gemma3_text")
     assert model.config.sliding_window == 8

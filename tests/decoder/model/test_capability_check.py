@@ -47,6 +47,7 @@ from tests.decoder.decoding import (
     tiny_mamba,
 )
 from tests.oracles.exactness.tiny_models import tiny_model
+from tests.suite_parts import cases
 
 SHAPES_LOG = "decoder.model.compatibility"
 
@@ -149,7 +150,8 @@ def tiny_mixtral(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTraine
     return evaluated(MixtralForCausalLM(config), dtype)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(cases(4, of=8)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_that_rounding_chooses_are_no_error(dtype: torch.dtype, seed: int) -> None:
     assert Target(tiny_mixtral(dtype, seed)).capability is Capability.TREES

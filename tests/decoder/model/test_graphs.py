@@ -85,7 +85,7 @@ from tests.decoder.model.test_target import layers_of
 from tests.decoder.rounding import SHOWN, Rounding
 from tests.oracles.exactness.tiny_models import tiny_model
 from tests.oracles.pass_operations import SETTINGS, counted_steps
-from tests.suite_parts import draws_all_cases
+from tests.suite_parts import cases, draws_all_cases
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +221,9 @@ def drawn_widths(steps: int) -> list[int]:
 TRACED = list(MODELS) if draws_all_cases() else ["gemma"]
 """Models whose passes are traced, which takes seconds: one with layers that slide, and others."""
 
+STEPS: Final = cases(20, of=40)
+"""Of a sequence, or of several that share passes; planted errors show within six."""
+
 LENGTHS = (2, 30, 7, 90)
 """Of prompts: within a window and past it."""
 
@@ -261,15 +264,17 @@ def drawn(rng: np.random.Generator, place: int) -> Reading:
     return Reading.of(place, int(tokens[0]), random_tree(rng, int(rng.integers(0, 20))))
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("length", [3, 200])
 @pytest.mark.parametrize("name", MODELS)
 def test_padded_passes_and_commits_are_those_of_eager_passes(name: str, length: int) -> None:
-    assert largest_error(unlimited(name), Uncaptured, drawn_widths(40), length) <= 1
+    assert largest_error(unlimited(name), Uncaptured, drawn_widths(STEPS), length) <= 1
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", MODELS)
 def test_passes_of_many_places_are_those_of_eager_passes(name: str) -> None:
-    assert largest_error_of_many(unlimited(name), Uncaptured, 40) <= 1
+    assert largest_error_of_many(unlimited(name), Uncaptured, STEPS) <= 1
 
 
 @pytest.mark.seeds
@@ -824,8 +829,8 @@ def test_no_room_for_what_is_prepared_is_said(monkeypatch: pytest.MonkeyPatch) -
 def test_a_step_asks_the_device_for_little_and_waits_once(
     num_sequences: int, choosing: str, *, forks: bool
 ) -> None:
-    steps = counted_steps(num_sequences, SETTINGS[choosing], forks=forks)
-    assert steps
+    steps = counted_steps(num_sequences, SETTINGS[choosing], forks=forks, num_tokens=16)
+    assert len(steps) > 1
     for step in steps:
         assert 0 < step.outside + step.replays <= 8
         assert step.replays >= 1 + (choosing == "sampled")
@@ -834,7 +839,7 @@ def test_a_step_asks_the_device_for_little_and_waits_once(
 
 def test_choosing_outside_of_the_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "selects", False)
-    steps = counted_steps(4, SETTINGS["sampled"])
+    steps = counted_steps(4, SETTINGS["sampled"], num_tokens=8)
     assert max(step.outside for step in steps) > 100
     assert max(step.waits for step in steps) > 1
 
@@ -843,7 +848,7 @@ def sampled_by(
     capture: CaptureMaker | None,
     rules: Sequence[AcceptRule],
     drafter: Drafter | None = None,
-    num_tokens: int = 20,
+    num_tokens: int = 12,
 ) -> dict[int, list[int]]:
     """Decode a sequence by each rule, three at a time."""
     target = Target(tiny_llama(dtype=torch.float64), capture=capture, verdicts=None)
@@ -884,9 +889,14 @@ FOLLOWING = [
 them no greedy path but their own."""
 
 
+@functools.cache
+def drawn_eagerly() -> dict[int, list[int]]:
+    return sampled_by(None, DRAWN)
+
+
 @pytest.mark.parametrize(
     ("capture", "rules", "num_tokens"),
-    [(Uncaptured, [*DRAWN, *FOLLOWING], 20), (Traced, [DRAWN[1], FOLLOWING[0]], 8)],
+    [(Uncaptured, [*DRAWN, *FOLLOWING], 12), (Traced, [DRAWN[1], FOLLOWING[0]], 8)],
 )
 def test_sampling_by_captured_passes_is_that_of_eager_ones(
     capture: CaptureMaker,
@@ -942,7 +952,7 @@ def test_what_one_rule_asked_for_is_not_shown_to_another() -> None:
 def test_settings_beyond_those_that_are_captured_choose_by_themselves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = sampled_by(None, DRAWN)
+    expected = drawn_eagerly()
     monkeypatch.setattr(passes_module, "_MOST_DRAWINGS", 2)
     assert sampled_by(Uncaptured, DRAWN) == expected
     assert caplog.records == []
@@ -971,7 +981,7 @@ def drawings_of_a_neighbour(
 def test_a_draw_that_is_mixed_up_is_caught(
     planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = sampled_by(None, DRAWN)
+    expected = drawn_eagerly()
     monkeypatch.setattr(Inputs, "fill", planted)
     assert sampled_by(Uncaptured, DRAWN) != expected
 

@@ -18,10 +18,15 @@ from tests.decoder.rounding import SHOWN, Rounding
 FORKED = tree_of([(ROOT, 5), (ROOT, 6), (0, 7), (1, 8), (0, 9), (2, 10), (3, 10), (5, 11)])
 
 
-def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+def plain_logits(model: PreTrainedModel, texts: list[list[int]]) -> torch.Tensor:
+    """Return the logits behind each text, from plain passes: texts of one length share one."""
+    found: dict[int, torch.Tensor] = {}
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
-    return logits
+        for length in {len(text) for text in texts}:
+            numbers = [number for number, text in enumerate(texts) if len(text) == length]
+            logits = model(torch.tensor([texts[number] for number in numbers])).logits[:, -1]
+            found |= dict(zip(numbers, logits, strict=True))
+    return torch.stack([found[number] for number in range(len(texts))])
 
 
 def layers_of(target: Target) -> list[GrowingLayer]:
@@ -42,7 +47,7 @@ def largest_error(
     target.prefill(np.array(prompt[:-1], np.int32))
     logits = target.verify(prompt[-1], tree)
     paths = [[], *(tree.token_ids[tree.path_to(node)].tolist() for node in range(len(tree)))]
-    expected = torch.stack([plain_logits(model, prompt + path) for path in paths])
+    expected = plain_logits(model, [prompt + path for path in paths])
     return Rounding.of(model, len(prompt), dtype).apart(logits, expected)
 
 

@@ -51,7 +51,7 @@ def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
     # The first token comes from the prompt's pass, and a draft is no deeper than what is left.
     requests = [Request(prompt, 4)] * NUM_OUTPUTS
     written: list[list[int]] = [[] for _ in requests]
-    for generation, tokens in decoder.generate_many(requests, 8):
+    for generation, tokens in decoder.generate_many(requests, 30):
         written[generation.number] += tokens
     counts.update(tuple(each[:3]) for each in written)
     assert sum(seen) >= NUM_OUTPUTS

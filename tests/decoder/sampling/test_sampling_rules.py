@@ -37,8 +37,9 @@ from tests.oracles.exactness.scripted_target import PROMPT, SETTINGS, SIZE, dist
 from tests.oracles.exactness.trials import RULES, Case, all_cases, corrected, run
 from tests.suite_parts import cases, draws_all_cases
 
-DRAWS = cases(30_000, of=100_000)
-FEWER_DRAWS = 20_000
+DRAWS = cases(12_000, of=100_000)
+FEWER_DRAWS = cases(8_000, of=20_000)
+"""With half of them, planted errors have p-values below 1e-11, whatever the seed."""
 NO_REPEATS = NoRepeatNGramLogitsProcessor(2)
 
 
@@ -68,15 +69,16 @@ def test_every_rule_keeps_to_the_target_under_every_setting() -> None:
         Case(setting, "mixed", kind, coupled)
         for setting, (kind, coupled) in zip(SETTINGS, rules, strict=True)
     ]
-    outcomes = [run(case, cases(8_000, of=FEWER_DRAWS)) for case in chosen]
+    outcomes = [run(case, cases(4_000, of=20_000)) for case in chosen]
     assert min(corrected([outcome.p for outcome in outcomes])) > 0.01
 
 
 @pytest.mark.seeds
 @pytest.mark.parametrize("case", all_cases()[:: cases(13, of=7)], ids=str)
 def test_many_sequences_together_get_what_each_gets_alone(case: Case) -> None:
-    alone = run(case, 500, one_by_one=True)
-    together = run(case, 500)
+    draws = cases(180, of=500)
+    alone = run(case, draws, one_by_one=True)
+    together = run(case, draws)
     assert alone == together
 
 
@@ -89,6 +91,7 @@ def test_planted_errors_are_found(error: str) -> None:
         assert run(case, FEWER_DRAWS).p > 0.01
 
 
+@pytest.mark.seeds
 def test_drawn_siblings_out_of_their_order_are_found() -> None:
     case = Case("temperature 1", "bush", "drawn", coupled=False)
     drafts = Drafts("bush", "drawn", sorts_siblings=True)
@@ -123,7 +126,7 @@ def test_another_device_gives_what_a_cpu_gives(
     sampling = replace(SETTINGS[setting].sampling, seed=3, coupled=coupled)
     rule: Any = accept_rule(sampling, SETTINGS[setting].processors)
     lengths = set()
-    for number, (tree, logits) in enumerate(some_trees(kind, cases(3, of=12))):
+    for number, (tree, logits) in enumerate(some_trees(kind, cases(2, of=12))):
         context = context_of([*PROMPT, 1, 4], number)
         path, _ = both_ways(rule, tree, logits, context)
         lengths.add(len(path))
