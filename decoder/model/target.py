@@ -268,8 +268,9 @@ class Target:
         if self._watch is None:
             return False
         self._is_remade |= self._watch.has_other_modules()
-        is_other = self._watch.has_other_weights() | self._watch.has_other_settings()
-        return is_other or self._is_remade or self._num_said != num_said()
+        self._is_remade |= self._watch.has_other_weights()  # of another precision, perhaps
+        is_other = self._watch.has_other_settings() or self._is_remade
+        return is_other or self._num_said != num_said()
 
     def _is_another_model(self) -> bool:
         """Return whether the model changed within a generation: if so, take in what it is now.
