@@ -50,9 +50,7 @@ FEW = (
     "moshi",
     "deepseek_v32",
     "gpt_neo",
-    "roformer",
     "bamba",
-    "openai-gpt",
     "reformer",
 )
 """Each special in another way; what is most common is the model of all other tests."""

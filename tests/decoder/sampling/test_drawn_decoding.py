@@ -27,7 +27,7 @@ from tests.decoder.drafters.model_drafter.draft_models import FREE
 from tests.decoder.sampling.drawn_outputs import TOP_K, drawn_from, shares_of_outputs
 from tests.suite_parts import cases
 
-NUM_OUTPUTS = cases(150, of=600)
+NUM_OUTPUTS = cases(100, of=600)
 CRITICAL = 54.1
 """Of chi-square with 26 degrees of freedom, at 0.001."""
 

@@ -27,7 +27,7 @@ from tests.engines.transformers.batched import PROMPTS, foredraft, generated
 from tests.suite_parts import cases
 
 ROWS = 8
-NUM_CALLS = cases(20, of=75)
+NUM_CALLS = cases(12, of=75)
 CRITICAL = 54.1
 """Of chi-square with 26 degrees of freedom, at 0.001: three tokens of three each."""
 CRITICAL_PAIRS = 26.1
