@@ -1,7 +1,7 @@
 """What a model is made of at a moment: what was found out about it holds until that changes."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -32,19 +32,6 @@ def undisturbed(look: Callable[[], _Found]) -> _Found:
         with suppress(RuntimeError):  # a table changed while it was gone through
             return look()
     return look()
-
-
-def _version(weight: torch.Tensor) -> int:
-    """Return a number that moves with in-place changes; inference tensors have none."""
-    return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
-
-
-def _versions(weights: Sequence[torch.Tensor]) -> int:
-    """Return the sum of what `_version` returns; without a call of Python's for each of them."""
-    try:
-        return sum(map(attrgetter("_version"), weights))
-    except RuntimeError:
-        return sum(map(_version, weights))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +97,15 @@ def _configuration(model: PreTrainedModel) -> str:
 
 def hooks_of_all() -> list[Any]:
     """Return the hooks that torch calls for every module there is."""
-    hooks: Mapping[int, Any] = nn.modules.module._has_any_global_hook() or {}  # type: ignore[no-untyped-call]  # noqa: SLF001  no public name
-    return [*hooks.values()]
+    return [hook for name in _HOOKS_OF_ALL for hook in vars(nn.modules.module)[name].values()]
+
+
+_HOOKS_OF_ALL: Final = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
 
 
 def looked_up() -> list[Any]:
@@ -152,6 +146,24 @@ def _held(holders: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tenso
 
 _address: Final = methodcaller("data_ptr")
 
+
+def _version(weight: torch.Tensor) -> int:
+    """Return a number that moves with in-place changes; inference tensors have none."""
+    return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
+
+
+def _look_at_weights(
+    holders: Iterable[dict[str, torch.Tensor | None]],
+) -> tuple[list[int], list[int], list[int]]:
+    """Return identities, versions and addresses of what some tables hold."""
+    weights = _held(holders)
+    try:
+        versions = [*map(attrgetter("_version"), weights)]  # without calls of Python's for each
+    except RuntimeError:
+        versions = [*map(_version, weights)]
+    return [*map(id, weights)], versions, [*map(_address, weights)]
+
+
 _PLAIN: Final = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
 
 
@@ -178,8 +190,8 @@ class _Settings:
     def _values(self) -> list[Any]:
         try:
             return [value for read, variables in self._read for value in read(variables)]
-        except KeyError:  # one was deleted
-            return []
+        except KeyError:  # one was deleted: there is no saying from now on what else is another
+            return [object()]
 
 
 def _reader(
@@ -204,10 +216,9 @@ def num_said() -> int:
     return len(_said)
 
 
-def weights_of(model: nn.Module) -> list[tuple[int, int, int]]:
-    """Return identity, version and address of a model's weights: most changes of values show."""
-    weights = undisturbed(lambda: list(model.parameters()))
-    return [(id(each), _version(each), each.data_ptr()) for each in weights]
+def weights_of(model: nn.Module) -> tuple[list[int], list[int], list[int]]:
+    """Return identities, versions and addresses of weights and buffers: most changes show."""
+    return undisturbed(lambda: _look_at_weights(_holders(model.modules())))
 
 
 def model_changed() -> None:
@@ -243,7 +254,7 @@ class ModelWatch:
         self._parents = [each["_modules"] for each in variables if each["_modules"]]
         self._holders = _holders(modules)
         self._made_of = self._look_at_modules()
-        self._weighed = self._look_at_weights()
+        self._weighed = _look_at_weights(self._holders)
 
     def has_other_modules(self) -> bool:
         """Return whether modules, hooks or other code was exchanged since it was asked last."""
@@ -252,7 +263,7 @@ class ModelWatch:
 
     def has_other_weights(self) -> bool:
         """Return whether weights came, went or were written to since it was asked last."""
-        before, self._weighed = self._weighed, self._look_at_weights()
+        before, self._weighed = self._weighed, _look_at_weights(self._holders)
         return before != self._weighed
 
     def has_other_settings(self) -> bool:
@@ -264,10 +275,6 @@ class ModelWatch:
         attention = [each._attn_implementation for each in self._configs]  # noqa: SLF001  as above
         code = [*_shared_code(self._kinds), *attention]
         return [*map(id, children)], sum(map(len, self._counted)), code
-
-    def _look_at_weights(self) -> tuple[list[int], int, list[int]]:
-        weights = _held(self._holders)
-        return [*map(id, weights)], _versions(weights), [*map(_address, weights)]
 
 
 class Recorded:
@@ -285,18 +292,18 @@ class Recorded:
         self._holders = _holders(modules)
         self._settings = _Settings(modules)
         self._kinds = _kinds(modules)
-        self._addresses = self._look_at_weights()
+        self._addresses = self._look_at_addresses()
         self._code = self._look_at_code()
 
     def has_moved(self) -> bool:
         """Return whether a captured pass would read weights where none need lie any more."""
-        return self._addresses != self._look_at_weights()
+        return self._addresses != self._look_at_addresses()
 
     def has_changed(self) -> bool:
         """Return whether a pass that is captured now would be another one, wherever weights lie."""
         return self._settings.are_others() or self._code != self._look_at_code()
 
-    def _look_at_weights(self) -> list[int]:
+    def _look_at_addresses(self) -> list[int]:
         return [*map(_address, _held(self._holders))]
 
     def _look_at_code(self) -> list[Any]:
