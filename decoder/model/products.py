@@ -31,17 +31,147 @@ linear: Final[Callable[..., torch.Tensor]] = torch._C._nn.linear  # noqa: SLF001
 
 
 class _Entry:
-    """What is known of a weight."""
+    """What is known of a weight.
 
-    __slots__ = ("digest", "dtype", "num_unpacked", "packed", "pointer", "version", "weight")
+    Attributes:
+        weight: itself.
+        version: of its contents when it was looked at last.
+        pointer: where they lay then.
+        dtype: of its copies; `None` if it can have none.
+        num_unpacked: products without a copy since it changed.
+        packed: its copy, if it has one of its own.
+        digest: of the contents that were copied.
+        calls: what the same rows were multiplied by in the last pass, this weight first.
+        joint: the copy that it shares with them.
+        stays_alone: whether it is to share none.
+    """
 
-    weight: "ref[torch.Tensor]"
-    version: int
-    pointer: int
-    dtype: torch.dtype | None
-    num_unpacked: int
-    packed: torch.Tensor | None
-    digest: NDArray[np.uint64] | None
+    __slots__ = (
+        "__weakref__",
+        "calls",
+        "digest",
+        "dtype",
+        "joint",
+        "num_unpacked",
+        "packed",
+        "pointer",
+        "stays_alone",
+        "version",
+        "weight",
+    )
+
+    def __init__(self, weight: "ref[torch.Tensor]", dtype: torch.dtype | None) -> None:
+        self.weight, self.dtype = weight, dtype
+        self.version, self.pointer = -1, 0
+        self.num_unpacked = _LEAST_USES - 1  # once without: some weights are met only once
+        self.packed: torch.Tensor | None = None
+        self.digest: NDArray[np.uint64] | None = None
+        self.calls: tuple[_Call, ...] = ()
+        self.joint: _Joint | None = None
+        self.stays_alone = False
+
+    def has_moved(self, weight: torch.Tensor) -> bool:
+        """Return whether the weight was written to, or lies elsewhere, since it was looked at."""
+        return self.version != weight._version or self.pointer != weight.data_ptr()  # noqa: SLF001
+
+    def renew(self, weight: torch.Tensor) -> None:
+        """Take in that the weight has changed."""
+        self.drop()
+        self.num_unpacked = 0
+        self.version, self.pointer = weight._version, weight.data_ptr()  # noqa: SLF001
+
+    def drop(self) -> None:
+        """Drop its copies, and with a joint one those of the others in it."""
+        joint, self.joint = self.joint, None
+        self.packed = self.digest = None
+        if joint is not None:
+            for member in joint.members():
+                if member.joint is joint:
+                    member.drop()
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the weight that is used from now on."""
+        own = weight.detach()
+        self.digest, self.packed = _digest(own), _laid_out(own)
+        return self.packed
+
+
+_Call = tuple["ref[_Entry]", "ref[torch.Tensor] | None"]
+"""A weight, and the bias that its product was asked for with."""
+
+_Product = tuple[torch.Tensor, torch.Tensor | None]
+"""What was made, and the bias in it."""
+
+
+class _Joint:
+    """A copy of several weights that the same rows are multiplied by: one product makes all.
+
+    Each product takes its threads some 50 microseconds to meet, and a pass of one row asks for 211
+    of a small model, where 121 do.
+
+    Args:
+        calls: two or more.
+        entries: of their weights.
+        weights: themselves.
+    """
+
+    def __init__(
+        self, calls: tuple[_Call, ...], entries: Sequence[_Entry], weights: Sequence[torch.Tensor]
+    ) -> None:
+        self._calls = calls
+        self._num_biases = sum(bias is not None for _, bias in calls)
+        self._sizes = [len(weight) for weight in weights]
+        own = [weight.detach() for weight in weights]
+        digests = [*map(_digest, own)]
+        self._packed = _laid_out(torch.cat(own))
+        self.num_bytes = self._packed.numel() * self._packed.element_size()
+        for entry, digest in zip(entries, digests, strict=True):
+            entry.joint, entry.packed, entry.digest = self, None, digest
+
+    @classmethod
+    def made_of(cls, calls: tuple[_Call, ...]) -> "_Joint | None":
+        """Return a copy of the weights that the same rows were multiplied by, if they can share."""
+        entries = [entry for call, _ in calls if (entry := call()) is not None]
+        weights = [weight for entry in entries if (weight := entry.weight()) is not None]
+        if len(weights) < len(calls) or any(map(_Entry.has_moved, entries, weights)):
+            return None
+        if any(entry.num_unpacked < _LEAST_USES for entry in entries):
+            return None
+        kinds = {(weight.dtype, weight.shape[1]) for weight in weights}
+        has_biases = {bias is None for _, bias in calls}
+        is_free = not any(entry.stays_alone or entry.joint is not None for entry in entries)
+        is_once = len({*map(id, entries)}) == len(calls)
+        if not (is_once and is_free and len(kinds) == len(has_biases) == 1):
+            entries[0].stays_alone = True
+            return None
+        return cls(calls, entries, weights)
+
+    def is_led_by(self, entry: _Entry) -> bool:
+        """Return whether this is the weight that is asked for first."""
+        return self._calls[0][0]() is entry
+
+    def members(self) -> list[_Entry]:
+        """Return those of the weights that still are there."""
+        return [entry for call, _ in self._calls if (entry := call()) is not None]
+
+    def products(self, rows: torch.Tensor) -> dict[_Entry, _Product] | None:
+        """Return all products of some rows; `None` if a weight has changed, or a bias is gone."""
+        entries = self.members()
+        for entry in entries:
+            weight = entry.weight()
+            if weight is None:
+                return None
+            if entry.has_moved(weight):
+                entry.renew(weight)
+                return None
+        biases = [None if bias is None else bias() for _, bias in self._calls]
+        added = [bias for bias in biases if bias is not None]
+        if len(added) < self._num_biases:
+            entries[0].drop()
+            return None
+        bias = torch.cat(added) if added else None
+        made = torch.split(_multiply(rows, self._packed, bias), self._sizes, dim=-1)
+        return dict(zip(entries, zip(made, biases, strict=True), strict=True))
 
 
 class Products:
@@ -64,33 +194,15 @@ class Products:
     @property
     def num_bytes(self) -> int:
         """Memory that packed copies take, besides the weights themselves."""
-        packed = (each.packed for each in self._entries.values())
-        return sum(each.numel() * each.element_size() for each in packed if each is not None)
+        entries = list(self._entries.values())
+        own = (each.packed for each in entries)
+        joint = {each.joint for each in entries if each.joint is not None}
+        alone = sum(each.numel() * each.element_size() for each in own if each is not None)
+        return alone + sum(each.num_bytes for each in joint)
 
     def takes(self, model: nn.Module) -> bool:
         """Return whether some weight of a model can be packed."""
         return any(map(self._is_packable, model.parameters()))
-
-    def linear(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return rows @ weight.T + bias, [..., out features], as `torch.nn.functional.linear`."""
-        entry = self._entries.get(id(weight))
-        if entry is None or entry.weight() is not weight:
-            entry = self._sighted(weight)
-        if entry.dtype is not rows.dtype or _is_special():
-            return linear(rows, weight, bias)
-        if _has_moved(entry, weight):
-            _renew(entry, weight)
-        if entry.packed is None:
-            if entry.num_unpacked < _LEAST_USES:
-                entry.num_unpacked += 1
-                return linear(rows, weight, bias)
-            _pack(entry, weight)
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001  no public name
-            rows, entry.packed, bias, "none", [], ""
-        )
-        return output
 
     def audit(self) -> bool:
         """Drop copies of weights whose contents changed unseen; return whether any did.
@@ -100,29 +212,34 @@ class Products:
         packed = [
             (entry, weight)
             for entry in list(self._entries.values())
-            if entry.packed is not None and (weight := entry.weight()) is not None
+            if entry.digest is not None and (weight := entry.weight()) is not None
         ]
         num_threads = max(1, min(torch.get_num_threads(), len(packed)))
         with ThreadPoolExecutor(num_threads) as pool:
             parts = pool.map(_changed, (packed[at::num_threads] for at in range(num_threads)))
         changed = list(chain.from_iterable(parts))
         for entry, weight in changed:
-            _renew(entry, weight)
+            entry.renew(weight)
         return bool(changed)
 
-    def _sighted(self, weight: torch.Tensor) -> _Entry:
-        """Note a weight that is met for the first time; it is packed if it can be."""
+    def of(self, weight: torch.Tensor) -> _Entry:
+        """Return what is known of a weight; one that is met for the first time is noted."""
         key = id(weight)
-        entry = self._entries[key] = _Entry()
-        entry.weight = ref(weight, lambda _: self._entries.pop(key, None))
+        entry = self._entries.get(key)
+        if entry is not None and entry.weight() is weight:
+            return entry
         is_packable = self._is_packable(weight)
-        entry.dtype = weight.dtype if is_packable else None
-        entry.packed = entry.digest = None
-        entry.num_unpacked = _LEAST_USES - 1  # once without: some are met only once
-        entry.version, entry.pointer = (-1, 0)
+        own = ref(weight, lambda _: self._lose(key))
+        entry = self._entries[key] = _Entry(own, weight.dtype if is_packable else None)
         if is_packable:
             entry.version, entry.pointer = weight._version, weight.data_ptr()  # noqa: SLF001
         return entry
+
+    def _lose(self, key: int) -> None:
+        """Drop what is known of a weight that is gone."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.drop()
 
     def _is_packable(self, weight: torch.Tensor) -> bool:
         return (
@@ -136,13 +253,78 @@ class Products:
         )
 
 
+class Multiplier:
+    """Multiplies rows by weights, as `torch.nn.functional.linear` does, throughout one pass.
+
+    Args:
+        products: the copies of the weights.
+        joins: whether weights that the same rows are multiplied by one after the other share a
+            copy: only where nobody can have written to the rows in between.
+    """
+
+    def __init__(self, products: Products, *, joins: bool) -> None:
+        self._products, self._joins = products, joins
+        self._rows: torch.Tensor | None = None
+        self._calls: list[tuple[_Entry, torch.Tensor | None]] = []
+        self._made: dict[_Entry, _Product] = {}
+
+    def linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return rows @ weight.T + bias, [..., out features]."""
+        entry = self._products.of(weight)
+        if entry.dtype is not rows.dtype or _is_special():
+            return linear(rows, weight, bias)
+        if entry.has_moved(weight):
+            entry.renew(weight)
+            self._made.pop(entry, None)
+        if self._joins and (product := self._joined(entry, rows, bias)) is not None:
+            return product
+        if entry.joint is not None:  # it was not asked for as before
+            entry.stays_alone = self._joins
+            entry.drop()
+        if entry.packed is not None:
+            return _multiply(rows, entry.packed, bias)
+        if entry.num_unpacked == _LEAST_USES:
+            return _multiply(rows, entry.pack(weight), bias)
+        entry.num_unpacked += 1
+        return linear(rows, weight, bias)
+
+    def _joined(
+        self, entry: _Entry, rows: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return a product that was made with others, or is now; `None` if it is not."""
+        if rows is not self._rows:
+            self.end()
+            self._rows = rows
+            if entry.joint is None and len(entry.calls) > 1 and not entry.stays_alone:
+                _Joint.made_of(entry.calls)
+            if entry.joint is not None and entry.joint.is_led_by(entry):
+                self._made = entry.joint.products(rows) or {}
+        self._calls.append((entry, bias))
+        product, added = self._made.pop(entry, (None, None))
+        return product if added is bias else None
+
+    def end(self) -> None:
+        """Note what the same rows were multiplied by: others will follow, or none."""
+        for entry in self._made:  # made, and not asked for
+            entry.stays_alone = True
+            entry.drop()
+        if self._calls and (leader := self._calls[0][0]).joint is None:
+            calls = (
+                (ref(entry), None if bias is None else ref(bias)) for entry, bias in self._calls
+            )
+            leader.calls = tuple(calls)
+        self._rows, self._calls, self._made = None, [], {}
+
+
 def _changed(packed: Sequence[tuple[_Entry, torch.Tensor]]) -> list[tuple[_Entry, torch.Tensor]]:
     """Return those weights that are not what was packed."""
     return [
         (entry, weight)
         for entry, weight in packed
         if entry.digest is None
-        or _has_moved(entry, weight)
+        or entry.has_moved(weight)
         or not np.array_equal(_digest(weight), entry.digest)
     ]
 
@@ -161,21 +343,15 @@ def _is_special() -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
-def _has_moved(entry: _Entry, weight: torch.Tensor) -> bool:
-    return entry.version != weight._version or entry.pointer != weight.data_ptr()  # noqa: SLF001
+def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, [out features, in features], in oneDNN's own layout."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)  # noqa: SLF001  no public name
+    return packed
 
 
-def _renew(entry: _Entry, weight: torch.Tensor) -> None:
-    """Take in that a weight has changed."""
-    entry.packed = entry.digest = None
-    entry.num_unpacked = 0
-    entry.version, entry.pointer = weight._version, weight.data_ptr()  # noqa: SLF001
-
-
-def _pack(entry: _Entry, weight: torch.Tensor) -> None:
-    own = weight.detach()
-    entry.digest = _digest(own)
-    entry.packed = torch.ops.mkldnn._reorder_linear_weight(own, _ROWS_HINT)  # noqa: SLF001
+def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # noqa: SLF001
+    return product
 
 
 def _has_kernels(dtype: torch.dtype) -> bool:

@@ -24,7 +24,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
 from decoder.model.cache import TreeCache
-from decoder.model.products import LEAST_WEIGHTS, LeastWeights, Products, linear, products_of
+from decoder.model.products import (
+    LEAST_WEIGHTS,
+    LeastWeights,
+    Multiplier,
+    Products,
+    linear,
+    products_of,
+)
 from decoder.model.stamp import hooks_of_all, undisturbed
 from decoder.model.states import States, StateTap
 
@@ -74,7 +81,10 @@ class UserModel:
         self._taken = taken_by(self.model)
         self._cache_argument = cache_argument(self.model)
         self._stated = _stated_outputs(self.model)
-        self._mode = torch.no_grad if _may_keep_tensors(self.model) else torch.inference_mode
+        is_known = not has_code_of_others(self.model)
+        keeps_tensors = not is_known or _keeps_tensors(self.model)
+        self._mode = torch.no_grad if keeps_tensors else torch.inference_mode
+        self._joins = is_known
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +156,8 @@ class UserModel:
     def _called(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Call the model or what is before its output layer, with packed weights and the tap."""
         try:
-            with self._mode(), multiplying(self._products), self._tapping():
+            products = multiplying(self._products, joins=self._joins)
+            with self._mode(), products, self._tapping():
                 return module(**inputs)
         except StopIteration as error:  # would end the generators that decode, without a word
             raise RuntimeError("the model raised StopIteration") from error
@@ -191,8 +202,12 @@ def has_code_of_others(model: nn.Module) -> bool:
 
 
 def _written_in(kind: type[nn.Module]) -> tuple[str, str]:
-    """Return the modules of Python that a kind of module and its `forward` come from."""
-    return kind.__module__, getattr(kind.forward, "__module__", "")
+    """Return the modules of Python that a kind of module and its `forward` come from.
+
+    A function that wraps another takes over its name and module, but not what it is compiled with.
+    """
+    compiled_with = getattr(kind.forward, "__globals__", {})
+    return kind.__module__, compiled_with.get("__name__", "")
 
 
 def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
@@ -214,15 +229,14 @@ def is_spread(model: PreTrainedModel) -> bool:
     return len({parameter.device for parameter in model.parameters()}) > 1
 
 
-def _may_keep_tensors(model: PreTrainedModel) -> bool:
-    """Return whether tensors of a pass may outlive it in the hands of the user.
+def _keeps_tensors(model: PreTrainedModel) -> bool:
+    """Return whether a model of known code keeps tensors of a pass: rotary embeddings do.
 
-    Tensors of torch's inference mode, in which passes take a twentieth less time, can neither be
-    learned from nor written to. Hooks and modules of the user's may want to; and some rotary
-    embeddings keep what they computed in the module.
+    Those of torch's inference mode, in which passes take a twentieth less time, can neither be
+    learned from nor written to.
     """
     ropes = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
-    return has_code_of_others(model) or "dynamic" in ropes or "longrope" in ropes
+    return "dynamic" in ropes or "longrope" in ropes
 
 
 def _stated_outputs(model: PreTrainedModel) -> dict[str, bool]:
@@ -243,7 +257,7 @@ class _Current(threading.local):
 
     is_pass = False
     rows: TreeRows | None = None
-    products: Products | None = None
+    products: Multiplier | None = None
 
 
 _current: Final = _Current()
@@ -266,15 +280,22 @@ def running(rows: TreeRows | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def multiplying(products: Products | None) -> Iterator[None]:
-    """Multiply by packed weights in the block."""
+def multiplying(products: Products | None, *, joins: bool = False) -> Iterator[None]:
+    """Multiply by packed weights in the block, which is one pass.
+
+    Args:
+        products: the packed weights; `None` for torch's own products.
+        joins: see `Multiplier`.
+    """
     if products is None:
         yield
         return
     with _PRODUCTS.installed():
-        before, _current.products = _current.products, products
+        before, multiplier = _current.products, Multiplier(products, joins=joins)
+        _current.products = multiplier
         try:
             yield
+            multiplier.end()
         finally:
             _current.products = before
 

@@ -49,6 +49,106 @@ def num_packed(part: nn.Module, products: Products, num_calls: int = 3) -> int:
     return count
 
 
+class Fan(nn.Module):
+    """Multiplies the same rows by several weights, one after the other.
+
+    Args:
+        sizes: rows of each weight.
+        bias: whether something is added.
+    """
+
+    def __init__(self, *sizes: int, bias: bool = False) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, size, bias=bias) for size in sizes)
+        self.asked = list(range(len(sizes)))
+        self.between: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        made = []
+        for number in self.asked:
+            made.append(self.parts[number](rows))
+            rows = self.between(rows)
+        return torch.cat(made, dim=-1)
+
+
+def num_joined(fan: Fan, products: Products, num_passes: int, *, joins: bool = True) -> int:
+    """Return how many products the last of some passes was made of, and check each pass."""
+    count = 0
+    with torch.inference_mode():
+        for number in range(num_passes):
+            rows = torch.randn(2, 1 + number % 3, 8)
+            expected = fan(rows.clone())
+            with CountedProducts() as counted, multiplying(products, joins=joins):
+                ROUNDING.check(fan(rows), expected)
+            count = counted.count
+    return count
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_the_same_rows_are_made_at_once(*, bias: bool) -> None:
+    products, fan = Products(ALL_LAYERS), Fan(8, 4, 6, bias=bias)
+    assert num_joined(fan, products, 1) == 0
+    assert num_joined(fan, products, 1) == 1
+    assert products.num_bytes == 4 * 8 * (8 + 4 + 6)
+    assert num_joined(fan, products, 2, joins=False) == 3
+    assert products.num_bytes == 4 * 8 * (8 + 4 + 6)
+    assert num_joined(fan, products, 2) == 1
+
+
+@pytest.mark.parametrize("change", ["in place", "through data"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_no_joint_product_is_made_by_what_a_weight_was(number: int, change: str) -> None:
+    products, fan = Products(ALL_LAYERS), Fan(8, 4, 6)
+    num_joined(fan, products, 2)
+    assert not products.audit()
+    with torch.no_grad():
+        CHANGES[change](fan.parts[number].weight)
+    products.audit()
+    assert num_joined(fan, products, 1) < 3
+    assert num_joined(fan, products, 20) == 1  # once packing pays again
+
+
+def test_biases_count_as_they_are() -> None:
+    products, fan = Products(ALL_LAYERS), Fan(8, 4, bias=True)
+    num_joined(fan, products, 3)
+    fan.parts[1].get_parameter("bias").data.mul_(3)
+    assert num_joined(fan, products, 1) == 1
+    fan.parts[0].bias = nn.Parameter(torch.randn(8))
+    assert num_joined(fan, products, 3) == 1
+    fan.parts[1].register_parameter("bias", None)
+    assert num_joined(fan, products, 3) == 2
+
+
+def test_a_weight_that_is_not_asked_for_with_the_others_is_alone_from_then_on() -> None:
+    products, fan = Products(ALL_LAYERS), Fan(8, 4, 6)
+    assert num_joined(fan, products, 2) == 1
+    for asked in ([0, 2], [1, 0, 2], [1], [0, 1, 2, 0], [2, 2]):
+        fan.asked = asked
+        num_joined(fan, products, 3)
+    fan.asked = [0, 1, 2]
+    assert num_joined(fan, products, 3) == 3
+
+
+def test_other_rows_are_multiplied_by_themselves() -> None:
+    products, fan = Products(ALL_LAYERS), Fan(8, 4, 6)
+    assert num_joined(fan, products, 2) == 1
+    fan.between = lambda rows: rows + 1
+    assert num_joined(fan, products, 1) == 3
+    apart = Fan(8, 4, 6)
+    apart.between = lambda rows: rows * 2
+    assert num_joined(apart, Products(ALL_LAYERS), 4) == 3
+
+
+def test_a_joint_copy_goes_with_any_of_its_weights() -> None:
+    products, fan = Products(ALL_LAYERS), Fan(8, 4, 6)
+    num_joined(fan, products, 2)
+    fan.parts[1].weight = nn.Parameter(torch.randn(4, 8))
+    assert products.num_bytes == 0
+    assert num_joined(fan, products, 3) == 1
+    del fan
+    assert products.num_bytes == 0
+
+
 def logits_of(
     model: PreTrainedModel, tree: DraftTree, *, pack: bool | dict[torch.dtype, int]
 ) -> tuple[torch.Tensor, int]:

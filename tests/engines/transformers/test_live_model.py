@@ -203,7 +203,7 @@ def test_random_changes_in_random_order_at_random_moments() -> None:
 
 def test_with_nothing_looked_at_again_changes_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: weights keep their packed copies, and callbacks are believed to change nothing."""
-    monkeypatch.setattr("decoder.model.products._has_moved", lambda *_: False)
+    monkeypatch.setattr("decoder.model.products._Entry.has_moved", lambda *_: False)
     monkeypatch.setattr("decoder.model.products.Products.audit", lambda _: False)
     found, expected = after_use(CHANGES["add to all"])
     assert found != expected
