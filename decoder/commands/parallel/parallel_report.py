@@ -186,7 +186,7 @@ def notes_of_widths(report: dict[str, Any]) -> list[str]:
         notes.append(f"equal: outputs that are those of {' or '.join(compared)}")
     if report["left_out"]:
         shown = ", ".join(map(str, report["left_out"]))
-        notes.append(f"left out, as the model takes fewer prompts: {shown} in parallel")
+        notes.append(f"left out for want of prompts that the model takes: {shown} in parallel")
     return [*notes, *common_notes(report)]
 
 
