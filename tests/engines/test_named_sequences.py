@@ -42,6 +42,15 @@ def continued(sequences: NamedSequences, name: int, fields: RequestFields) -> li
     return tokens
 
 
+def test_a_name_that_is_given_to_another_request_begins_anew() -> None:
+    sequences, alone = (NamedSequences(EmbeddedDrafter(), 64) for _ in range(2))
+    text, other = list(range(5, 25)), list(range(40, 60))
+    sequences.draft({1: NamedSequence(np.array(text[:12], np.int32), 4, 8)})
+    row = NamedSequence(np.array([*other, *other[:6]], np.int32), 4, 8)
+    drafted = sequences.draft({1: row})[1].token_ids.tolist()
+    assert drafted == alone.draft({1: row})[1].token_ids.tolist() == other[6:14]
+
+
 def test_each_request_is_drafted_for_as_it_states() -> None:
     drafter = EmbeddedDrafter()
     sequences = NamedSequences(drafter, 64)
