@@ -275,11 +275,14 @@ class Multiplier:
         entry = self._products.of(weight)
         if entry.dtype is not rows.dtype or _is_special():
             return linear(rows, weight, bias)
+        if rows is self._rows and (product := self._made_with(entry, bias)) is not None:
+            return product
         if entry.has_moved(weight):
             entry.renew(weight)
-            self._made.pop(entry, None)
-        if self._joins and (product := self._joined(entry, rows, bias)) is not None:
-            return product
+        if self._joins:
+            if rows is not self._rows and (product := self._begun(rows, entry, bias)) is not None:
+                return product
+            self._calls.append((entry, bias))
         if entry.joint is not None:  # it was not asked for as before
             entry.stays_alone = self._joins
             entry.drop()
@@ -290,20 +293,23 @@ class Multiplier:
         entry.num_unpacked += 1
         return linear(rows, weight, bias)
 
-    def _joined(
-        self, entry: _Entry, rows: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Return a product that was made with others, or is now; `None` if it is not."""
-        if rows is not self._rows:
-            self.end()
-            self._rows = rows
-            if entry.joint is None and len(entry.calls) > 1 and not entry.stays_alone:
-                _Joint.made_of(entry.calls)
-            if entry.joint is not None and entry.joint.is_led_by(entry):
-                self._made = entry.joint.products(rows) or {}
-        self._calls.append((entry, bias))
+    def _made_with(self, entry: _Entry, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a product that was made with that before it, by the same rows."""
         product, added = self._made.pop(entry, (None, None))
         return product if added is bias else None
+
+    def _begun(
+        self, rows: torch.Tensor, entry: _Entry, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Begin with other rows: return their first product if all of theirs are made at once."""
+        self.end()
+        self._rows = rows
+        if entry.joint is None and len(entry.calls) > 1 and not entry.stays_alone:
+            _Joint.made_of(entry.calls)
+        if entry.joint is None or not entry.joint.is_led_by(entry):
+            return None
+        self._made = entry.joint.products(rows) or {}
+        return self._made_with(entry, bias)
 
     def end(self) -> None:
         """Note what the same rows were multiplied by: others will follow, or none."""
