@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_statements import import_statements
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("foredraft", "indexer", "retriever", "decoder")
 MOST_FILES = 16
@@ -35,16 +37,17 @@ def module_of(path: Path) -> str:
 def imports_of(path: Path) -> frozenset[str]:
     """Modules of ours that a file imports; a name of a package is a module where there is one."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+    for node in import_statements(ROOT / path):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif node.module and not node.level and node.module.split(".")[0] in PACKAGES:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if is_module(inner) else node.module)
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
     return frozenset(each for each in found if each.split(".")[0] in PACKAGES)
 
 
+@cache
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()

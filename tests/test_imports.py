@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_statements import import_statements
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("indexer", "retriever", "decoder")
 # What is above all of them, and imported by none.
@@ -45,10 +47,10 @@ ENGINES = ROOT / "decoder" / "engines"
 @cache
 def imported_modules(path: Path) -> frozenset[str]:
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             modules.add(node.module)
     return frozenset(modules)
 
@@ -111,21 +113,15 @@ def test_engines_are_imported_by_their_adapters_alone() -> None:
         assert used <= ADAPTERS.get(adapter or "", set()), path
 
 
-def test_what_adapters_share_loads_no_engine_and_no_torch() -> None:
+def test_what_adapters_share_and_fused_drafts_load_no_engine_and_no_torch() -> None:
+    """Engines of other libraries have no torch; neither do environments of theirs."""
     shared = [path.stem for path in ENGINES.glob("*.py") if adapter_of(path) is None]
     assert {"engine_options", "content_sessions"} <= set(shared)
-    statements = (f"import decoder.engines.{name}" for name in shared if name != "__init__")
-    loaded = loaded_by("; ".join(statements))
-    assert "decoder.engines.engine_options" in loaded
-    assert not loaded & {"torch", "transformers"}.union(*ADAPTERS.values())
-
-
-def test_fused_drafts_inside_engines_load_no_torch() -> None:
-    """Engines of other libraries have no torch; neither do environments of theirs."""
-    names = ("budget.budget", "budget.costs", "drafters.fusion", "drafters.recycling")
+    names = [f"engines.{name}" for name in shared if name != "__init__"]
+    names += ["budget.budget", "budget.costs", "drafters.fusion", "drafters.recycling"]
     loaded = loaded_by("; ".join(f"import decoder.{name}" for name in names))
-    assert "decoder.drafters.readers" in loaded
-    assert not loaded & {"torch", "transformers"}
+    assert {"decoder.engines.engine_options", "decoder.drafters.readers"} <= loaded
+    assert not loaded & {"torch", "transformers"}.union(*ADAPTERS.values())
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from indexer.build import BuildOptions, build_from_texts, build_index
 from indexer.build_report import BuildReport, BuildTally, ConversationTally, ScreenTally
@@ -44,17 +45,26 @@ def fail(*_: object, **__: object) -> None:
     raise PlannedError
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    folder = write_corpus(tmp_path / "corpus", 20, 400)
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts that no test changes."""
+    folder = write_corpus(tmp_path_factory.mktemp("texts") / "corpus", 20, 400)
     (folder / "secret.txt").write_text("a secret " * 40)
     return folder
 
 
 @pytest.fixture
+def own_corpus(corpus: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(corpus, tmp_path / "corpus")
+
+
+@pytest.fixture
 def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Build:
-    def run(name: str = "index", options: BuildOptions = OPTIONS) -> BuildReport:
-        return build_index([corpus], tmp_path / name, tokenizer, options)
+    def run(
+        name: str = "index", options: BuildOptions = OPTIONS, sources: Path = corpus
+    ) -> BuildReport:
+        return build_index([sources], tmp_path / name, tokenizer, options)
 
     return run
 
@@ -63,20 +73,23 @@ def build(corpus: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> B
 def fail_late(build: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a build that fails once all but its phrases is made."""
 
-    def run(options: BuildOptions = OPTIONS) -> None:
+    def run(options: BuildOptions = OPTIONS, **given: Path) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(gathering, "write_phrases", fail)
             with pytest.raises(PlannedError):
-                build(options=options)
+                build(options=options, **given)
 
     return run
 
 
-@pytest.fixture
-def whole(build: Build, tmp_path: Path) -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def whole(
+    corpus: Path, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     """What a build makes that nothing disturbs and that keeps nothing."""
-    build("whole", replace(OPTIONS, resume=False))
-    return contents_of(tmp_path / "whole")
+    path = tmp_path_factory.mktemp("whole") / "index"
+    build_index([corpus], path, tokenizer, replace(OPTIONS, resume=False))
+    return contents_of(path)
 
 
 def left_over(folder: Path) -> list[str]:
@@ -136,13 +149,13 @@ def test_a_failure_in_the_middle_of_a_stage_keeps_what_was_done(
 
 def test_only_what_changed_is_read_again(
     build: Build,
-    corpus: Path,
+    own_corpus: Path,
     tmp_path: Path,
     fail_late: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fail_late()
-    changed = corpus / "007.txt"
+    fail_late(sources=own_corpus)
+    changed = own_corpus / "007.txt"
     changed.write_text(changed.read_text().upper())  # of the same size
     os.utime(changed, ns=(1, 1))
     tokenised: list[Any] = []
@@ -152,9 +165,9 @@ def test_only_what_changed_is_read_again(
         return tokenise(*arguments)
 
     monkeypatch.setattr(gathering, "tokenise", counted)
-    build()
+    build(sources=own_corpus)
     assert len(tokenised) == 1
-    build("fresh", replace(OPTIONS, resume=False))
+    build("fresh", replace(OPTIONS, resume=False), own_corpus)
     assert contents_of(tmp_path / "index") == contents_of(tmp_path / "fresh")
 
 
@@ -180,13 +193,24 @@ def test_other_options_take_over_nothing_that_depends_on_them(
 
 
 def test_another_tokenizer_takes_over_nothing(
-    corpus: Path, tmp_path: Path, fail_late: Callable[..., None]
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    fail_late: Callable[..., None],
+    whole: dict[str, bytes],
 ) -> None:
+    """As many tokens, with other numbers: what was kept could be read as if it were its own."""
     fail_late()
-    other = "smollm2-135m-instruct"
+    stated = json.loads(str(tokenizer.backend_tokenizer.to_str()))
+    numbers = stated["model"]["vocab"]
+    stated["model"]["vocab"] = {name: len(numbers) - 1 - at for name, at in numbers.items()}
+    core = Tokenizer.from_str(json.dumps(stated))
+    other: Any = PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
+    other.add_special_tokens({"eos_token": "<eos>"})
     build_index([corpus], tmp_path / "index", other, OPTIONS)
     build_index([corpus], tmp_path / "fresh", other, replace(OPTIONS, resume=False))
     assert contents_of(tmp_path / "index") == contents_of(tmp_path / "fresh")
+    assert contents_of(tmp_path / "index") != whole
 
 
 def test_a_build_without_resuming_removes_what_was_kept(
@@ -228,16 +252,16 @@ def test_damaged_notes_and_leftovers_are_made_again(
 
 
 def test_an_index_that_is_there_stays_until_the_resumed_one_is_whole(
-    build: Build, corpus: Path, tmp_path: Path, fail_late: Callable[..., None]
+    build: Build, own_corpus: Path, tmp_path: Path, fail_late: Callable[..., None]
 ) -> None:
-    build()
+    build(sources=own_corpus)
     before = contents_of(tmp_path / "index")
-    (corpus / "more.txt").write_text("more " * 50)
-    fail_late(replace(OPTIONS, overwrite=True))
+    (own_corpus / "more.txt").write_text("more " * 50)
+    fail_late(replace(OPTIONS, overwrite=True), sources=own_corpus)
     assert contents_of(tmp_path / "index") == {**before, "writer.lock": b""}
     with pytest.raises(IndexerError, match="--overwrite"):
-        build()
-    build(options=replace(OPTIONS, overwrite=True))
+        build(sources=own_corpus)
+    build(options=replace(OPTIONS, overwrite=True), sources=own_corpus)
     assert contents_of(tmp_path / "index") != before
     assert left_over(tmp_path) == []
 
@@ -300,7 +324,7 @@ def test_a_build_killed_in_any_stage_is_gone_on_with(start_build: Start, tmp_pat
         with start_build("index", "--resume") as killed:
             pattern = f".index.partial-*/.scratch/{stage}*/*"
             while not [*tmp_path.glob(pattern)] and killed.poll() is None:
-                time.sleep(0.01)
+                time.sleep(0.002)
             os.killpg(killed.pid, signal.SIGKILL)
         assert killed.returncode == -signal.SIGKILL, stage
         assert left_over(tmp_path)

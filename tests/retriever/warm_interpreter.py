@@ -2,8 +2,10 @@
 
 A command of ours imports for a second or two before it does anything, and a service loads its
 kernels for another one. Its process is as good if it is forked behind all that: it has signals,
-descriptors, memory and an end of its own. What is tested of the start itself (imports, variables
-that libraries read, compilation, limits) takes an interpreter of its own, by `subprocess`.
+descriptors, memory and an end of its own, at which it leaves what it has in memory to the system
+instead of taking each object apart, which takes longer than most commands. What is tested of the
+start itself (imports, variables that libraries read, compilation, limits) takes an interpreter of
+its own, by `subprocess`.
 """
 
 import atexit
@@ -15,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -248,7 +251,30 @@ def _kept(content: bytes, descriptors: list[int]) -> Callable[[], None] | None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    return lambda: _interpret(words)
+    return lambda: _interpret_to_the_end(words)
+
+
+def _interpret_to_the_end(words: list[str]) -> None:
+    """Run a command line and end: threads are awaited and what is registered for the end is done.
+
+    Where something is left to be said (a traceback, a text as status, output that cannot be
+    written, Ctrl-C), the interpreter ends as ever.
+    """
+    status = 0
+    try:
+        _interpret(words)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        status = ended.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for each in (sys.stdout, sys.stderr):
+            each.flush()
+    except (OSError, ValueError):
+        sys.exit(status)
+    os._exit(status & 0xFF)
 
 
 def _interpret(words: list[str]) -> None:

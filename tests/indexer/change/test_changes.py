@@ -14,6 +14,7 @@ from indexer.change.verify import verify_index
 from indexer.errors import DamagedIndexError, IndexerError, SourceError
 from indexer.reader import Index, Vocabulary
 from tests.indexer.stages.phrase_reading import count_of
+from tests.suite_parts import cases
 
 LARGE = BuildOptions()
 SMALL = BuildOptions(max_segment_tokens=60)
@@ -102,7 +103,8 @@ def steps(seed: int) -> Iterator[tuple[str, random.Random]]:
         yield random_.choice(["add", "add", "remove", "remove all of a folder", "compact"]), random_
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(cases(4, of=8)))
 def test_after_any_changes_an_index_holds_what_a_fresh_build_of_the_rest_holds(
     seed: int, twin: Twin, tokenizer: PreTrainedTokenizerBase
 ) -> None:

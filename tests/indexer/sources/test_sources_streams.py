@@ -97,11 +97,11 @@ def test_a_giant_document_is_skipped_in_little_memory(
     opened = {"": Path.open, ".gz": gzip.open, ".zst": zstd.open}[suffix]
     with opened(path, "wb") as file:  # type: ignore[operator]
         file.write(b'{"text": "')
-        for _ in range(96):
+        for _ in range(48):
             file.write(b"x" * MIB)
         file.write(b'"}\n')
-    peak, tally = peak_of(path, max_document_bytes=MIB, block_bytes=8 * MIB)
-    assert peak < 24 * MIB
+    peak, tally = peak_of(path, max_document_bytes=MIB // 2, block_bytes=4 * MIB)
+    assert peak < 12 * MIB
     assert tally.skipped == {"too large": 1}
     assert tally.num_bytes_read == tally.num_bytes_found == path.stat().st_size
 

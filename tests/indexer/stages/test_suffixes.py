@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from indexer.format.names import KEY_STRIDE
 from indexer.stages.segments import first_token_starts, sort_suffixes, suffix_keys
+from tests.suite_parts import cases
 
 
 def slow_suffixes(tokens: NDArray[np.unsignedinteger]) -> list[int]:
@@ -38,6 +39,7 @@ ALPHABETS: dict[type[np.unsignedinteger], list[Sequence[int]]] = {
 }
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize(
     ("dtype", "alphabet"), [(dtype, each) for dtype, all_ in ALPHABETS.items() for each in all_]
 )
@@ -46,7 +48,7 @@ def test_suffixes_stand_in_the_order_of_their_tokens(
 ) -> None:
     rng = random.Random(1)
     separator = int(np.iinfo(dtype).max)
-    for _ in range(400):
+    for _ in range(cases(100, of=400)):
         symbols = [*rng.choices(alphabet, k=4), separator]
         tokens = np.array(rng.choices(symbols, k=rng.randrange(30)), dtype)
         suffixes = sort_suffixes(tokens)
@@ -55,7 +57,7 @@ def test_suffixes_stand_in_the_order_of_their_tokens(
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(60, of=300), deadline=None)
 def test_suffixes_of_documents_that_repeat_each_other_are_sorted(
     documents: list[list[int]],
 ) -> None:

@@ -39,7 +39,7 @@ from tests.retriever.kernels.twins.cursor_twin import (
 from tests.suite_parts import cases
 
 NUM_SEEDS = cases(300, of=3000)
-NUM_TALKS = cases(8, of=300)
+NUM_TALKS = cases(6, of=300)
 MAX_ROWS = 12
 MAX_DEPTH = 12
 

@@ -99,7 +99,7 @@ def test_what_generations_count_is_what_they_hold(max_age_s: float, longest: int
     rng = np.random.default_rng(63)
     now = 0.0
     generations = Generations(1024, max_age_s, clock=lambda: now)
-    for number in range(150):
+    for number in range(cases(80, of=150)):
         now += float(rng.choice([0, 1, 30], p=[0.5, 0.45, 0.05]))
         sizes = rng.integers(1, longest, int(rng.integers(1, 4)))
         outputs = [rng.integers(1, 4, int(size)).astype(np.int32) for size in sizes]
