@@ -13,7 +13,7 @@ from retriever.drafter import Drafter
 from tests.decoder.decoding import VOCABULARY, Guess, plainly, tree_of
 from tests.retriever.warm_interpreter import WarmProcess
 
-NEW_TOKENS = 14
+NEW_TOKENS = 20
 
 
 def generated(model: PreTrainedModel, prompt: list[int], **options: Any) -> Any:
