@@ -10,7 +10,7 @@ from decoder.budget.budget import FixedBudget
 from decoder.engines.transformers.custom_generate import Foredraft
 from tests.decoder.decoding import prompt_of
 
-NEW_TOKENS = 10
+NEW_TOKENS = 12
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 12, 1, 7)]
 PAD = 0
 

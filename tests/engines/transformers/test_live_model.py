@@ -23,7 +23,7 @@ from tests.suite_parts import cases, draws_all_cases
 
 PROMPT: Final = torch.randint(3, 250, (1, 60), generator=torch.Generator().manual_seed(1))
 OTHER: Final = torch.randint(3, 250, (1, 40), generator=torch.Generator().manual_seed(2))
-NEW_TOKENS: Final = 9
+NEW_TOKENS: Final = 16
 
 Change = Callable[[Any], None]
 
@@ -240,7 +240,7 @@ def test_a_number_that_changes_within_a_pass_counts_from_the_next_token() -> Non
         model.model.layers[0].input_layernorm.variance_epsilon = 10.0
 
     changed = set()
-    for num_before in range(2, NEW_TOKENS, 2):
+    for num_before in range(2, NEW_TOKENS, 3):
         other, model = tiny(), tiny()
         changing = [
             Changing(each, blur, says=False, num_before=num_before) for each in (other, model)
@@ -249,7 +249,7 @@ def test_a_number_that_changes_within_a_pass_counts_from_the_next_token() -> Non
         plugin = drafting(model, unchanged())
         assert written(model, custom_generate=plugin, streamer=changing[1]) == expected
         changed.add(tuple(expected))
-    assert len(changed) > 2
+    assert len(changed) > NEW_TOKENS // 6
 
 
 def test_a_training_loop_decodes_between_its_steps() -> None:
