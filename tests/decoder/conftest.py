@@ -84,7 +84,7 @@ def model_directory(
     config = LlamaConfig(
         **SIZES,
         vocab_size=len(byte_tokenizer),
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         max_position_embeddings=128,
         eos_token_id=0,
         bos_token_id=0,

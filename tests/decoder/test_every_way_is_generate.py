@@ -68,10 +68,10 @@ from tests.decoder.speculators.published_heads import (
     speculators_eagle3,
 )
 
-NEW_TOKENS = 12
+NEW_TOKENS = 9
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 40, 1, 17)]
 """Within the window of a model that slides, and past it; one more than are read together."""
-MANNERS = ((1, 3), (3, len(PROMPTS)))
+MANNERS = ((1, 2), (3, len(PROMPTS)))
 """How many sequences are read at once, and how many there are of them."""
 LIMITS = DraftLimits(VOCABULARY, VOCABULARY)
 FREE = StepCosts(target_s=1.0, pass_s=0.0)

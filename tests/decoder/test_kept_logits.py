@@ -321,7 +321,7 @@ def test_a_fingerprint_tells_models_apart(model: PreTrainedModel) -> None:
 def test_settings_keep_and_share(
     language_model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = language_model.encode("keep what was found")
+    prompt = language_model.encode("what was kept")
     tokens: list[list[int]] = []
 
     def passes(settings: DrafterSettings) -> int:

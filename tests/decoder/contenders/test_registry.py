@@ -1,5 +1,6 @@
 """All contenders in the decoding loop: what they write, and what a replay of it counts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,8 +92,11 @@ def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
 ) -> None:
     names = [name for name in ENTRIES if ENTRIES[name].takes_many]
     assert set(ENTRIES) - set(names) == {PROMPT_LOOKUP}
-    contest = Contest(language_model, names, drafts, NEW_TOKENS)
     prompts = [language_model.encode(text) for text in [*PROMPTS, PROMPTS[0]]]
+    with Contest(language_model, [UNDRAFTED], drafts, NEW_TOKENS).opened(setting) as lineup:
+        (*_, late) = lineup.ways[UNDRAFTED](prompts[0], remember=False).token_ids[:5]
+    stopping = replace(language_model, stop_ids=(*language_model.stop_ids, late))
+    contest = Contest(stopping, names, drafts, NEW_TOKENS)
     with contest.opened(setting) as lineup:
         alone = [lineup.ways[UNDRAFTED](prompt, remember=False).token_ids for prompt in prompts]
         assert {len(each) for each in alone} != {NEW_TOKENS}  # some stop
