@@ -80,13 +80,15 @@ def evaluated(model: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel
     return converted
 
 
-def tiny_llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_llama(
+    attention: str = "sdpa", dtype: torch.dtype = torch.float32, layers: int = 2
+) -> PreTrainedModel:
     torch.manual_seed(1)
     options: Any = {"attn_implementation": attention}  # taken, though not in the signature
     config = LlamaConfig(
         **SIZES,
         vocab_size=VOCABULARY,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         max_position_embeddings=256,
         eos_token_id=None,
         dtype=dtype,
@@ -95,18 +97,20 @@ def tiny_llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
     return evaluated(LlamaForCausalLM(config), dtype)
 
 
-def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_gemma(
+    attention: str = "sdpa", dtype: torch.dtype = torch.float32, layers: int = 2
+) -> PreTrainedModel:
     torch.manual_seed(2)
     options: Any = {"attn_implementation": attention}
     config = Gemma3TextConfig(
         **SIZES,
         vocab_size=VOCABULARY,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         head_dim=8,
         query_pre_attn_scalar=8,
         tie_word_embeddings=False,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"][:layers],
         max_position_embeddings=256,
         eos_token_id=None,
         dtype=dtype,

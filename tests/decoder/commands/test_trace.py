@@ -27,7 +27,7 @@ FULL = Path("/dev/full")
 def test_a_trace_tells_every_pass(
     name: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    model, prompt, path = tiny_llama(), prompt_of(12), tmp_path / name
+    model, prompt, path = tiny_llama(layers=3), prompt_of(12), tmp_path / name
     truth = plainly(model, prompt, NEW_TOKENS)
     decoder = decoder_with(model, ScriptedDrafter(oracle(prompt + truth)))
     with TraceWriter(path, byte_tokenizer) as writer:

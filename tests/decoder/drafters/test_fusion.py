@@ -25,6 +25,7 @@ from tests.decoder.decoding import (
     every_token,
     plainly,
     prompt_of,
+    tiny_llama,
 )
 from tests.decoder.drafters.drafted_chains import LIMITS, logits_for, paths_of, saying
 
@@ -190,7 +191,7 @@ def test_a_drafter_that_is_always_wrong_loses_its_say() -> None:
 
 
 def test_recycled_logits_save_passes_the_second_time() -> None:
-    model, prompt = MODELS["llama"](), prompt_of(12)
+    model, prompt = tiny_llama(layers=3), prompt_of(12)
     decoder = decoder_with(model, FusedDrafter([], LIMITS, recycled=RecycledLogits()))
     passes = []
     for _ in range(2):

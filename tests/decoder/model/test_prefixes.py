@@ -98,7 +98,7 @@ def test_a_sequence_goes_on_from_any_part_of_another(kept: int) -> None:
 
 def test_no_more_is_kept_than_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
-    per_token = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
+    per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
     target = Target(model, reuse_prefixes=True, prefix_bytes=130 * per_token)
     counted = Counted(target, monkeypatch)
     decoder = Decoder(target, NoDrafter(), FixedBudget(0))

@@ -77,7 +77,7 @@ def trained(head: EagleHead, model: PreTrainedModel, tokens: list[int]) -> None:
 def test_what_a_head_has_learned_is_drafted_and_accepted(kind: EagleKind, tmp_path: Path) -> None:
     """The whole way: training, writing, reading, drafting, verifying."""
     torch.manual_seed(0)
-    model, prompt = tiny_llama(), prompt_of(12)
+    model, prompt = tiny_llama(layers=3), prompt_of(12)
     output = plainly(model, prompt, NEW_TOKENS)
     layer = LlamaConfig(**SIZES, vocab_size=VOCABULARY, num_hidden_layers=1)
     if kind is EagleKind.EAGLE3:
@@ -105,13 +105,13 @@ def test_what_a_head_has_learned_is_drafted_and_accepted(kind: EagleKind, tmp_pa
 
 
 def test_a_target_is_asked_for_the_states_alone_that_a_head_takes(tmp_path: Path) -> None:
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     assert fused(official_eagle3().write(tmp_path / "3"), model).states == {0, 1, 2}
     assert fused(official_eagle().write(tmp_path / "1"), model).states == {FINAL}
 
 
 def test_a_target_that_keeps_no_states_is_noticed(tmp_path: Path) -> None:
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     decoder = decoder_with(model, fused(official_eagle3().write(tmp_path), model))
     with pytest.raises(ValueError, match="states=states_of"):
         decoded(decoder, prompt_of(5), 4)

@@ -35,7 +35,7 @@ OWN = Vocabulary(VOCABULARY, "ab" * 32, "own")
 
 @pytest.fixture
 def target() -> HeadTarget:
-    return HeadTarget.of(tiny_llama(), "tiny/llama", OWN)
+    return HeadTarget.of(tiny_llama(layers=3), "tiny/llama", OWN)
 
 
 def layer_config(**options: Any) -> LlamaConfig:
@@ -187,8 +187,8 @@ def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
     weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
     config = made.config | {"draft_vocab_size": VOCABULARY}
     folder = Published(config, weights).write(tmp_path)
-    assert len(load_speculator(folder, tiny_llama()).columns) == VOCABULARY
-    cut = load_speculator(folder, tiny_llama(), vocabulary=replace(OWN, size=40))
+    assert len(load_speculator(folder, tiny_llama(layers=3)).columns) == VOCABULARY
+    cut = load_speculator(folder, tiny_llama(layers=3), vocabulary=replace(OWN, size=40))
     assert cut.columns.tolist() == list(range(40))
 
 
@@ -329,9 +329,9 @@ def test_heads_trained_here_name_tokenizer_weights_and_revision(
 
 
 def test_a_model_is_known_by_its_weights_in_any_precision() -> None:
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(layers=3)
     told = HeadTarget.of(model).weights
-    assert HeadTarget.of(tiny_llama(dtype=torch.bfloat16)).weights == told
+    assert HeadTarget.of(tiny_llama(dtype=torch.bfloat16, layers=3)).weights == told
     with torch.no_grad():
         model.model.norm.weight[3] += 0.5
     assert HeadTarget.of(model).weights != told
@@ -387,14 +387,14 @@ def test_models_whose_states_cannot_be_had_are_refused(tmp_path: Path) -> None:
 def test_a_head_of_the_targets_own_output_layer_refuses_targets_that_change_logits(
     tmp_path: Path,
 ) -> None:
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     model.config.logit_scale = 0.5
     with pytest.raises(DecoderError, match="changes logits behind its output layer"):
         load_speculator(EAGLE.write(tmp_path), model)
 
 
 def test_a_head_without_an_embedding_shares_the_targets_weights(tmp_path: Path) -> None:
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(layers=3)
     speculator = load_speculator(EAGLE3.write(tmp_path), model)
     own: Any = speculator.head
     shared = model.model.embed_tokens.weight
@@ -402,7 +402,7 @@ def test_a_head_without_an_embedding_shares_the_targets_weights(tmp_path: Path) 
 
 
 def test_reading_leaves_the_target_as_it_was(tmp_path: Path) -> None:
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(layers=3)
     assert isinstance(model, LlamaForCausalLM)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     head = model.lm_head

@@ -358,7 +358,9 @@ def test_contradictions_are_refused(
     with pytest.raises(ValueError, match="above 0"):
         LearningSpeculator(head, tmp_path / "x", language_model.model, share=0.0)
     with pytest.raises(UnsupportedModelError, match="does not go on learning"):
-        LearningSpeculator(official_eagle().write(tmp_path / "other"), tmp_path / "x", tiny_llama())
+        LearningSpeculator(
+            official_eagle().write(tmp_path / "other"), tmp_path / "x", tiny_llama(layers=3)
+        )
     (tmp_path / "file").touch()
     with pytest.raises(HeadFileError, match="is a file"):
         LearningSpeculator(head, tmp_path / "file", language_model.model)

@@ -64,14 +64,14 @@ def layout(request: pytest.FixtureRequest) -> tuple[Published, Reference, Any]:
 
 
 def loaded(made: Published, folder: Path) -> Speculator:
-    return load_speculator(made.write(folder), tiny_llama())
+    return load_speculator(made.write(folder), tiny_llama(layers=3))
 
 
 def test_logits_are_the_publishers_on_every_path_of_a_tree(
     layout: tuple[Published, Reference, Any], tmp_path: Path
 ) -> None:
     made, reference, states = layout
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     reading = Reading(loaded(made, tmp_path), model, prompt_of(11))
     for _ in range(3):
         read = reading.draft(8)

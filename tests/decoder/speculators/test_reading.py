@@ -53,7 +53,7 @@ def head_folder(tmp_path: Path) -> Path:
 def distance(reading: Reading, first: int = 0, made: Published = MADE) -> float:
     """Return how far logits lie from the reference, on all paths: 1 is what rounding explains."""
     read = reading.draft()
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     target = parts_of(model, reading.tokens)
     reference: Callable[..., torch.Tensor] = eagle3_logits
     states: Any = STATES
@@ -72,7 +72,7 @@ def distance(reading: Reading, first: int = 0, made: Published = MADE) -> float:
 
 def read_along(folder: Path, prompt_length: int = 11, **bounds: int) -> Reading:
     """Begin a sequence; bounds are those of `Speculator` that are given."""
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     speculator = load_speculator(folder, model)
     for name, most in bounds.items():
         assert getattr(speculator, name) > most
@@ -101,7 +101,7 @@ def test_a_draft_that_is_begun_again_is_the_same(head_folder: Path) -> None:
     children = np.flatnonzero(read.tree.parents == ROOT)
     tokens = read.tree.token_ids[children].tolist()
     logits = reading.reader.read(tokens, [ROOT] * len(tokens))
-    rounding_of(MADE, tiny_llama(), 1).check(logits, read.nodes[children])
+    rounding_of(MADE, tiny_llama(layers=3), 1).check(logits, read.nodes[children])
 
 
 def test_only_the_newest_states_are_kept_and_at_their_positions(head_folder: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_pass_that_was_not_shown_ends_what_can_be_said(head_folder: Path) -> N
 
 def test_nothing_is_said_before_the_first_states(head_folder: Path) -> None:
     for folder in (head_folder, mlp_speculator().write(head_folder.parent / "mlp")):
-        reader = load_speculator(folder, tiny_llama())
+        reader = load_speculator(folder, tiny_llama(layers=3))
         assert reader.follow(TokenSequence(np.arange(5, dtype=np.int32))).begin() is None
 
 
@@ -181,9 +181,9 @@ def test_errors_of_other_kinds_are_raised(
 
 
 def test_an_mlp_is_as_deep_as_it_was_trained(tmp_path: Path) -> None:
-    speculator = load_speculator(mlp_speculator(depths=3).write(tmp_path), tiny_llama())
+    speculator = load_speculator(mlp_speculator(depths=3).write(tmp_path), tiny_llama(layers=3))
     assert speculator.max_depth == 2
-    reading = Reading(speculator, tiny_llama(), prompt_of(4))
+    reading = Reading(speculator, tiny_llama(layers=3), prompt_of(4))
     assert reading.draft(30).tree.depths().max() == 2
 
 
@@ -191,7 +191,7 @@ def test_an_mlp_is_as_deep_as_it_was_trained(tmp_path: Path) -> None:
 def test_a_cut_vocabulary_drafts_the_same_logits(
     make: Callable[[], Published], tmp_path: Path
 ) -> None:
-    made, model = make(), tiny_llama()
+    made, model = make(), tiny_llama(layers=3)
     folder = made.write(tmp_path)
     kept = np.array([40, 3, 3, 17], np.int32)
     cut = load_speculator(folder, model, kept=kept)
@@ -210,7 +210,7 @@ def test_a_cut_vocabulary_drafts_the_same_logits(
 def test_half_precision_is_near_full(make: Callable[[], Published], tmp_path: Path) -> None:
     made = make()
     folder = made.write(tmp_path)
-    half, full = tiny_llama(dtype=torch.bfloat16), tiny_llama()
+    half, full = tiny_llama(dtype=torch.bfloat16, layers=3), tiny_llama(layers=3)
     exact = Reading(load_speculator(folder, full), full, prompt_of(40)).draft()
     rough = Reading(load_speculator(folder, half), half, prompt_of(40)).draft()
     assert rough.tree.token_ids.tolist() == exact.tree.token_ids.tolist()
@@ -218,7 +218,7 @@ def test_half_precision_is_near_full(make: Callable[[], Published], tmp_path: Pa
 
 
 def test_rows_unrolled_in_training_see_what_rows_of_a_draft_see(head_folder: Path) -> None:
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     speculator = load_speculator(head_folder, model)
     head: Any = speculator.head
     torch.manual_seed(0)
@@ -254,7 +254,7 @@ def test_rows_unrolled_in_training_see_what_rows_of_a_draft_see(head_folder: Pat
 def test_gradients_reach_every_weight(tmp_path: Path) -> None:
     options = {"norm_before_fc": True, "norm_output": True, "num_layers": 2}
     made = speculators_eagle3(states=(0, 1, 2), **options)
-    head: Any = load_speculator(made.write(tmp_path), tiny_llama()).head
+    head: Any = load_speculator(made.write(tmp_path), tiny_llama(layers=3)).head
     trained = Eagle3Head(head.config)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = trained.project(torch.randn(2, 7, 96))
@@ -348,7 +348,7 @@ def test_planted_errors_are_noticed(
 
 
 def test_a_speculator_says_what_it_is(head_folder: Path) -> None:
-    speculator: Speculator = load_speculator(head_folder, tiny_llama())
+    speculator: Speculator = load_speculator(head_folder, tiny_llama(layers=3))
     assert speculator.name == "the speculator head"
     assert speculator.states == {0, 1, 2}
     assert not speculator.reads_paths

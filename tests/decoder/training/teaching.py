@@ -59,7 +59,7 @@ def counting_llama() -> PreTrainedModel:
     Half of the texts that it learns from are of random tokens, and half go on as they should, as
     its own will; it finds the right token nine times as likely as all others together.
     """
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(layers=3)
     following = successors()
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)

@@ -108,7 +108,7 @@ def test_an_interrupted_training_goes_on_and_its_head_loads(
     target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
     loaded = load_head(output, target)
     assert loaded.origin.trained_on == ("a",)
-    other = HeadTarget.of(tiny_llama(), "other", language_model.vocabulary)
+    other = HeadTarget.of(tiny_llama(layers=3), "other", language_model.vocabulary)
     with pytest.raises(HeadMismatchError):
         load_head(output, other)
     again = Course(language_model, lessons, output, OPTIONS, interrupting("training", 1)).run(["a"])
@@ -205,7 +205,7 @@ def test_too_little_that_was_recorded_is_refused(
 def test_a_target_whose_states_are_no_numbers_is_refused(
     byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     with torch.no_grad():
         next(model.parameters())[:] = torch.nan
     broken = language_model_of(model, byte_tokenizer)

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def one_headed() -> PreTrainedModel:
     return evaluated(LlamaForCausalLM(config))
 
 
-TARGETS = {"tiny": tiny_llama, "one head": one_headed}
+TARGETS = {"tiny": partial(tiny_llama, layers=3), "one head": one_headed}
 
 
 def whole_states(taught: Taught, width: int, seed: int) -> Taught:
@@ -177,7 +178,7 @@ def ridge(inputs: NDArray[np.float64], outputs: NDArray[np.float64]) -> NDArray[
 def test_states_are_fitted_by_ridge(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    language_model = language_model_of(tiny_llama(), byte_tokenizer)
+    language_model = language_model_of(tiny_llama(layers=3), byte_tokenizer)
     texts = [whole_states(each, 128, at) for at, each in enumerate(drawn_texts([(9, 60)] * 5))]
     head = started_on(language_model, tmp_path, texts)
     fits = fits_of(language_model, head, texts)
@@ -189,7 +190,7 @@ def test_heads_of_one_position_give_as_much_of_what_is_missing_as_their_rank_all
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The best product projects what the fit gives onto its first principal directions."""
-    language_model = language_model_of(tiny_llama(), byte_tokenizer)
+    language_model = language_model_of(tiny_llama(layers=3), byte_tokenizer)
     texts = [whole_states(each, 128, at) for at, each in enumerate(drawn_texts([(9, 60)] * 5))]
     fits = fits_of(language_model, started_on(language_model, tmp_path, texts), texts)
     given = fits.inputs @ ridge(fits.inputs, fits.missing).T
@@ -242,7 +243,9 @@ def test_texts_without_places_are_refused(
     store = TaughtStore(tmp_path, {})
     store.add(drawn_texts([(1, 2), (3, 3)]))
     with pytest.raises(TeachingTextError, match="shorter than 7 tokens"):
-        started_head(language_model_of(tiny_llama(), byte_tokenizer), store, torch.arange(20))
+        started_head(
+            language_model_of(tiny_llama(layers=3), byte_tokenizer), store, torch.arange(20)
+        )
 
 
 def test_a_target_of_other_layers_is_refused(byte_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -254,7 +257,7 @@ def test_inputs_of_few_directions_are_fitted_as_well(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """As those of a text of one repeated token: rank one, and the rounding errors of float32."""
-    language_model = language_model_of(tiny_llama(), byte_tokenizer)
+    language_model = language_model_of(tiny_llama(layers=3), byte_tokenizer)
     rng = np.random.default_rng(2)
     (drawn,) = drawn_texts([(9, 500)])
     states = np.outer(1e3 * rng.standard_normal(509), rng.standard_normal(128))

@@ -44,7 +44,7 @@ ROUNDING = Rounding(torch.float32, FEATURES, OPERATIONS_OF_A_LAYER * DEPTHS + 1)
 
 @pytest.fixture
 def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
-    return language_model_of(tiny_llama(), byte_tokenizer)
+    return language_model_of(tiny_llama(layers=3), byte_tokenizer)
 
 
 @pytest.fixture

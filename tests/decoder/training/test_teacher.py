@@ -49,7 +49,7 @@ def assert_states_are_the_targets(
 def test_answers_side_by_side_are_those_of_each_prompt_by_itself(
     kind: str, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    model = MODELS[kind]()
+    model = MODELS[kind](layers=3)
     teacher, prompts = made(model, byte_tokenizer), prompts_of(LENGTHS)
     taught = teacher.answer(prompts, 20)
     for each, prompt in zip(taught, prompts, strict=True):
@@ -64,7 +64,7 @@ def test_answers_side_by_side_are_those_of_each_prompt_by_itself(
 def test_texts_that_are_read_have_the_targets_states(
     kind: str, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    model = MODELS[kind]()
+    model = MODELS[kind](layers=3)
     teacher = made(model, byte_tokenizer)
     texts = zip(prompts_of(LENGTHS), prompts_of([9, 1, 25, 4, 2], seed=1), strict=True)
     lessons = [Lesson(prompt, output, is_own=len(output) > 8) for prompt, output in texts]
@@ -81,7 +81,7 @@ def test_states_of_another_pass_are_not_kept_by_mistake(
     byte_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """The comparison of states above finds it if one of them is of the place before."""
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     teacher = made(model, byte_tokenizer)
     (taught,) = teacher.answer(prompts_of([6]), 8)
     shifted = Taught(taught.tokens, 6, torch.roll(taught.states, 1, 0), is_own=True)
@@ -90,7 +90,7 @@ def test_states_of_another_pass_are_not_kept_by_mistake(
 
 
 def test_an_answer_ends_with_its_stop_token(byte_tokenizer: PreTrainedTokenizerBase) -> None:
-    model, prompts = tiny_llama(), prompts_of(LENGTHS)
+    model, prompts = tiny_llama(layers=3), prompts_of(LENGTHS)
     plain = [plainly(model, prompt.tolist(), 20) for prompt in prompts]
     stop = plain[1][2]
     teacher = made(model, byte_tokenizer, (stop,))
@@ -115,7 +115,7 @@ def test_a_batch_ends_once_few_are_left(
             wanted = torch.tensor(next(scripted))[:, None].expand(hidden.shape[:-1])
             return functional.one_hot(wanted, VOCABULARY).float()
 
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(layers=3)
     model.lm_head = Scripted()
     teacher = made(model, byte_tokenizer, (1,))
     taught = teacher.answer(prompts_of([4, 5, 6, 7]), 50)
@@ -125,7 +125,7 @@ def test_a_batch_ends_once_few_are_left(
 
 
 def test_drawn_answers_repeat_with_their_seed(byte_tokenizer: PreTrainedTokenizerBase) -> None:
-    teacher, prompts = made(tiny_llama(), byte_tokenizer), prompts_of(LENGTHS)
+    teacher, prompts = made(tiny_llama(layers=3), byte_tokenizer), prompts_of(LENGTHS)
 
     def drawn(seed: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
@@ -136,7 +136,7 @@ def test_drawn_answers_repeat_with_their_seed(byte_tokenizer: PreTrainedTokenize
 
 
 def test_draws_follow_the_targets_distribution(byte_tokenizer: PreTrainedTokenizerBase) -> None:
-    model, (prompt,) = tiny_llama(), prompts_of([9])
+    model, (prompt,) = tiny_llama(layers=3), prompts_of([9])
     generator = torch.Generator().manual_seed(0)
     taught = made(model, byte_tokenizer).answer([prompt] * 4000, 1, 2.0, generator)
     counts = np.bincount([int(each.tokens[-1]) for each in taught], minlength=48)
@@ -150,7 +150,7 @@ def test_draws_follow_the_targets_distribution(byte_tokenizer: PreTrainedTokeniz
 
 
 def test_answers_end_at_the_models_limit(byte_tokenizer: PreTrainedTokenizerBase) -> None:
-    taught = made(tiny_llama(), byte_tokenizer).answer(prompts_of([250, 100]), 20)
+    taught = made(tiny_llama(layers=3), byte_tokenizer).answer(prompts_of([250, 100]), 20)
     assert [len(each.tokens) for each in taught] == [256, 106]
 
 
@@ -159,7 +159,7 @@ def test_states_that_are_no_numbers_are_refused(
     asks: bool,  # noqa: FBT001  a parameter of the test
     byte_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(layers=3)
     model.model.layers[1].mlp.down_proj.weight.data[3] = torch.nan
     teacher = made(model, byte_tokenizer)
     act: Callable[[], Any] = (

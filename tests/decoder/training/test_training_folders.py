@@ -22,7 +22,7 @@ def course(
     tokenizer: PreTrainedTokenizerBase, output: Path, lessons: list[Lesson] | None = None
 ) -> Course:
     given = lessons or [Lesson(prompt) for prompt in prompts_of([8] * 40)]
-    model = language_model_of(tiny_llama(), tokenizer)
+    model = language_model_of(tiny_llama(layers=3), tokenizer)
     return Course(model, given, output, OPTIONS, lambda *_: None)
 
 

@@ -19,7 +19,7 @@ def outcome(committed: list[int]) -> JudgedDraft:
 
 def num_passes(seed: int, costs: StepCosts, num_tokens: int = 100) -> tuple[int, int]:
     """Return passes of target and draft model for one output, which is always the same."""
-    target, draft_model, prompt = tiny_llama(), llama(seed), prompt_of(12)
+    target, draft_model, prompt = tiny_llama(layers=3), llama(seed), prompt_of(12)
     passes: list[int] = []
     draft_model.register_forward_pre_hook(lambda *_: passes.append(1))
     decoder = decoder_with(target, ModelDrafter(draft_model, DraftingOptions(costs=costs)))
@@ -56,7 +56,7 @@ def test_threshold_is_the_price_of_a_pass_in_tokens() -> None:
 
 def test_costs_are_measured_where_none_are_given() -> None:
     drafter = ModelDrafter(llama(1))
-    decoded(decoder_with(tiny_llama(), drafter), prompt_of(12), 40)
+    decoded(decoder_with(tiny_llama(layers=3), drafter), prompt_of(12), 40)
     costs = drafter.rule.measured.known()
     assert costs is not None
     assert costs.target_s > 0
