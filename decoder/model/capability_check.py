@@ -178,7 +178,7 @@ def _wrong(model: PreTrainedModel, capability: Capability, target: Checked) -> s
         CannotCheckError: see `find_verdict`.
     """
     wrong = ""
-    for trial in range(1 if model.dtype in _FULL else _NUM_TRIALS):
+    for trial in range(num_trials(model.dtype)):
         compared = _CHECKS[capability](model, target, np.random.default_rng(trial))
         try:
             wrong = next((each.name for each in compared if each.is_wrong(model.dtype)), "")
@@ -216,6 +216,11 @@ class _Compared:
         limit = floor / 4 if self.is_repeated else spread
         counted = -1 if dtype in _FULL else (len(self.errors) - 1) // 2
         return not self.errors[counted] <= limit  # neither are values that are no numbers
+
+
+def num_trials(dtype: torch.dtype) -> int:
+    """Return with how many choices of tokens a difference must show before it counts."""
+    return 1 if dtype in _FULL else _NUM_TRIALS
 
 
 def agree(rows: torch.Tensor, expected: torch.Tensor) -> bool:

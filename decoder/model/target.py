@@ -27,6 +27,7 @@ from decoder.model.capability_check import (
     Verdicts,
     agree,
     find_verdict,
+    num_trials,
 )
 from decoder.model.compatibility import (
     Capability,
@@ -506,59 +507,82 @@ class Target:
         if self._captured is not None:
             self._captured.prepare_drawing(drawing, num_rows)
 
-    @torch.no_grad()
     def _check_packing(self, packed: PackedPasses) -> None:
         """Read each for itself from now on if shared passes are found to give other logits."""
-        tree = DraftTree.checked([1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], [0, 0, 0])
-        readings = [Reading.of(0, 1, tree), Reading.of(1, 2, tree.prefix(1))]
-        for reading in readings:
-            self.prefill(np.arange(1, 4 + reading.place, dtype=np.int32), reading.place)
-        alone = [self._read_alone(reading).logits for reading in readings]
-        if not self._is_alike(partial(self._read_together, packed), readings, alone):
+        forked, single = (3, (ROOT, ROOT, 0)), (4, (ROOT,))
+        if not self._is_alike(partial(self._read_together, packed), forked, single):
             self._packed = None
             _log.warning(
                 "%s reads for one sequence at a time: passes for several give other logits",
                 type(self._model).__name__,
             )
-        elif not self._is_alike(self._read_captured, readings, alone):
+        elif not self._is_alike(self._read_captured, forked, single):
             self._captured = None
             _log.warning(
-                "passes of %s run without captured graphs: for several sequences these give other "
-                "logits",
+                "passes of %s run without captured graphs, and take longer: for several sequences "
+                "these give other logits",
                 type(self._model).__name__,
             )
-        for reading in readings:
-            self.reset(reading.place)
 
-    @torch.no_grad()
     def _check_captured_chains(self) -> None:
         """Run chains eagerly if captured passes of the model's own masks give other logits.
 
         Behind two lengths: what is taken from the host and not from the device is that of the
         first.
         """
-        chain = DraftTree.checked([1, 2], [ROOT, 0], [0.9, 0.5], [0, 0])
         for length in (3, 6):
             if self._captured is None:
                 return
-            self.prefill(np.arange(1, length + 1, dtype=np.int32))
-            reading = Reading.of(0, 1, chain)
-            alone = [self._read_alone(reading).logits]
-            if not self._is_alike(self._read_captured, [reading], alone):
+            if not self._is_alike(self._read_captured, (length, (ROOT, 0))):
                 self._captured = None
                 _log.warning(
                     "chains of %s run without captured graphs, which give other logits",
                     type(self._model).__name__,
                 )
-            self.reset()
 
+    @torch.no_grad()
     def _is_alike(
         self,
         read: Callable[[Sequence[Reading]], list[Read] | None],
-        readings: Sequence[Reading],
-        alone: Sequence[torch.Tensor],
+        *sequences: tuple[int, Sequence[int]],
     ) -> bool:
-        """Return whether a way to read, if it is one for these, gives the logits of each alone."""
+        """Return whether a way to read, if it is one for these, gives the logits of each alone.
+
+        Of several choices of tokens one that agrees will do, as in `find_verdict`.
+
+        Args:
+            read: reads a pass for all of them.
+            sequences: for each how many tokens it has before the last, and its tree's parents.
+        """
+        is_alike = False
+        trial = 0
+        while not is_alike and trial < num_trials(self._model.dtype):
+            rng = np.random.default_rng(trial)
+            readings = [self._drawn(rng, place, *each) for place, each in enumerate(sequences)]
+            is_alike = self._reads_alike(read, readings)
+            trial += 1
+        for place in range(len(sequences)):
+            self.reset(place)
+        return is_alike
+
+    def _drawn(
+        self, rng: np.random.Generator, place: int, length: int, parents: Sequence[int]
+    ) -> Reading:
+        """Read some tokens; return the reading of some more, siblings being different ones."""
+        size = int(self._model.get_input_embeddings().get_parameter("weight").shape[0])
+        count = length + 1 + len(parents)
+        drawn = rng.choice(size, size=count, replace=count > size)
+        self.prefill(drawn[:length].astype(np.int32), place)
+        nodes, even = drawn[length + 1 :].tolist(), [0.5] * len(parents)
+        tree = DraftTree.checked(nodes, list(parents), even, [0] * len(parents))
+        return Reading.of(place, int(drawn[length]), tree)
+
+    def _reads_alike(
+        self,
+        read: Callable[[Sequence[Reading]], list[Read] | None],
+        readings: Sequence[Reading],
+    ) -> bool:
+        alone = [self._read_alone(reading).logits for reading in readings]
         for reading in readings:
             self.rewind(reading.place)
         try:

@@ -54,7 +54,7 @@ PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17)]
 
 @cache
 def llama() -> PreTrainedModel:
-    return tiny_llama()
+    return tiny_llama(layers=3)
 
 
 @cache
@@ -170,7 +170,7 @@ def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
 @pytest.mark.parametrize("num_ahead", [-1, MAX_OUTCOMES + 1])
 def test_a_number_of_outcomes_that_no_service_takes_is_refused(num_ahead: int) -> None:
     with pytest.raises(InvalidSettingsError, match="num_ahead"):
-        decoder_with(tiny_llama(), EmbeddedDrafter(), num_ahead=num_ahead)
+        decoder_with(tiny_llama(layers=3), EmbeddedDrafter(), num_ahead=num_ahead)
 
 
 def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:

@@ -180,7 +180,7 @@ def mistral() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[torch.dtype], PreTrainedModel]] = {
-    "llama": lambda dtype: tiny_llama(dtype=dtype),
+    "llama": lambda dtype: tiny_llama(dtype=dtype, layers=3),
     "llama, eager": lambda dtype: tiny_llama("eager", dtype),
     "gemma": lambda dtype: tiny_gemma(dtype=dtype),
     "gemma, eager": lambda dtype: tiny_gemma("eager", dtype),

@@ -33,8 +33,10 @@ from decoder.errors import OutOfMemoryError
 from decoder.loop import Decoder, Request
 from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
+from decoder.model import target as target_module
 from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
+from decoder.model.capability_check import agree
 from decoder.model.compatibility import Capability, Compatibility, compatibility_of
 from decoder.model.graphs import (
     CapturedPasses,
@@ -530,6 +532,20 @@ def test_what_a_captured_pass_repeats_is_captured_anew_once_it_changes(
 def _foreign(*args: Any, **options: Any) -> Any:
     output, weights = sdpa_attention_forward(*args, **options)
     return output * 0.5, weights
+
+
+@pytest.mark.parametrize(("dtype", "keeps"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_in_half_precision_one_choice_of_tokens_may_round_badly(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, keeps: bool
+) -> None:
+    target = Target(tiny_llama(dtype=dtype), capture=Uncaptured, verdicts=None)
+    answers = [True, True, False]  # the two that are read together, and the first captured
+    monkeypatch.setattr(
+        target_module, "agree", lambda *rows: answers.pop(0) if answers else agree(*rows)
+    )
+    target.make_places(2)
+    assert not answers
+    assert (target._captured is not None) is keeps
 
 
 @pytest.mark.parametrize("capture", [None, Traced])

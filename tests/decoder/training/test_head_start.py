@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,10 @@ def one_headed() -> PreTrainedModel:
     return evaluated(LlamaForCausalLM(config))
 
 
-TARGETS = {"tiny": partial(tiny_llama, layers=3), "one head": one_headed}
+TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
+    "tiny": partial(tiny_llama, layers=3),
+    "one head": one_headed,
+}
 
 
 def whole_states(taught: Taught, width: int, seed: int) -> Taught:
