@@ -90,7 +90,7 @@ def _write_to_memory(config: pytest.Config) -> None:
         return
     folder = tempfile.mkdtemp(prefix="foredraft-tests-", dir=MEMORY)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    config.add_cleanup(lambda: os.environ.__delitem__("TMPDIR"))
+    config.add_cleanup(lambda: os.environ.pop("TMPDIR"))
     os.environ["TMPDIR"] = folder  # workers, and what tests start, take it from there
     tempfile.tempdir = None
 
