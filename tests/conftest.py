@@ -29,7 +29,7 @@ ENGINES: Final = "tests/engines/"
 ALL: Final = "all"
 LEAST_ROOM: Final = 1 << 30
 """Bytes of the folder for temporary files; a run of all tests wrote 0.6 GB at most."""
-MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a folder is made in it)
+MEMORY: Final = Path("/dev/shm")
 """Where files are made and removed in a thirtieth of the time that a disk takes."""
 
 # Tiny models and kernels compute in one thread: with one worker a core, more threads only wait.
