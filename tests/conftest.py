@@ -29,8 +29,6 @@ ENGINES: Final = "tests/engines/"
 ALL: Final = "all"
 LEAST_ROOM: Final = 1 << 30
 """Bytes of the folder for temporary files; a run of all tests wrote 0.6 GB at most."""
-MEMORY: Final = Path("/dev/shm")
-"""Where files are made and removed in a thirtieth of the time that a disk takes."""
 
 # Tiny models and kernels compute in one thread: with one worker a core, more threads only wait.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -58,8 +56,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
     if not hasattr(config, "workerinput"):
-        if config.getoption("part") is None:
-            _write_to_memory(config)
         _check_room()
     os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
     for part, content in PARTS.items():
@@ -75,24 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if part == ALL or config.option.markexpr or (named and part is None):
         return
     config.option.markexpr = part or f"not ({' or '.join(PARTS)})"
-
-
-def _write_to_memory(config: pytest.Config) -> None:
-    """Have temporary files in memory if there is plenty, until the run ends.
-
-    Tests make some ten thousand small files. Where a variable names a folder, it is that one: what
-    is in it stays, so that it can be looked at. Parts that measure memory write to a disk.
-    """
-    if not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK) or "TMPDIR" in os.environ:
-        return
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if min(free, shutil.disk_usage(MEMORY).free) < 4 * LEAST_ROOM:
-        return
-    folder = tempfile.mkdtemp(prefix="foredraft-tests-", dir=MEMORY)
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    config.add_cleanup(lambda: os.environ.pop("TMPDIR"))
-    os.environ["TMPDIR"] = folder  # workers, and what tests start, take it from there
-    tempfile.tempdir = None
 
 
 def _check_room() -> None:
