@@ -34,12 +34,12 @@ CRITICAL = 54.1
 
 @pytest.mark.seeds
 def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
-    target, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
+    target, prompt = tiny_llama(dtype=torch.float64, layers=3), prompt_of(6)
     expected = shares_of_outputs(target, prompt)
     rule = accept_rule(SamplingSettings(1.0, top_k=TOP_K, seed=1, coupled=False))
     truth = [*prompt, *max(expected, key=expected.__getitem__), 7]
     flatter = Draws(temperature=1.7, top_k=5, seed=3)  # than the target is drawn from
-    drafter = drawn_from(tiny_llama(), truth, flatter, recycles=False)
+    drafter = drawn_from(tiny_llama(layers=3), truth, flatter, recycles=False)
     seen: list[bool] = []
 
     def noting(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
@@ -66,7 +66,7 @@ def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
 
 
 def tokens_per_pass(drafter: Drafter, *, coupled: bool) -> float:
-    target, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
+    target, prompt = tiny_llama(dtype=torch.float64, layers=3), prompt_of(6)
     rule = accept_rule(SamplingSettings(1.0, seed=4, coupled=coupled))
     generation = decoder_with(target, drafter, accept=rule).generate(prompt, 60)
     list(generation)
@@ -76,7 +76,7 @@ def tokens_per_pass(drafter: Drafter, *, coupled: bool) -> float:
 def test_draws_count_by_their_distributions_and_so_more_are_kept() -> None:
     # It drafts for itself, so that all that is drawn first is kept; in double precision, so that a
     # seed draws the same tokens on every processor.
-    model = tiny_llama(dtype=torch.float64)
+    model = tiny_llama(dtype=torch.float64, layers=3)
     own = tokens_per_pass(drawn_from(model, [], Draws(seed=3)), coupled=False)
     compared = tokens_per_pass(drawn_from(model, [], Draws(seed=3)), coupled=True)
     assert own > 2.5

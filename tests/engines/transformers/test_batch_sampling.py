@@ -87,14 +87,17 @@ def of_pairs(outputs: list[list[list[int]]], shares: Mapping[tuple[int, ...], fl
 def drafters(truth: list[int]) -> dict[str, tuple[Drafter, bool]]:
     return {
         "certain": (ScriptedDrafter(oracle(truth, num_nodes=6)), False),
-        "drawn": (drawn_from(tiny_llama(), truth, Draws(1.7, 5, seed=3), recycles=False), True),
+        "drawn": (
+            drawn_from(tiny_llama(layers=3), truth, Draws(1.7, 5, seed=3), recycles=False),
+            True,
+        ),
     }
 
 
 @pytest.mark.seeds
 @pytest.mark.parametrize("kind", ["drawn", "certain"][: cases(1, of=2)])
 def test_returned_sequences_are_drawn_from_the_target_each_by_itself(kind: str) -> None:
-    model, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
+    model, prompt = tiny_llama(dtype=torch.float64, layers=3), prompt_of(6)
     shares = shares_of_outputs(model, prompt)
     truth = [*prompt, *max(shares, key=shares.__getitem__), 7]
     drafter, draws = drafters(truth)[kind]
@@ -109,14 +112,14 @@ def test_returned_sequences_are_drawn_from_the_target_each_by_itself(kind: str) 
 @pytest.mark.seeds
 def test_rows_with_the_same_random_numbers_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "PassContext", lambda _, *rest: PassContext(0, *rest))
-    model, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
+    model, prompt = tiny_llama(dtype=torch.float64, layers=3), prompt_of(6)
     plugin = foredraft(model, ScriptedDrafter(nothing))
     outputs = drawn(model, plugin, prompt, 1)
     assert of_pairs(outputs, shares_of_outputs(model, prompt)) > CRITICAL_PAIRS
 
 
 def test_a_seed_gives_one_output_whatever_the_drafts_and_the_places() -> None:
-    model = tiny_llama(dtype=torch.float64)
+    model = tiny_llama(dtype=torch.float64, layers=3)
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "num_return_sequences": 2}
 
     def outputs(guess: Any, parallel: int, seed: int = 7) -> list[list[int]]:
@@ -136,7 +139,7 @@ def test_a_seed_gives_one_output_whatever_the_drafts_and_the_places() -> None:
 
 
 def test_the_first_row_draws_as_it_does_alone() -> None:
-    model = tiny_llama()
+    model = tiny_llama(layers=3)
     rows = []
     for prompts in ([PROMPTS[1]], PROMPTS[1:]):
         torch.manual_seed(3)
