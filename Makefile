@@ -153,6 +153,10 @@ ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 .PHONY: test-engine-transformers test-engine-node $(ENGINE_TESTS)
 test-engines: $(addprefix test-engine-,$(ENGINES))
 
+# Numba keeps what one of its versions compiled, and these environments have several of them.
+$(ENGINE_TESTS) test-engine-sglang test-engine-exllamav3 test-newest: \
+  export NUMBA_CACHE_DIR = $(CURDIR)/.cache/numba-$@
+
 test-engine-transformers: install
 	$(BIN)/pytest --part all tests/engines/transformers
 
