@@ -205,7 +205,7 @@ def test_another_tokenizer_takes_over_nothing(
     numbers = stated["model"]["vocab"]
     stated["model"]["vocab"] = {name: len(numbers) - 1 - at for name, at in numbers.items()}
     core = Tokenizer.from_str(json.dumps(stated))
-    other: Any = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")  # type: ignore[no-untyped-call]
+    other: Any = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")  # type: ignore[no-untyped-call]  # noqa: S106
     build_index([corpus], tmp_path / "index", other, OPTIONS)
     build_index([corpus], tmp_path / "fresh", other, replace(OPTIONS, resume=False))
     assert contents_of(tmp_path / "index") == contents_of(tmp_path / "fresh")
