@@ -153,8 +153,8 @@ ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 .PHONY: test-engine-transformers test-engine-node $(ENGINE_TESTS)
 test-engines: $(addprefix test-engine-,$(ENGINES))
 
-# Numba keeps what one of its versions compiled, and these environments have several of them.
-$(ENGINE_TESTS) test-engine-sglang test-engine-exllamav3 test-newest: \
+# Numba keeps what one of its versions compiled, and these environments have others.
+test-engine-vllm test-engine-sglang test-engine-exllamav3 test-newest: \
   export NUMBA_CACHE_DIR = $(CURDIR)/.cache/numba-$@
 
 test-engine-transformers: install
