@@ -74,6 +74,11 @@ class _Entry:
         """Return whether the weight was written to, or lies elsewhere, since it was looked at."""
         return self.version != weight._version or self.pointer != weight.data_ptr()  # noqa: SLF001
 
+    def holds(self) -> bool:
+        """Return whether the weight is there, and what it was when it was looked at."""
+        weight = self.weight()
+        return weight is not None and not self.has_moved(weight)
+
     def renew(self, weight: torch.Tensor) -> None:
         """Take in that the weight has changed."""
         self.drop()
@@ -85,7 +90,7 @@ class _Entry:
         joint, self.joint = self.joint, None
         self.packed = self.digest = None
         if joint is not None:
-            for member in joint.members():
+            for member in _there(joint.calls):
                 if member.joint is joint:
                     member.drop()
 
@@ -118,7 +123,7 @@ class _Joint:
     def __init__(
         self, calls: tuple[_Call, ...], entries: Sequence[_Entry], weights: Sequence[torch.Tensor]
     ) -> None:
-        self._calls = calls
+        self.calls = calls
         self._num_biases = sum(bias is not None for _, bias in calls)
         self._sizes = [len(weight) for weight in weights]
         own = [weight.detach() for weight in weights]
@@ -131,11 +136,10 @@ class _Joint:
     @classmethod
     def made_of(cls, calls: tuple[_Call, ...]) -> "_Joint | None":
         """Return a copy of the weights that the same rows were multiplied by, if they can share."""
-        entries = [entry for call, _ in calls if (entry := call()) is not None]
+        entries = _there(calls)
         weights = [weight for entry in entries if (weight := entry.weight()) is not None]
-        if len(weights) < len(calls) or any(map(_Entry.has_moved, entries, weights)):
-            return None
-        if any(entry.num_unpacked < _LEAST_USES for entry in entries):
+        is_ready = all(entry.holds() and entry.num_unpacked == _LEAST_USES for entry in entries)
+        if len(weights) < len(calls) or not is_ready:
             return None
         kinds = {(weight.dtype, weight.shape[1]) for weight in weights}
         has_biases = {bias is None for _, bias in calls}
@@ -148,25 +152,15 @@ class _Joint:
 
     def is_led_by(self, entry: _Entry) -> bool:
         """Return whether this is the weight that is asked for first."""
-        return self._calls[0][0]() is entry
-
-    def members(self) -> list[_Entry]:
-        """Return those of the weights that still are there."""
-        return [entry for call, _ in self._calls if (entry := call()) is not None]
+        return self.calls[0][0]() is entry
 
     def products(self, rows: torch.Tensor) -> dict[_Entry, _Product] | None:
-        """Return all products of some rows; `None` if a weight has changed, or a bias is gone."""
-        entries = self.members()
-        for entry in entries:
-            weight = entry.weight()
-            if weight is None:
-                return None
-            if entry.has_moved(weight):
-                entry.renew(weight)
-                return None
-        biases = [None if bias is None else bias() for _, bias in self._calls]
+        """Return all products of some rows; `None`, and no copy, where a member has changed."""
+        entries = _there(self.calls)
+        biases = [None if bias is None else bias() for _, bias in self.calls]
         added = [bias for bias in biases if bias is not None]
-        if len(added) < self._num_biases:
+        is_whole = len(entries) == len(self.calls) and len(added) == self._num_biases
+        if not is_whole or not all(map(_Entry.holds, entries)):
             entries[0].drop()
             return None
         bias = torch.cat(added) if added else None
@@ -174,8 +168,13 @@ class _Joint:
         return dict(zip(entries, zip(made, biases, strict=True), strict=True))
 
 
+def _there(calls: Sequence[_Call]) -> list[_Entry]:
+    """Return those of the weights that still are there."""
+    return [entry for call, _ in calls if (entry := call()) is not None]
+
+
 class Products:
-    """Products of rows with weights, by copies of the weights in oneDNN's own layout.
+    """Copies of weights in oneDNN's own layout, for a `Multiplier` of each pass to multiply by.
 
     `torch.nn.functional.linear` lays weights out anew in every call, which for a pass of few rows
     takes as long as multiplying. A copy is found by its weight's identity and used while the

@@ -212,6 +212,7 @@ class Target:
         _check_placing(model)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
+        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         self._begin(promised)
         self._user.audit()  # others may have packed weights before
         if self._verdicts is not None:
@@ -220,7 +221,6 @@ class Target:
             self._captured = self._made_captured(Masking.OWN)
             self._check_captured_chains()
         tell_once(model, self.capability, self.reason)
-        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
     def _begin(self, compatibility: Compatibility) -> None:
         """Begin with passes for the drafts that a model can verify."""
@@ -554,28 +554,24 @@ class Target:
             read: reads a pass for all of them.
             sequences: for each how many tokens it has before the last, and its tree's parents.
         """
-        is_alike = False
-        trial = 0
-        while not is_alike and trial < num_trials(self._model.dtype):
-            rng = np.random.default_rng(trial)
-            readings = [self._drawn(rng, place, *each) for place, each in enumerate(sequences)]
-            is_alike = self._reads_alike(read, readings)
-            trial += 1
+        trials = range(num_trials(self._model.dtype))
+        is_alike = any(self._reads_alike(read, self._drawn(at, sequences)) for at in trials)
         for place in range(len(sequences)):
             self.reset(place)
         return is_alike
 
-    def _drawn(
-        self, rng: np.random.Generator, place: int, length: int, parents: Sequence[int]
-    ) -> Reading:
-        """Read some tokens; return the reading of some more, siblings being different ones."""
-        size = int(self._model.get_input_embeddings().get_parameter("weight").shape[0])
-        count = length + 1 + len(parents)
-        drawn = rng.choice(size, size=count, replace=count > size)
-        self.prefill(drawn[:length].astype(np.int32), place)
-        nodes, even = drawn[length + 1 :].tolist(), [0.5] * len(parents)
-        tree = DraftTree.checked(nodes, list(parents), even, [0] * len(parents))
-        return Reading.of(place, int(drawn[length]), tree)
+    def _drawn(self, seed: int, sequences: Sequence[tuple[int, Sequence[int]]]) -> list[Reading]:
+        """Read some tokens in each place; return readings of more, of which none is there twice."""
+        rng = np.random.default_rng(seed)
+        readings = []
+        for place, (length, parents) in enumerate(sequences):
+            count = length + 1 + len(parents)
+            tokens = rng.choice(self.vocabulary_size, count, replace=count > self.vocabulary_size)
+            self.prefill(tokens[:length].astype(np.int32), place)
+            nodes, even = tokens[length + 1 :].tolist(), [0.5] * len(parents)
+            tree = DraftTree.checked(nodes, list(parents), even, [0] * len(parents))
+            readings.append(Reading.of(place, int(tokens[length]), tree))
+        return readings
 
     def _reads_alike(
         self,

@@ -32,7 +32,7 @@ from tests.decoder.rounding import Rounding
 from tests.suite_parts import cases
 
 SIZE = 4
-NUM_TREES = cases(900, of=6000)
+NUM_TREES = cases(1500, of=6000)
 CRITICAL = 37.7
 """Of chi-square with 15 degrees of freedom, at 0.001."""
 
