@@ -10,7 +10,7 @@ STUBS_OUT ?= .
 # would compile itself and the packages again in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quick install demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
+.PHONY: quick install kernels demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
 
 # Every environment is made by this, once it is known that Python is new enough.
 define CHECK_PYTHON
@@ -96,6 +96,10 @@ $(addprefix test-,$(TOGETHER)): test-%: install
 
 $(addprefix test-,$(ALONE)): test-%: install
 	$(BIN)/pytest --part $* $(TEST_ARGS)
+
+# What compiles once on a machine, for minutes. `make test` does it first, where it was not done.
+kernels: install
+	$(BIN)/python -m tests.retriever.kernels.warm_kernels .cache/kernels.lock
 
 # The default tests as other processors compute: `make test-processors`, or one of them by name.
 # Numba's generic code is compiled into a cache of its own, in some minutes.
