@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from logging import getLogger
+from threading import Lock
 from time import perf_counter
 from typing import Final
 
@@ -38,6 +39,7 @@ from decoder.errors import (
     OutOfMemoryError,
 )
 from decoder.model.passes import Read, Reading, within_depth
+from decoder.model.prefixes import Prefix
 from decoder.model.states import States
 from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
@@ -103,6 +105,9 @@ class Request:
         budget: most nodes of its tree that a pass verifies, within the decoder's own budget; 0
             verifies none, but the drafter keeps the output. `None` for no limit of its own.
         tenant: whose it is, where the drafter keeps tenants apart: nothing of another's is drafted.
+        past: keys and values of first tokens of the prompt, which the target then goes on from and
+            does not read; `None` to read all.
+        hands_over: whether the generation has at its end what the target kept of it.
     """
 
     prompt: Sequence[int] | TokenIds
@@ -117,6 +122,8 @@ class Request:
     drafts: bool = True
     budget: int | None = None
     tenant: str = ""
+    past: Prefix | None = None
+    hands_over: bool = False
 
 
 class Decoder:
@@ -162,7 +169,7 @@ class Decoder:
         self.num_ahead = num_ahead
         if num_ahead:
             prepare_outcomes()
-        self._is_busy = False
+        self._lock = Lock()
         self._numbers = count()
 
     def generate(  # noqa: PLR0913  all but the first two are options
@@ -270,13 +277,12 @@ class Decoder:
         Raises:
             DecoderBusyError: another one holds it.
         """
-        if self._is_busy:
+        if not self._lock.acquire(blocking=False):
             raise DecoderBusyError("another sequence is being decoded: finish or close it first")
-        self._is_busy = True
         try:
             yield
         finally:
-            self._is_busy = False
+            self._lock.release()
 
 
 class Generation:
@@ -290,6 +296,8 @@ class Generation:
         error: what ended it too early.
         is_over: whether there is nothing more to come.
         drafter: of the sequence, once it has begun.
+        past: of its request.
+        kept: what the target kept of it, once it is over, where that was asked for and can be had.
     """
 
     drafter: SequenceDrafter
@@ -299,6 +307,9 @@ class Generation:
         self.statistics = Statistics()
         self.error: Exception | None = None
         self.is_over = False
+        self.past = request.past
+        self.kept: Prefix | None = None
+        self._hands_over = request.hands_over
         self._decoder = decoder
         self._accept = request.accept or decoder.accept
         self._on_token = request.on_token
@@ -448,6 +459,16 @@ class Generation:
     def fail(self, error: Exception) -> None:
         """Note what ends the sequence too early; the first error counts."""
         self.error = self.error or error
+
+    def take_over(self, target: Target, place: int) -> None:
+        """Take what the target keeps of it, as far as that is not for later sequences."""
+        if self._hands_over:
+            try:
+                self.kept = target.held(place)
+            except OutOfMemoryError as error:
+                self.fail(error)
+        if not self.remembers or self.past is not None:
+            target.reset(place)
 
     def end(self) -> None:
         """End the drafter's session."""
@@ -764,7 +785,11 @@ class _Batch:
         return self._returned.popleft() if self._returned else next(self._waiting, None)
 
     def _begin(self, row: _Row) -> None:
-        row.num_read = self._target.resume(row.generation.tokens, row.place)
+        generation, past = row.generation, row.generation.past
+        if past is None:
+            row.num_read = self._target.resume(generation.tokens, row.place)
+        else:
+            row.num_read = self._target.adopt(past, row.place)
         try:
             row.generation.begin()
         except RetrieverError as error:
@@ -776,8 +801,7 @@ class _Batch:
             return False
         self._rows.remove(row)
         self._free.append(row.place)
-        if not row.generation.remembers:
-            self._target.reset(row.place)
+        row.generation.take_over(self._target, row.place)
         row.generation.end()
         return True
 

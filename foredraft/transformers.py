@@ -3,7 +3,6 @@
 from foredraft.installation import needing
 
 with needing("decoder"):
-    from decoder.engines.transformers.assisted import DrafterCandidates, assisted_generate
     from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 
-__all__ = ["DrafterCandidates", "Foredraft", "assisted_generate", "foredraft_generate"]
+__all__ = ["Foredraft", "foredraft_generate"]

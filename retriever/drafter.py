@@ -110,6 +110,21 @@ class KinOptions(TypedDict, total=False):
     oldest_version: int
 
 
+class OfOneProcess:
+    """What holds open files, connections, threads or a model, and so can't be copied or pickled."""
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """Refuse both.
+
+        Raises:
+            TypeError: always; the message says what to do instead.
+        """
+        raise TypeError(
+            f"{type(self).__name__} belongs to the process that made it, and can't be copied or "
+            "pickled: make one in each process, from the paths, addresses and options of this one"
+        )
+
+
 class DraftRequest(NamedTuple):
     """One sequence's part of a decoding step.
 

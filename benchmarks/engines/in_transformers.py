@@ -27,17 +27,14 @@ from decoder.budget.budget import FixedBudget
 from decoder.budget.cost_store import describe_machine, versions
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.sessions.embedded import EmbeddedDrafter
 
 LOOKUPS: Final = tuple(product((3, 10, 20, 40), (1, 2, 3, 5)))
-NUM_CANDIDATES: Final = 20
 NUM_NODES: Final = 32
 PLAIN: Final = "plain"
-CHAINS: Final = f"chains of {NUM_CANDIDATES}"
 PAYING: Final = "trees, as they pay"
 FUSED: Final = f"trees of {NUM_NODES}, with recycled logits"
 QUICK_LOOKUP: Final = (3, 2)
@@ -73,7 +70,6 @@ def contenders(
         yield [
             Contender(PLAIN, Whose.PLAIN),
             *map(_looking_up, lookups),
-            _chains(warmed(CHAINS)),
             _trees(PAYING, Foredraft(language_model.model, warmed(PAYING))),
             _trees(FUSED, _recycling(language_model, warmed(FUSED))),
         ]
@@ -86,15 +82,6 @@ def _looking_up(lookup: Lookup) -> Contender:
 
 def _name(lookup: Lookup) -> str:
     return f"prompt lookup, {lookup[0]} tokens after at most {lookup[1]}"
-
-
-def _chains(drafter: EmbeddedDrafter) -> Contender:
-    options = {
-        "custom_generate": assisted_generate,
-        "drafter": drafter,
-        "max_candidates": NUM_CANDIDATES,
-    }
-    return Contender(CHAINS, Whose.OURS, options=options)
 
 
 def _trees(name: str, foredraft: Foredraft) -> Contender:

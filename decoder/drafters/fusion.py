@@ -39,7 +39,7 @@ from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
-from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, TokenIds
+from retriever.drafter import Drafter, DraftRequest, KinOptions, OfOneProcess, Prediction, TokenIds
 from retriever.follower import FIRST_PATIENCE_S, DraftLimits, Followers
 from retriever.sequences import (
     OpenSessions,
@@ -155,7 +155,7 @@ class FusedSequence:
                 members.callback(member.close)
 
 
-class FusedDrafter:
+class FusedDrafter(OfOneProcess):
     """Merges the trees of other drafters into one; a `Drafter` that learns from passes.
 
     A decoding loop has it `follow` the sequence that it commits to, and names no sessions; to

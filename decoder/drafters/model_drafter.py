@@ -22,7 +22,7 @@ from decoder.drafters.model_trees import (
     StoppingRule,
     TreeGrower,
 )
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, OfOneProcess, TokenIds
 from retriever.errors import DrafterUnavailableError, LimitExceededError
 from retriever.limits import (
     Limits,
@@ -165,7 +165,7 @@ class _Clock:
     since_s: float = field(default_factory=time.perf_counter)
 
 
-class ModelDrafter:
+class ModelDrafter(OfOneProcess):
     """Drafts with a causal language model of the target's vocabulary; see `Drafter`.
 
     Sequences are drafted one after the other, each with a cache of its own. Not to be called by

@@ -20,6 +20,10 @@ from retriever.operations.settings import ClientSettings, EmbeddedSettings, Sett
 from retriever.tree import ROOT, DraftTree
 
 _log = getLogger(__name__)
+
+_LEAST_SHARE: Final = 0.9
+"""Of a model's embeddings that are of tokens: others only round the number up."""
+
 _told: set[tuple[str, str, str]] = set()
 
 
@@ -84,10 +88,12 @@ def checked_vocabulary_size(
             f"({own.describe()}): "
             "draft from an index built with the model's own tokenizer"
         )
-    if theirs.size > model_vocabulary:
+    is_padded = model_vocabulary * _LEAST_SHARE <= theirs.size <= model_vocabulary
+    if own is None and not is_padded:
         _log.warning(
             "drafts are for a tokenizer of %d tokens, but the model knows %d: it seems to be "
-            "another tokenizer's, so drafts will hardly be accepted",
+            "another tokenizer's, so drafts will fail or hardly be accepted; name the model's own "
+            "(tokenizer=) to be sure",
             theirs.size,
             model_vocabulary,
         )

@@ -86,7 +86,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take shapes, dtype and device from the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(False):
             self._key_buffer = torch.empty_like(key_states[..., :0, :])
             self._value_buffer = torch.empty_like(value_states[..., :0, :])
         self.is_initialized = True
@@ -240,7 +240,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def _resized(self, buffer: torch.Tensor, capacity: int, num_places: int) -> torch.Tensor:
         shape = (*buffer.shape[:-2], num_places * capacity, buffer.shape[-1])
-        with torch.inference_mode(mode=False):  # passes of either mode write to it
+        with torch.inference_mode(False):  # passes of either mode write to it
             grown = buffer.new_zeros(shape)
         before = self.capacity
         for place, length in enumerate(self._lengths):
@@ -296,17 +296,20 @@ class TreeCache(Cache):
         Raises:
             OutOfMemoryError, RuntimeError: there is no room.
         """
-        held = (layer.held() for layer in self.growing_layers if layer.is_initialized)
-        return [
-            (keys[..., :length, :].clone(), values[..., :length, :].clone())
-            for keys, values in held
-        ]
+        held = {
+            number: layer.held()
+            for number, layer in enumerate(self.growing_layers)
+            if layer.is_initialized
+        }
+        return {
+            number: (keys[..., :length, :].clone(), values[..., :length, :].clone())
+            for number, (keys, values) in held.items()
+        }
 
     def put_back(self, states: LayerStates, length: int) -> None:
         """Hold the first `length` of tokens whose states were held before."""
-        layers = [layer for layer in self.growing_layers if layer.is_initialized]
-        for layer, (keys, values) in zip(layers, states, strict=True):
-            layer.put_back(keys[..., :length, :], values[..., :length, :])
+        for number, (keys, values) in states.items():
+            self.growing_layers[number].put_back(keys[..., :length, :], values[..., :length, :])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

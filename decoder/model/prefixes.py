@@ -1,6 +1,6 @@
 """Keys and values of sequences that are over, so that those that begin alike need not read them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,8 +15,8 @@ DEFAULT_PREFIX_BYTES: Final = 256 << 20
 _LEAST_TOKENS: Final = 32
 """Shorter ones are read again in less time than it takes to look after them."""
 
-LayerStates = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of each layer, [1, heads, n, size] each."""
+LayerStates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values by the number of their layer, [1, heads, n, size] each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class Prefix:
     @property
     def num_bytes(self) -> int:
         """Memory that the states take."""
-        return sum(each.nbytes for layer in self.states for each in layer)
+        return sum(each.nbytes for layer in self.states.values() for each in layer)
 
 
 class PrefixStore:

@@ -147,7 +147,7 @@ def _held(holders: Iterable[dict[str, torch.Tensor | None]]) -> list[torch.Tenso
 _address: Final = methodcaller("data_ptr")
 
 
-def _version(weight: torch.Tensor) -> int:
+def version_of(weight: torch.Tensor) -> int:
     """Return a number that moves with in-place changes; inference tensors have none."""
     return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
 
@@ -160,7 +160,7 @@ def _look_at_weights(
     try:
         versions = [*map(attrgetter("_version"), weights)]  # without calls of Python's for each
     except RuntimeError:
-        versions = [*map(_version, weights)]
+        versions = [*map(version_of, weights)]
     return [*map(id, weights)], versions, [*map(_address, weights)]
 
 

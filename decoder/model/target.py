@@ -794,6 +794,47 @@ class Target:
         self._places.at(place).truncate(shared)
         return shared
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether `adopt` and `held` serve this model: it keeps nothing but keys and values."""
+        return self._places.cache is not None and self.ranks is None
+
+    @torch.no_grad()
+    def adopt(self, prefix: Prefix, place: int) -> int:
+        """Begin a sequence with keys and values that come from elsewhere, as they are.
+
+        Args:
+            prefix: what the sequence begins with, shorter than it.
+            place: where.
+
+        Returns:
+            How many tokens need not be read: none where the target does not `hand over`.
+
+        Raises:
+            OutOfMemoryError: there is no room for them.
+        """
+        cache, length = self._places.cache, len(prefix.tokens)
+        self.reset(place)
+        if cache is None:
+            return 0
+        with within_memory(length):
+            cache.at(place).put_back(prefix.states, length)
+        self._committed[place], self._held[place] = length, prefix.tokens.tolist()
+        return length
+
+    @torch.no_grad()
+    def held(self, place: int) -> Prefix | None:
+        """Return copies of what is kept of the sequence in a place; `None` as `hands_over` says.
+
+        Raises:
+            OutOfMemoryError: there is no room for them.
+        """
+        cache, tokens = self._places.cache, np.array(self._held[place], np.int32)
+        if cache is None or not self.hands_over:
+            return None
+        with within_memory(len(tokens)):
+            return Prefix(tokens, cache.at(place).held(len(tokens)))
+
     def _num_shared(self, tokens: TokenIds, place: int) -> int:
         return num_shared(np.array(self._held[place], np.int32), tokens)
 
@@ -860,16 +901,19 @@ def _check_placing(model: PreTrainedModel) -> None:
     """Refuse a model whose first weights, by which inputs are placed, are on no device.
 
     Raises:
-        WeightsNotLoadedError: they are not loaded, or only for as long as they are used; or others
-            are not loaded, which nothing will load.
+        UnsupportedModelError: they are loaded for as long as they are used.
+        WeightsNotLoadedError: some weights are not loaded, and nothing will load them.
     """
-    if next(model.parameters()).is_meta:
-        raise WeightsNotLoadedError(
-            f"the first weights of {type(model).__name__} are on no device: load it with a "
-            "device_map that does not offload the embeddings to the disk or the CPU"
-        )
     missing = next((name for name, each in model.named_parameters() if each.is_meta), None)
-    if missing is not None and not has_code_of_others(model):  # hooks load what is elsewhere
+    if missing is None:
+        return
+    has_hooks = has_code_of_others(model)  # they load what is elsewhere
+    if has_hooks and next(model.parameters()).is_meta:
+        raise UnsupportedModelError(
+            f"the first weights of {type(model).__name__} are on no device until they are used: "
+            "load it with a device_map that does not offload the embeddings to the disk or the CPU"
+        )
+    if not has_hooks:
         raise WeightsNotLoadedError(
             f"{missing} of {type(model).__name__} is on the meta device, which holds no values: "
             "load it"

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from decoder.errors import UnsupportedModelError
 from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
 from decoder.model.cache import TreeCache
 from decoder.model.products import (
@@ -222,6 +223,31 @@ def cache_argument(model: PreTrainedModel) -> str:
     """Return what a model's `forward` calls its cache."""
     taken = taken_by(model)
     return next((name for name in _CACHES if name in taken), _CACHES[-1])
+
+
+def generating(model: nn.Module) -> PreTrainedModel:
+    """Return the model whose `generate` is called where that of a wrapper is.
+
+    PEFT, `torch.compile`, accelerate and distributed training hold it as a module of theirs.
+
+    Raises:
+        UnsupportedModelError: no model of transformers is in it, or several are.
+    """
+    found = _outermost(model)
+    if len(found) != 1:
+        named = ", ".join(type(each).__name__ for each in found) or "none"
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds no single model of transformers ({named}): give the one "
+            "whose generate is called"
+        )
+    return found[0]
+
+
+def _outermost(module: nn.Module) -> list[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    inner = (each for child in module.children() for each in _outermost(child))
+    return list(dict.fromkeys(inner))
 
 
 def is_spread(model: PreTrainedModel) -> bool:

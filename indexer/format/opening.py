@@ -36,6 +36,7 @@ from indexer.format.names import (
     SEGMENTS_FOLDER,
     STARTS_FILE,
     SUFFIXES_FILE,
+    TOKENIZER_FILE,
     TOKENS_FILE,
     Tokens,
     token_dtype,
@@ -158,9 +159,12 @@ def open_snapshot(
         hold: whether to copy files to memory instead of mapping them.
 
     Raises:
-        DamagedIndexError: see `open_segment` and `open_phrases`.
+        DamagedIndexError: see `open_segment` and `open_phrases`; or the tokenizer's file is missing
+            or of another size.
     """
     size = contents.vocabulary.size
+    if contents.tokenizer is not None:
+        check_size(path / TOKENIZER_FILE, contents.tokenizer.num_bytes)
     mapped = _mapped(before)
     segments = [
         mapped[record.name][1]

@@ -2,12 +2,13 @@
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import Any, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import grpc
 from grpc import aio
@@ -24,7 +25,7 @@ from retriever.client.streams import (
     check_opens,
 )
 from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, without_outcomes
-from retriever.errors import CredentialsError, DrafterUnavailableError
+from retriever.errors import CredentialsError, DrafterUnavailableError, NotPossibleError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -34,6 +35,9 @@ OpenAsyncChannel = Callable[[str], aio.Channel]
 """Opens a channel to an address, with credentials if there are any."""
 
 _log = getLogger(__name__)
+
+_ran_in: Final[set[int]] = set()
+"""Processes, this one and those it was forked off, in which gRPC ran on an event loop."""
 
 
 def remote_async_channel(address: str, credentials: Credentials | None) -> aio.Channel:
@@ -149,7 +153,8 @@ class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
 
     Several coroutines may draft at the same time, each for its own sequences. `local` runs on the
-    event loop.
+    event loop. Not for a process that is forked off one in which such a drafter ran: its first call
+    raises `NotPossibleError` there.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
@@ -303,7 +308,18 @@ class AsyncResilientDrafter(FailOpenClient):
         await self.shut_down()
 
     def _start(self) -> None:
-        """Connect at the first call."""
+        """Connect at the first call.
+
+        Raises:
+            NotPossibleError: this process was forked off one in which gRPC ran on an event loop.
+        """
+        if _ran_in and os.getpid() not in _ran_in:
+            raise NotPossibleError(
+                "gRPC ran on an event loop before this process was forked off, and can't run on "
+                "one here: begin processes by spawn (multiprocessing.get_context('spawn')), or use "
+                "ResilientDrafter"
+            )
+        _ran_in.add(os.getpid())
         self._links = self._links or [
             AsyncLink(address, self._open_channel, self._take)
             for address in self._planner.conversations

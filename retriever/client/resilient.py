@@ -23,7 +23,14 @@ from retriever.client.streams import (
     StreamTable,
     remote_channel,
 )
-from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, without_outcomes
+from retriever.drafter import (
+    Drafter,
+    DraftRequest,
+    KinOptions,
+    OfOneProcess,
+    Prediction,
+    without_outcomes,
+)
 from retriever.tree import DraftTree
 from retriever.wire.messages import client_message
 
@@ -80,7 +87,7 @@ class Pace:
         self._ended_s = now_s
 
 
-class FailOpenClient:
+class FailOpenClient(OfOneProcess):
     """The shared part of the synchronous and the asynchronous client that never fail.
 
     Args: see `ResilientDrafter`.

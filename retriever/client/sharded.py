@@ -18,7 +18,7 @@ from retriever.client.merging import merge_trees
 from retriever.client.planner import checked_addresses
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
-from retriever.drafter import DraftRequest, KinOptions, Prediction
+from retriever.drafter import DraftRequest, KinOptions, OfOneProcess, Prediction
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -296,7 +296,7 @@ delay of a step by a slow shard."""
 _Job = Future[Any] | None
 
 
-class ShardedDrafter:
+class ShardedDrafter(OfOneProcess):
     """Drafts from several servers that each hold a part of a corpus; a `Drafter`.
 
     Every step goes to all servers at once, and answers within the deadline are merged. A server

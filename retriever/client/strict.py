@@ -1,6 +1,7 @@
 """The strict client: a `Drafter` over gRPC that raises every refusal of the service."""
 
 import math
+import os
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from retriever.drafter import (
     Findings,
     FoundPage,
     KinOptions,
+    OfOneProcess,
     Prediction,
     without_outcomes,
 )
@@ -134,7 +136,7 @@ class IndexInfo:
     snapshot: int = 0
 
 
-class Calls:
+class Calls(OfOneProcess):
     """Unary calls to one service. Connects at the first call.
 
     Args:
@@ -158,8 +160,28 @@ class Calls:
         self._address = address
         self._timeout_s = timeout_s
         self._fingerprint = vocabulary_fingerprint
-        self._channel = open_channel(address, credentials, CLIENT_OPTIONS)
-        self._stub = RetrieverServiceStub(self._channel)
+        self._credentials = credentials
+        self._connect()
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._channel = open_channel(self._address, self._credentials, CLIENT_OPTIONS)
+        self._calls = RetrieverServiceStub(self._channel)
+
+    @property
+    def _stub(self) -> RetrieverServiceStub:
+        """The service's calls, over a connection of this process."""
+        self._follow_fork()
+        return self._calls
+
+    def _follow_fork(self) -> None:
+        """Connect anew in a process that was forked off: gRPC's threads stayed in the other."""
+        if self._pid != os.getpid():
+            self._leave_to_parent()
+            self._connect()
+
+    def _leave_to_parent(self) -> None:
+        _ORPHANS.append(self._channel)
 
     def draft_context(
         self,
@@ -309,6 +331,9 @@ class Calls:
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 
+_ORPHANS: Final[list[object]] = []
+"""Connections of a parent process: gRPC's threads stayed there, and ending them here can hang."""
+
 _NOTHING: Final[list[int]] = []
 
 
@@ -345,7 +370,8 @@ class RemoteDrafter(Calls):
     On the wire session names carry a random prefix, so that names of different clients never
     collide. After a step without an answer it is unknown whether the service noted its tokens: the
     session is lost, and drafting for it raises `DrafterUnavailableError` until it is closed and
-    opened again.
+    opened again. In a process that is forked off, it connects anew, and sessions that the parent
+    opened are lost to it.
 
     Args:
         address: `host:port`, or `unix:/path`.
@@ -393,6 +419,7 @@ class RemoteDrafter(Calls):
         **kin: Unpack[KinOptions],
     ) -> None:
         """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
+        self._follow_fork()
         check_session_name(session)
         message = opening_message(
             self._prefix + session,
@@ -413,6 +440,7 @@ class RemoteDrafter(Calls):
         Raises:
             DrafterUnavailableError: no answer in time, or the session was lost.
         """
+        self._follow_fork()
         self._usable(session)
         message = addition_message(self._prefix + session, checked_predictions(predictions))
         self._call(self._stub.AddPredictions, message)
@@ -439,6 +467,7 @@ class RemoteDrafter(Calls):
             remember: false to keep nothing of it; overrides the value at `open`.
         """
         ids = [] if new_tokens is None else tokens_to_wire(new_tokens)
+        self._follow_fork()
         told = self._sessions.remove(session)
         with suppress(DrafterUnavailableError):
             ids = told.untold(session, ids)
@@ -457,6 +486,7 @@ class RemoteDrafter(Calls):
         Raises:
             DrafterUnavailableError: no answer in time; the data may be deleted or not.
         """
+        self._follow_fork()
         message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
         self._call(self._stub.DeleteSessionData, message)
         self._forget(session)
@@ -477,6 +507,7 @@ class RemoteDrafter(Calls):
         self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
     ) -> tuple[list[DraftTree], list[list[DraftTree]]]:
         """Send a step; return its trees, and those for the outcomes of each sequence."""
+        self._follow_fork()
         told = [self._usable(request.session) for request in requests]
         new_ids = [tokens_to_wire(request.new_tokens) for request in requests]
         with self._lock:
@@ -493,6 +524,14 @@ class RemoteDrafter(Calls):
                     known.is_lost = True
                 raise
 
+    def _leave_to_parent(self) -> None:
+        super()._leave_to_parent()
+        _ORPHANS.append(self._exchange)
+        self._exchange, self._lock = None, Lock()
+        self._prefix = f"{uuid.uuid4().hex}/"
+        for told in self._sessions.values():
+            told.is_lost = True
+
     def _forget(self, session: str) -> None:
         if session in self._sessions:
             self._sessions.remove(session)
@@ -501,7 +540,8 @@ class RemoteDrafter(Calls):
         told = self._sessions.get(session)
         if told.is_lost:
             raise DrafterUnavailableError(
-                f"session {shown(session)} was lost when a step got no answer"
+                f"session {shown(session)} was lost: a step got no answer, or this process was "
+                "forked off since it was opened"
             )
         return told
 

@@ -27,6 +27,7 @@ from retriever.drafter import (
     FoundPage,
     Keeping,
     KinOptions,
+    OfOneProcess,
     Prediction,
     TokenIds,
 )
@@ -121,7 +122,7 @@ class LongCommit(NamedTuple):
     step: CheckedRequest
 
 
-class EmbeddedDrafter:
+class EmbeddedDrafter(OfOneProcess):
     """Drafts from the sequence itself, generations, listed phrases and indexes; a `Drafter`.
 
     Thread-safe; drafts run one after the other. A service, which interleaves the steps of its

@@ -1,6 +1,7 @@
 """The examples of the documentation run."""
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,29 @@ def test_the_examples_of_plugging_in_run(
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "model").symlink_to(model_directory)
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / "how-to" / "plugging-in.md").read_text(encoding="utf-8")
+    names = run("how-to/plugging-in.md", num_blocks=9)
+    assert names["foredraft"].statistics.num_tokens > 0
+
+
+def test_the_example_of_rollouts_runs() -> None:
+    names = run("rollouts.md", num_blocks=1)
+    assert names["foredraft"].statistics.num_tokens == 3 * 5 * 16
+
+
+def run(page: str, num_blocks: int) -> dict[str, Any]:
+    """Run all blocks of a page, of which there are so many at least; return its names."""
+    text = (DOCS / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == text.count("```") // 2 >= 8
+    assert len(blocks) == text.count("```") // 2 >= num_blocks
     names: dict[str, Any] = {"__name__": "examples"}
     for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"plugging-in.md, block {number}", "exec"), names)  # noqa: S102  ours
-    assert names["foredraft"].statistics.num_tokens > 0
+        exec(compile(block, f"{page}, block {number}", "exec"), names)  # noqa: S102  ours
+    return names
+
+
+def test_rollouts_of_the_example_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rollouts", "--steps", "3", "--tokens", "12"])
+    runpy.run_path(str(DOCS.parent / "examples" / "rollouts.py"), run_name="__main__")
+    assert "all 3 greedy answers with drafts are the model's own" in capsys.readouterr().out

@@ -39,7 +39,6 @@ from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers import custom_generate
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target
@@ -561,22 +560,6 @@ def plugged(subject: Subject, drafter: Drafter, **options: Any) -> Foredraft:
     return Foredraft(subject.model, drafter, budget=FixedBudget(NODES), **options)
 
 
-def assisted(subject: Subject) -> Iterator[Step]:
-    """Have `generate` verify chains of drafts, and return all that it can."""
-    extras = ("scores", "logits", "hidden_states")
-    for name in ("oracle", "chain", "nothing"):
-        for number, prompt in enumerate(PROMPTS[:2]):
-            whole = [*prompt, *subject.truth(prompt)]
-            guess = {"oracle": oracle(whole), "chain": perfect(whole), "nothing": nothing}[name]
-            asked = {"custom_generate": assisted_generate, "return_dict_in_generate": True}
-            asked |= {f"output_{each}": True for each in extras}
-            output = called(subject, [prompt], drafter=ScriptedDrafter(guess), **asked)
-            [tokens] = new_rows(output.sequences, [prompt])
-            yield subject.greedy(f"{name}/{number}", prompt, tokens)
-            lengths = {each: len(output[each]) for each in extras}
-            yield exact(f"{subject.path}/{name}/{number}/lengths", lengths)
-
-
 def plugins(subject: Subject) -> Iterator[Step]:
     """Have `generate` decode with what it takes besides: streamers, predictions, assistants."""
     prompt = PROMPTS[0]
@@ -677,7 +660,6 @@ MODES: Final = {
     "stop strings": Mode(stop_strings, ("bytes",), small=("bytes",)),
     "chat": Mode(chat, _TREES, small=("gemma",)),
     "ahead": Mode(ahead, _TREES, small=("llama",)),
-    "assisted": Mode(assisted, _TREES, small=("llama",)),
     "batches": Mode(batches, (*_TREES, "mamba")),
     "retrieval": Mode(retrieval, _WITH_BFLOAT16),
     "predictions": Mode(predictions, _TREES),

@@ -1,23 +1,24 @@
 """Decoding with drafts inside `model.generate(..., custom_generate=...)`."""
 
 import json
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from logging import getLogger
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -33,6 +34,7 @@ from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.prompt_rows import PromptRow, joined, own_processors
 from decoder.engines.transformers.requests import (
+    Call,
     Ending,
     Listeners,
     OnTokens,
@@ -40,12 +42,20 @@ from decoder.engines.transformers.requests import (
     check_listeners,
     check_transformers,
     checked_rows,
+    ended_on_errors,
     pad_token_of,
     predictions_by_row,
     streamer_of_call,
 )
+from decoder.engines.transformers.results import (
+    RowRecord,
+    Wanted,
+    fill,
+    given_prefixes,
+)
 from decoder.errors import (
     ContradictoryOptionsError,
+    DecoderBusyError,
     InvalidPromptError,
     InvalidSettingsError,
     UnsupportedGenerationError,
@@ -55,15 +65,17 @@ from decoder.errors import (
 from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
 from decoder.model.capability_check import FOUND_HERE
 from decoder.model.compatibility import Capability, computed_limit, tell_once
-from decoder.model.stamp import Structure
+from decoder.model.prefixes import Prefix
+from decoder.model.stamp import Structure, num_said, version_of
 from decoder.model.target import Target
+from decoder.model.user_model import generating
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.speculators.speculator import load_speculator
 from decoder.worth import Worth
 from indexer.tokenizer import Vocabulary, vocabulary_of
-from retriever.drafter import ALONE, Drafter, Kin
+from retriever.drafter import ALONE, Drafter, Kin, OfOneProcess
 from retriever.follower import DraftLimits
 
 _log = getLogger(__name__)
@@ -74,7 +86,7 @@ _QUIETER: Final = 1 / 1.5
 they take more the machine is busy now, which is no time to measure."""
 
 
-class Foredraft:
+class Foredraft(OfOneProcess):
     """Decodes with drafts when passed to `model.generate` as `custom_generate`.
 
     Logits processors, sampling, lengths and stopping are those of the call and of the model's
@@ -90,12 +102,13 @@ class Foredraft:
     their own, by the seed and the number of the row.
 
     Args:
-        model: the model of all calls.
+        model: the model of all calls, or what wraps it: PEFT's, a compiled one, a trainer's.
         drafter: proposes the drafts.
         budget: how much of a draft is verified; by default what pays, by measurement.
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
             embedding is larger; by default what the drafter or the tokenizer says.
-        tokenizer: the model's, so that a drafter for another one is refused.
+        tokenizer: the model's, so that a drafter for another one is refused; needed for calls with
+            `stop_strings`.
         speculator: a head that drafts from the model's own states, such as EAGLE's, see
             `load_speculator`: its drafts are fused with the drafter's and with recycled logits.
         assistant_model: a smaller model of the same tokenizer, fused likewise. At each node the
@@ -108,6 +121,10 @@ class Foredraft:
         reuse_prefixes: whether a call may begin with keys and values that an earlier call left, as
             a chat's next turn can, if nothing shows that the model changed. Set it only if all
             changes of yours do: what a hook or a layer of your own remembers does not show.
+        queues: whether a call waits while another thread's call is decoded; otherwise it raises.
+        counts_versions: whether weights that changed since the call before are another version of a
+            policy, for calls whose `kin` states none: what earlier ones wrote then counts less. A
+            change that no counter shows counts if `foredraft.model_changed` tells of it.
 
     Attributes:
         statistics: figures of all calls, of all rows.
@@ -127,32 +144,39 @@ class Foredraft:
 
     def __init__(  # noqa: PLR0913  all but the first two are options
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | nn.Module,
         drafter: Drafter,
         *,
         budget: Budget | None = None,
         drafter_vocabulary: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         speculator: Path | str | None = None,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: PreTrainedModel | nn.Module | None = None,
         draft_sampling: bool = False,
         parallel: int = DEFAULT_PARALLEL,
         reuse_prefixes: bool = False,
+        queues: bool = False,
+        counts_versions: bool = False,
     ) -> None:
         check_transformers()
         if parallel < 1:
             raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
-        self._model = model
+        self._model = generating(model)
         self._drafter, self._budget = drafter, budget
         self._drafter_vocabulary = drafter_vocabulary
+        self._tokenizer = tokenizer
         self._vocabulary = None if tokenizer is None else vocabulary_of(tokenizer)
         self._speculator = None if speculator is None else Path(speculator)
-        self._assistant = assistant_model
+        self._assistant = None if assistant_model is None else generating(assistant_model)
         self._couples = not draft_sampling
         self._parallel = parallel
         self._reuses = reuse_prefixes
         self.statistics = Statistics()
         self.worth = Worth()
+        self._queues, self._lock = queues, Lock()
+        self._caller: int | None = None
+        self._counts_versions, self._version = counts_versions, 0
+        self._weights: tuple[Any, ...] | None = None
         self._structure: Structure | None = None
         self._decodes_plainly = False
         self._follow_model()
@@ -225,6 +249,7 @@ class Foredraft:
         drafts: bool = True,
         budget: int | None = None,
         tenant: str = "",
+        stop_strings: str | list[str] | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """Decode one sequence or a batch, as `model.generate` asks for it.
@@ -248,11 +273,15 @@ class Foredraft:
             drafts: whether drafts are made at all; the drafter is told nothing if not.
             budget: most nodes of a row's tree that a pass verifies; see `Request`.
             tenant: whose call it is, where the drafter keeps tenants apart.
+            stop_strings: end an output, as in `generate`; they are found with the tokenizer that
+                was given at the start.
             model_kwargs: further arguments of the model.
 
         Returns:
             int64[rows, n + new], padded on the right, or a GenerateDecoderOnlyOutput of it if
-            `return_dict_in_generate` is set.
+            `return_dict_in_generate` is set. Then, and where a cache was given, the cache holds
+            what `generate` would have left in it, to go on from. Of rows that end before others,
+            scores and logits are zeros from there on.
 
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
@@ -260,61 +289,158 @@ class Foredraft:
                 alone; or a prediction, a group, a version or a tenant's name is none.
             InvalidSettingsError: the budget is negative.
             InvalidRequestError: the drafter keeps no tenants apart.
+            DecoderBusyError: another call is being decoded, and calls do not queue.
 
         An output ends at `Target.max_length` tokens where passes beyond are not those of the model
         (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
         """
-        if model is not self._model:
-            raise UnsupportedGenerationError("this Foredraft was made for another model")
-        self._follow_model()
-        plainly = partial(
-            _plainly,
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            _listener(streamer_of_call(), on_tokens),
-            model_kwargs,
-        )
-        if self._decodes_plainly:
-            return plainly()
-        rows = checked_rows(input_ids, generation_config, model_kwargs)
-        ending = Ending(stopping_criteria, input_ids.shape[1])
-        streamer, pad = streamer_of_call(), pad_token_of(generation_config)
-        check_listeners(len(rows), streamer, on_tokens)
-        self._check_lengths(rows, ending, pad)
-        settings = self._sampling(generation_config)
-        expected = predictions_by_row(predictions, len(rows))
-        requests = (
-            replace(
-                self._request(row, ending, settings, logits_processor, streamer),
-                predictions=of_row,
-                kin=kin,
+        streamer = streamer_of_call()
+        with ended_on_errors(streamer), self._turn():
+            self._check_model(model)
+            call = Call(
+                model,
+                input_ids,
+                logits_processor,
+                self._with_stop_strings(stopping_criteria, stop_strings),
+                generation_config,
+                streamer,
+                on_tokens,
+                model_kwargs,
+            )
+            about = Request(
+                prompt=(),
                 remember=remember,
+                kin=self._versioned(kin),
                 drafts=drafts,
                 budget=budget,
                 tenant=tenant,
             )
-            for row, of_row in zip(rows, expected, strict=True)
-        )
+            return self._answered(call, about, predictions)
+
+    def _check_model(self, model: PreTrainedModel) -> None:
+        if model is not self._model:
+            raise UnsupportedGenerationError(
+                f"this Foredraft was made for another model, a {type(self._model).__name__}: make "
+                f"one for this {type(model).__name__}, Foredraft(model, drafter)"
+            )
+
+    def _with_stop_strings(
+        self, criteria: StoppingCriteriaList, strings: str | list[str] | None
+    ) -> StoppingCriteriaList:
+        """Return the criteria of a call, with one that looks for strings."""
+        if strings is None:
+            return criteria
+        if self._tokenizer is None:
+            raise UnsupportedGenerationError(
+                "stop_strings needs the model's tokenizer, which generate keeps from what decodes: "
+                "Foredraft(model, drafter, tokenizer=tokenizer)"
+            )
+        return StoppingCriteriaList([*criteria, StopStringCriteria(self._tokenizer, strings)])
+
+    def _versioned(self, kin: Kin) -> Kin:
+        """Return the kin of a call, with the version that its weights are if they are counted."""
+        if not self._counts_versions:
+            return kin
+        weights = [(id(each), version_of(each)) for each in self._model.parameters()]
+        now = (weights, num_said())
+        if self._weights is not None and now != self._weights:
+            self._version += 1
+        self._weights = now
+        return kin if kin.policy_version is not None else replace(kin, policy_version=self._version)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold this Foredraft during the block; its target and its figures serve one call.
+
+        Raises:
+            DecoderBusyError: another call holds it and calls do not queue, or would wait for ever.
+        """
+        if self._caller == get_ident():
+            raise DecoderBusyError(
+                "a streamer, processor or criterion of a call asks for another call of the same "
+                "Foredraft: make another one for it"
+            )
+        if not self._lock.acquire(blocking=self._queues):
+            raise DecoderBusyError(
+                "another thread's call is being decoded: wait for its end, or let calls wait for "
+                "their turn by Foredraft(..., queues=True)"
+            )
+        self._caller = get_ident()
         try:
-            with self._decoder.reserved():
-                new = self._decoded(requests, len(rows), ending.stop_ids, on_tokens)
+            yield
+        finally:
+            self._caller = None
+            self._lock.release()
+
+    def _answered(
+        self, call: Call, about: Request, predictions: RowPredictions
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode with drafts where passes of ours are the model's own; otherwise plainly.
+
+        Args:
+            call: of `generate`.
+            about: what holds for each row besides.
+            predictions: of all rows, or of each.
+        """
+        if adaptation := call.adaptation:
+            tell_once(call.model, Capability.PLAIN, adaptation)
+            return call.plainly()
+        self._follow_model()
+        if self._decodes_plainly:
+            return call.plainly()
+        if call.continues and not (call.has_all_tokens and self._decoder.target.hands_over):
+            return call.plainly()
+        rows = checked_rows(call.input_ids, call.config, call.model_kwargs)
+        past = given_prefixes(call, rows) if call.continues else [None] * len(rows)
+        if past is None:
+            return call.plainly()
+        try:
+            return self._decoded(call, about, predictions, rows, past)
         except WeightsNotLoadedError:
             raise
         except UnsupportedModelError as error:  # before the first token: it was changed just now
-            tell_once(model, Capability.PLAIN, str(error))
+            tell_once(call.model, Capability.PLAIN, str(error))
             self._structure = None
-            return plainly()
-        if streamer is not None:
-            streamer.end()
+            return call.plainly()
+
+    def _decoded(
+        self,
+        call: Call,
+        about: Request,
+        predictions: RowPredictions,
+        rows: Sequence[PromptRow],
+        past: Sequence[Prefix | None],
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode all rows with drafts, and return what `generate` returns."""
+        ending = Ending(call.criteria, call.input_ids.shape[1])
+        pad = pad_token_of(call.config)
+        check_listeners(len(rows), call.streamer, call.on_tokens)
+        self._check_lengths(rows, ending, pad)
+        wanted = Wanted.of(call.config, next(iter(call.caches), None))
+        records = [wanted.record() for _ in rows]
+        settings = self._sampling(call.config)
+        about = replace(about, hands_over=wanted.cache is not None)
+        expected = predictions_by_row(predictions, len(rows))
+        requests = (
+            replace(
+                self._request(about, row, ending, call, record),
+                past=held,
+                predictions=of_row,
+                accept=accept_rule(settings, record.around(own_processors(call.processors, row))),
+            )
+            for row, record, held, of_row in zip(rows, records, past, expected, strict=True)
+        )
+        ended = self._run(requests, len(rows), ending.stop_ids, call.on_tokens)
+        new = [tokens for tokens, _ in ended]
         for row, output in zip(rows, new, strict=True):
             self._tell_of_limit(row.input_ids.shape[1], output, ending)
-        sequences = joined(input_ids, new, pad)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # a LongTensor
+        sequences = joined(call.input_ids, new, pad)
+        if wanted.cache is not None:
+            kept = [each for _, each in ended]
+            fill(wanted.cache, call, sequences, rows, kept)
+        if call.streamer is not None:
+            call.streamer.end()
+        return wanted.result(sequences, new, records)
 
     def _tell_of_limit(self, num_prompt_tokens: int, new: list[int], ending: Ending) -> None:
         """Log where an output ended that the call would have gone on with."""
@@ -356,38 +482,35 @@ class Foredraft:
         return SamplingSettings(temperature=1.0, seed=seed, coupled=self._couples)
 
     def _request(
-        self,
-        row: PromptRow,
-        ending: Ending,
-        settings: SamplingSettings | None,
-        processors: LogitsProcessorList,
-        streamer: Any,
+        self, about: Request, row: PromptRow, ending: Ending, call: Call, record: RowRecord
     ) -> Request:
-        """Return what decodes a row as if it were alone."""
+        """Return what decodes a row as if it were alone, by whatever rule."""
         prompt = row.input_ids[0].tolist()
-        listeners = Listeners(row.input_ids, ending.criteria(row), streamer)
-        calls_others = ending.others or streamer is not None or any(map(_is_own, processors))
-        return Request(
-            prompt,
-            ending.max_new_tokens,
+        shown = None if record.scores is None else record.scores.rows
+        listeners = Listeners(row.input_ids, ending.criteria(row), call.streamer, shown)
+        others = ending.others or call.streamer is not None or any(map(_is_own, call.processors))
+        return replace(
+            about,
+            prompt=prompt,
+            max_new_tokens=ending.max_new_tokens,
             stop_rule=listeners,
-            on_token=listeners.on_token if calls_others else None,
+            on_token=listeners.on_token if others else None,
             observer=self.worth.observer(self._decoder.budget, len(prompt)),
-            accept=accept_rule(settings, own_processors(processors, row)),
         )
 
-    def _decoded(
+    def _run(
         self,
         requests: Iterable[Request],
         num_rows: int,
         stop_ids: set[int],
         on_tokens: OnTokens | None,
-    ) -> list[list[int]]:
-        """Return the output of each request; the first that fails ends all."""
+    ) -> list[tuple[list[int], Prefix | None]]:
+        """Return the output of each request and what was kept of it; the first to fail ends all."""
         base = self._decoder
         decoder = Decoder(base.target, base.drafter, base.budget, stop_ids=stop_ids)
         decoder.followers = base.followers
         new: list[list[int]] = [[] for _ in range(num_rows)]
+        kept: list[Prefix | None] = [None] * num_rows
         figures: dict[int, Statistics] = {}
         passes: Any = decoder.generate_many(requests, min(num_rows, self._parallel))
         try:
@@ -400,6 +523,7 @@ class Foredraft:
                         on_tokens(tokens)
                     if generation.error is not None:
                         raise _told(generation.error, number, num_rows)
+                    kept[number] = generation.kept
         except RuntimeError as error:
             if isinstance(error.__cause__, StopIteration):  # a loop would take it for its end
                 raise error.__cause__ from None
@@ -407,7 +531,7 @@ class Foredraft:
         finally:
             for each in figures.values():
                 self.statistics.add(each)
-        return new
+        return list(zip(new, kept, strict=True))
 
 
 def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
@@ -426,6 +550,7 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     drafts: bool = True,
     budget: int | None = None,
     tenant: str = "",
+    stop_strings: str | list[str] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
@@ -451,54 +576,9 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         drafts=drafts,
         budget=budget,
         tenant=tenant,
+        stop_strings=stop_strings,
         **model_kwargs,
     )
-
-
-def _plainly(  # noqa: PLR0913, PLR0917  what `generate` hands over
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Decode as the model's own `generate` does where it is given no `custom_generate`."""
-    own: Any = GenerationMixin._sample  # noqa: SLF001  no public name
-    output: torch.Tensor | GenerateDecoderOnlyOutput = own(
-        model,
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        streamer=streamer,
-        **model_kwargs,
-    )
-    return output
-
-
-class _Teller:
-    """A streamer that calls a function with each token, besides another streamer."""
-
-    def __init__(self, streamer: Any, on_tokens: OnTokens) -> None:
-        self._streamer, self._on_tokens = streamer, on_tokens
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """Tell the next token, int64[1]."""
-        if self._streamer is not None:
-            self._streamer.put(tokens)
-        self._on_tokens(tokens.tolist())
-
-    def end(self) -> None:
-        """Tell that the output is complete."""
-        if self._streamer is not None:
-            self._streamer.end()
-
-
-def _listener(streamer: Any, on_tokens: OnTokens | None) -> Any:
-    """Return what `generate` is to tell of each token; `None` for nobody."""
-    return streamer if on_tokens is None else _Teller(streamer, on_tokens)
 
 
 def _is_own(processor: object) -> bool:

@@ -125,13 +125,15 @@ def joined(input_ids: torch.Tensor, new: Sequence[list[int]], pad: int | None) -
     """Return int64[rows, width + n], prompts and outputs; shorter outputs are padded.
 
     Args:
-        input_ids: int64[rows, width].
+        input_ids: int64[rows, width], or int32.
         new: the output of each row.
         pad: what to pad with; not needed where all are equally long.
     """
     longest = max(map(len, new))
     rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in new]
-    return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=-1)
+    return torch.cat(
+        [input_ids, torch.tensor(rows, dtype=torch.int64, device=input_ids.device)], dim=-1
+    )
 
 
 def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> LogitsProcessorList:

@@ -1,7 +1,9 @@
 """Checking a call of `model.generate`: options, stopping criteria and streamers under drafts."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -14,11 +16,10 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_options import check_version
@@ -29,7 +30,6 @@ from decoder.engines.transformers.prompt_rows import (
     prompt_rows,
 )
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
-from decoder.model.compatibility import Capability, compatibility_of
 from retriever.drafter import Prediction
 
 OnTokens = Callable[[list[int]], object]
@@ -39,6 +39,18 @@ RowPredictions = Sequence[Prediction] | Sequence[Sequence[Prediction]]
 """What outputs are expected to contain: of all rows of a call, or of each row."""
 
 _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+@contextmanager
+def ended_on_errors(streamer: Any) -> Iterator[None]:
+    """End a streamer where the block raises: who reads from it would wait for ever."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            with suppress(Exception):  # it may be what raised
+                streamer.end()
+        raise
 
 
 def streamer_of_call() -> Any:
@@ -59,6 +71,99 @@ def pad_token_of(config: GenerationConfig) -> int | None:
     named: Any = config.pad_token_id
     token = getattr(config, "_pad_token_tensor", named)
     return None if token is None else int(token)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What `model.generate` hands over.
+
+    Attributes:
+        model: whose `generate` it is.
+        input_ids: integers [rows, n], the prompts, padded on the left.
+        processors: of the logits.
+        criteria: that stop sequences.
+        config: how it decodes.
+        streamer: is told each token; `None` for none.
+        on_tokens: is told the tokens of each pass; likewise.
+        model_kwargs: further arguments of the model.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: Any
+    on_tokens: OnTokens | None
+    model_kwargs: dict[str, Any]
+
+    @property
+    def caches(self) -> list[Cache]:
+        """What the model is to write to; seldom more than one."""
+        return [each for each in self.model_kwargs.values() if isinstance(each, Cache)]
+
+    @property
+    def continues(self) -> bool:
+        """Whether a cache holds tokens already."""
+        return any(map(holds_tokens, self.caches))
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether `input_ids` holds also what a cache holds, as the length of the mask says."""
+        mask, width = self.model_kwargs.get("attention_mask"), self.input_ids.shape[1]
+        length: int = getattr(self.config, "_mask_length", width) if mask is None else mask.shape[1]
+        return length == width
+
+    @property
+    def adaptation(self) -> str:
+        """What PEFT does to this call that only whole batches of prompts can be read with."""
+        replaced: Any = vars(self.model).get("prepare_inputs_for_generation")
+        kind: Any = type(self.model)
+        own = kind.prepare_inputs_for_generation
+        if replaced is not None and getattr(replaced, "__func__", None) is not own:
+            return "prepare_inputs_for_generation was replaced, as PEFT does for virtual tokens"
+        hooks = (hook for each in self.model.modules() for hook in each._forward_pre_hooks.values())  # noqa: SLF001  no public name
+        if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
+            return "adapter_names gives each row an adapter of its own"
+        return ""
+
+    def plainly(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode as the model's own `generate` does where it is given no `custom_generate`."""
+        own: Any = GenerationMixin._sample  # noqa: SLF001  no public name
+        output: torch.Tensor | GenerateDecoderOnlyOutput = own(
+            self.model,
+            self.input_ids,
+            logits_processor=self.processors,
+            stopping_criteria=self.criteria,
+            generation_config=self.config,
+            streamer=self._listener(),
+            **self.model_kwargs,
+        )
+        return output
+
+    def _listener(self) -> Any:
+        """Return what `generate` is to tell of each token; `None` for nobody."""
+        if self.on_tokens is None:
+            return self.streamer
+        return _Teller(self.streamer, self.on_tokens)
+
+
+class _Teller:
+    """A streamer that calls a function with each token, besides another streamer."""
+
+    def __init__(self, streamer: Any, on_tokens: OnTokens) -> None:
+        self._streamer, self._on_tokens = streamer, on_tokens
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Tell the next token, int64[1]."""
+        if self._streamer is not None:
+            self._streamer.put(tokens)
+        self._on_tokens(tokens.tolist())
+
+    def end(self) -> None:
+        """Tell that the output is complete."""
+        if self._streamer is not None:
+            self._streamer.end()
 
 
 class Ending:
@@ -107,14 +212,20 @@ class Listeners:
         criteria: they see each token once, so they may have a memory; `None` for none.
         streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
             `None` for none.
+        scores: what criteria are shown of each token so far; `None` where nobody asks for it.
     """
 
     def __init__(
-        self, input_ids: torch.Tensor, criteria: StoppingCriteriaList | None, streamer: Any
+        self,
+        input_ids: torch.Tensor,
+        criteria: StoppingCriteriaList | None,
+        streamer: Any,
+        scores: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._ids = input_ids
         self._criteria = criteria
         self._streamer = streamer
+        self._scores = scores
         self._is_met = False
 
     def on_token(self, token: int) -> bool:
@@ -123,7 +234,8 @@ class Listeners:
             self._streamer.put(torch.tensor([token]))
         if self._criteria is not None:
             self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=-1)
-            met: torch.Tensor = self._criteria(self._ids, None)
+            shown: Any = None if self._scores is None else tuple(self._scores)
+            met: torch.Tensor = self._criteria(self._ids, shown)
             self._is_met = bool(met.any())
         return not self._is_met
 
@@ -133,18 +245,10 @@ class Listeners:
 
 
 _SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_UNSERVED_OUTPUTS: Final = (
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "output_scores",
-)
+_UNSERVED_OUTPUTS: Final = ("output_attentions", "output_hidden_states")
 _QUANTIZED: Final = "quantized"
-_HARMLESS: Final = ("use_cache", "logits_to_keep")
-_WITH_MEMORY: Final = (
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+_HARMLESS: Final = ("use_cache", "logits_to_keep", "labels")
+"""What passes state for themselves, and what `generate` never hands to the model."""
 TESTED: Final = ">=5.23,<5.25"
 
 
@@ -182,9 +286,10 @@ def checked_rows(
     """Return the rows of a call; refuse options that would be ignored in silence.
 
     Args:
-        input_ids: int64[batch, n], the prompts.
+        input_ids: integers [batch, n], the prompts.
         config: of the call.
-        model_kwargs: what `model.generate` prepared for the model.
+        model_kwargs: what `model.generate` prepared for the model; what a cache among it holds is
+            for the caller to look at.
 
     Raises:
         UnsupportedGenerationError: the call asks for what drafts do not serve.
@@ -198,9 +303,10 @@ def checked_rows(
             "leave cache_implementation out"
         )
     for name in _UNSERVED_OUTPUTS:
-        if getattr(config, name, None):
+        if config.return_dict_in_generate and getattr(config, name, None):
             raise UnsupportedGenerationError(
-                f"{name} is not kept where trees are verified: assisted_generate returns it"
+                f"{name}: trees are verified without keeping them; leave it out, or "
+                "custom_generate, which is what generate returns them without"
             )
     return _rows_of_inputs(input_ids, model_kwargs)
 
@@ -245,47 +351,6 @@ def _check_mode(config: GenerationConfig) -> None:
         )
 
 
-def check_chains(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Refuse options that transformers' assisted generation does not apply, or applies wrongly.
-
-    Args:
-        model: of the call.
-        input_ids: int64[batch, n], the prompts.
-        processors: of the call.
-        config: of the call.
-        model_kwargs: what `model.generate` prepared for the model.
-
-    Raises:
-        UnsupportedGenerationError: the call asks for what chains do not serve.
-    """
-    _check_tokens(model_kwargs)
-    _check_mode(config)
-    if len(input_ids) != 1:
-        raise UnsupportedGenerationError(
-            f"assisted generation serves one sequence at a time, not {len(input_ids)} "
-            "(num_return_sequences counts, too): custom_generate=Foredraft(model, drafter) "
-            "takes batches"
-        )
-    can_drop = compatibility_of(model).capability > Capability.PLAIN
-    if not can_drop or not caches_of(model_kwargs.values()):
-        raise UnsupportedGenerationError(
-            "assisted generation needs a cache that can give up tokens: "
-            "custom_generate=Foredraft(model, drafter) decodes without"
-        )
-    for processor in processors:
-        if isinstance(processor, _WITH_MEMORY):
-            raise UnsupportedGenerationError(
-                f"{type(processor).__name__} must see each token once, and assisted generation "
-                "shows it rejected ones: use custom_generate=Foredraft(model, drafter)"
-            )
-
-
 def _check_tokens(model_kwargs: dict[str, Any]) -> None:
     if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
@@ -301,11 +366,7 @@ def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> li
     inputs = {name: value for name, value in model_kwargs.items() if name not in _HARMLESS}
     rows = prompt_rows(input_ids, inputs.pop("attention_mask", None))
     for name, value in inputs.items():
-        if isinstance(value, Cache) and _holds_tokens(value):
-            raise UnsupportedGenerationError(
-                f"the prompt is read from its start into a cache of its own: pass no {name}"
-            )
-        if not _adds_nothing(name, value, rows):
+        if not isinstance(value, Cache) and not _adds_nothing(name, value, rows):
             raise UnsupportedGenerationError(
                 f"only input_ids are served, with positions 0, 1, 2, … and without token types, "
                 f"not this {name}: leave it out"
@@ -313,12 +374,7 @@ def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> li
     return rows
 
 
-def caches_of(values: Iterable[object]) -> list[Cache]:
-    """Return the caches among the inputs or outputs of a model, whatever they are called."""
-    return list({id(value): value for value in values if isinstance(value, Cache)}.values())
-
-
-def _holds_tokens(cache: Cache) -> bool:
+def holds_tokens(cache: Cache) -> bool:
     """Return whether a cache has seen tokens, by keys and values or by recurrent state."""
     layers = getattr(cache, "layers", None)
     return layers is None or any(map(_layer_holds_tokens, layers))  # none: a cache of caches
@@ -337,7 +393,7 @@ def _adds_nothing(name: str, value: object, rows: Sequence[PromptRow]) -> bool:
     that count from 0, and by token types of 0. A flag may say anything.
     """
     if isinstance(value, Cache):
-        return not _holds_tokens(value)
+        return not holds_tokens(value)
     if isinstance(value, Mapping):
         return all(_adds_nothing(key, each, rows) for key, each in value.items())
     if isinstance(value, list | tuple):

@@ -162,7 +162,7 @@ def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prefix_of(tokens: Sequence[int]) -> Prefix:
     states = torch.zeros(1, 1, len(tokens), 2)
-    return Prefix(np.array(tokens, np.int32), [(states, states)])
+    return Prefix(np.array(tokens, np.int32), {0: (states, states)})
 
 
 def test_the_store_keeps_the_latest_and_drops_what_others_begin_with() -> None:

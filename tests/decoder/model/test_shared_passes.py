@@ -25,7 +25,6 @@ from decoder.budget.costs import CostSurface
 from decoder.budget.pass_timing import measure_costs
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.following import NoDrafter
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import (
     DecoderBusyError,
@@ -178,12 +177,9 @@ def served(model: PreTrainedModel, rank: int, _: Path) -> Any:
 
 def refused(model: PreTrainedModel, _: int, __: Path) -> Any:
     messages = []
-    generate: Any = model.generate
-    tokens = torch.tensor([PROMPTS[0]])
     calls: list[Callable[[], Any]] = [
         lambda: Target(model, states=[1]),
         lambda: DraftModel(model),
-        lambda: generate(tokens, custom_generate=assisted_generate, drafter=NoDrafter()),
     ]
     for call in calls:
         with pytest.raises(UnsupportedModelError) as raised:

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteria
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from decoder.budget.budget import FixedBudget
 from decoder.engines.transformers.custom_generate import Foredraft
-from decoder.engines.transformers.requests import caches_of
 from retriever.drafter import Drafter
 from tests.decoder.decoding import VOCABULARY, Guess, plainly, tree_of
 from tests.retriever.warm_interpreter import WarmProcess
@@ -25,7 +25,7 @@ def generated(model: PreTrainedModel, prompt: list[int], **options: Any) -> Any:
 
 def cache_in(output: Any) -> Any:
     """Return the cache of an output of `generate`, or of a model."""
-    (cache,) = caches_of(output.values())
+    (cache,) = (each for each in output.values() if isinstance(each, Cache))
     return cache
 
 

@@ -1,19 +1,17 @@
 """What is wrong is said before decoding; afterwards nothing stops it."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from decoder.engines import contract, engine_options
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.engines.transformers.requests import TESTED
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
-from retriever.drafter import Drafter, TokenIds
+from retriever.drafter import TokenIds
 from retriever.errors import UnknownSessionError, VocabularyMismatchError
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import (
@@ -25,11 +23,6 @@ from tests.decoder.decoding import (
     tiny_llama,
 )
 from tests.engines.transformers.generating import NEW_TOKENS, foredraft, generated
-
-WAYS: dict[str, Callable[[PreTrainedModel, Drafter], dict[str, Any]]] = {
-    "trees": lambda model, drafter: {"custom_generate": foredraft(model, drafter)},
-    "chains": lambda _, drafter: {"custom_generate": assisted_generate, "drafter": drafter},
-}
 
 
 class RestartedForAnotherTokenizer(ScriptedDrafter):
@@ -56,24 +49,25 @@ def test_a_drafter_of_another_tokenizer_is_refused(
     Foredraft(tiny_llama(), own, tokenizer=byte_tokenizer)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [VOCABULARY // 2, VOCABULARY * 2])
-def test_tokens_that_one_side_does_not_know_cost_drafts_alone(way: str, size: int) -> None:
+def test_tokens_that_one_side_does_not_know_cost_drafts_alone(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model, prompt = tiny_llama(), [4, 5, 6]
     drafter = EmbeddedDrafter(vocabulary=Vocabulary(size, "ab" * 32))
     drafter.remember([size - 1, size - 2] * 20)
     truth = plainly(model, prompt, NEW_TOKENS)
     assert max(truth) >= VOCABULARY // 2
     for _ in range(2):
-        output = generated(model, prompt, **WAYS[way](model, drafter))
+        output = generated(model, prompt, custom_generate=foredraft(model, drafter))
         assert output.tolist() == [prompt + truth]
+    assert f"tokenizer of {size} tokens, but the model knows {VOCABULARY}" in caplog.text
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_drafter_that_comes_back_for_another_tokenizer_costs_drafts_alone(way: str) -> None:
+def test_a_drafter_that_comes_back_for_another_tokenizer_costs_drafts_alone() -> None:
     model, prompt = tiny_llama(), prompt_of(12)
     drafter = RestartedForAnotherTokenizer(nothing)
-    output = generated(model, prompt, **WAYS[way](model, drafter))
+    output = generated(model, prompt, custom_generate=foredraft(model, drafter))
     assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
     assert drafter.num_drafts == 3
 
@@ -83,8 +77,9 @@ def test_another_version_is_told_of_once_and_used(
 ) -> None:
     monkeypatch.setattr(contract, "version", lambda _: "9.0")
     model, prompt = tiny_llama(), prompt_of(12)
-    for way in WAYS.values():
-        output = generated(model, prompt, **way(model, ScriptedDrafter(nothing)))
+    for _ in range(2):
+        plugin = foredraft(model, ScriptedDrafter(nothing))
+        output = generated(model, prompt, custom_generate=plugin)
         assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
     told = [each for each in caplog.records if each.name == engine_options.__name__]
     assert len(told) == 1

@@ -23,7 +23,6 @@ from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.engines.transformers.requests import checked_rows
 from decoder.errors import DecoderBusyError, InvalidPromptError, UnsupportedGenerationError
@@ -176,7 +175,6 @@ def test_tokens_are_told_as_they_come_and_outputs_are_wrapped_if_wanted() -> Non
         ({"num_beams": 2}, "beam_search"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "hides tokens"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, "not this position_ids"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "assisted_generate returns it"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "without inputs_embeds"),
         ({"drafter": None}, "needs a drafter"),
     ],
@@ -269,7 +267,6 @@ def test_other_positions_and_types_are_refused(name: str, value: torch.Tensor) -
         "prompt",
         {"images": torch.ones(3, 8, 8)},
         [cache_of(2)],
-        cache_of(2),
         torch.arange(WIDTH),
         torch.zeros(1, WIDTH, 4),
         torch.ones(1, WIDTH),
@@ -286,10 +283,8 @@ def test_embeddings_instead_of_tokens_are_refused() -> None:
     model = tiny_llama()
     generate: Any = model.generate
     plugin = foredraft(model, ScriptedDrafter(nothing))
-    chains = {"custom_generate": assisted_generate, "drafter": ScriptedDrafter(nothing)}
-    for way in ({"custom_generate": plugin}, chains):
-        with pytest.raises(UnsupportedGenerationError, match="without inputs_embeds"):
-            generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, **way)
+    with pytest.raises(UnsupportedGenerationError, match="without inputs_embeds"):
+        generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, custom_generate=plugin)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.model.pretrained import LanguageModel
 from indexer.build import BuildOptions, build_from_texts
@@ -58,20 +57,6 @@ def test_the_service_may_die_in_the_middle_of_a_tree_decode(service: Service) ->
         assert output.tolist() == truth
         assert drafter.fail_opens
         assert _passes(plugin, model, prompt) == NEW_TOKENS > 2 * warm
-
-
-def test_the_service_may_die_in_the_middle_of_a_chain_decode(service: Service) -> None:
-    process, address = service
-    model, prompt = tiny_llama(), prompt_of(12)
-    truth = [prompt + plainly(model, prompt, NEW_TOKENS)]
-    with ResilientDrafter(address, deadline_s=1.0) as drafter:
-        assert drafter.wait(PATIENCE_S)
-        options: dict[str, Any] = {"custom_generate": assisted_generate, "drafter": drafter}
-        killing = Killing(process, after=4)
-        output = generated(model, prompt, streamer=killing, **options)
-        assert killing.has_killed
-        assert output.tolist() == generated(model, prompt, **options).tolist() == truth
-        assert drafter.fail_opens
 
 
 @pytest.mark.faults

@@ -6,15 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.asking import AskingRule
 from decoder.drafters.following import NoDrafter
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
-from decoder.engines.transformers import assisted
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import (
     ContradictoryOptionsError,
@@ -137,25 +134,10 @@ def test_assistants_that_cannot_be_used_are_refused() -> None:
 def later_generate(self: Any, inputs: Any = None, decoding: Any = None, **options: Any) -> Any: ...
 
 
-class LaterCandidates(CandidateGenerator):
-    def get_candidates(self, input_ids: Any, positions: Any, /) -> Any: ...  # type: ignore[override]
-
-
-LaterCandidates.__qualname__ = CandidateGenerator.__qualname__
-
-
 def test_a_transformers_that_calls_otherwise_is_refused_with_what_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_llama()
-    with monkeypatch.context() as other_version:
-        other_version.setattr(assisted, "CandidateGenerator", LaterCandidates)
-        options = {"custom_generate": assisted_generate, "drafter": NoDrafter()}
-        with pytest.raises(UnsupportedEngineError) as caught:
-            generated(model, PROMPT, **options)
-        assert "CandidateGenerator.get_candidates has a new parameter `positions`" in str(
-            caught.value
-        )
     with monkeypatch.context() as other_version:
         other_version.setattr(GenerationMixin, "generate", later_generate)
         with pytest.raises(UnsupportedEngineError) as caught:

@@ -1,13 +1,11 @@
 """Streamers hear the same from drafted generation as from plain."""
 
-from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -15,16 +13,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from decoder.engines.transformers.assisted import assisted_generate
 from decoder.model.pretrained import ModelOptions, load_model
 from tests.decoder.decoding import ScriptedDrafter, oracle, plainly, prompt_of, tiny_llama
 from tests.engines.transformers.generating import NEW_TOKENS, EndsAfter, foredraft, generated
-
-Options = Callable[[PreTrainedModel, ScriptedDrafter], dict[str, Any]]
-WAYS: dict[str, Options] = {
-    "trees": lambda model, drafter: {"custom_generate": foredraft(model, drafter)},
-    "chains": lambda _, drafter: {"custom_generate": assisted_generate, "drafter": drafter},
-}
 
 
 class Listener(BaseStreamer):
@@ -40,36 +31,32 @@ class Listener(BaseStreamer):
         self.told.append("end")
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_streamer_is_told_the_prompt_each_token_and_the_end(
-    way: str, *, is_stopped: bool
-) -> None:
+def test_a_streamer_is_told_the_prompt_each_token_and_the_end(*, is_stopped: bool) -> None:
     model, prompt = tiny_llama(), prompt_of(12)
     truth = plainly(model, prompt, NEW_TOKENS)
     stop = {"stopping_criteria": StoppingCriteriaList([EndsAfter(truth[9])])} if is_stopped else {}
     plain, drafted = Listener(), Listener()
     expected = generated(model, prompt, streamer=plain, **stop)
     drafter = ScriptedDrafter(oracle(expected[0].tolist()))
-    options = WAYS[way](model, drafter)
-    output = generated(model, prompt, streamer=drafted, **stop, **options)
+    plugin = foredraft(model, drafter)
+    output = generated(model, prompt, streamer=drafted, custom_generate=plugin, **stop)
     assert output.tolist() == expected.tolist()
     assert drafted.told == plain.told
     assert drafted.told[0] == [prompt]
     assert drafted.told[-1] == "end"
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_text_streams_as_it_does_without_drafts(
-    way: str, model_directory: Any, capsys: pytest.CaptureFixture[str]
+    model_directory: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     language_model = load_model(ModelOptions(str(model_directory)))
     model, tokenizer = language_model.model, language_model.tokenizer
     prompt = tokenizer.encode("one two three one two")
     truth = generated(model, prompt, streamer=TextStreamer(tokenizer))[0].tolist()
     expected = capsys.readouterr().out
-    options = WAYS[way](model, ScriptedDrafter(oracle(truth)))
-    generated(model, prompt, streamer=TextStreamer(tokenizer), **options)
+    plugin = foredraft(model, ScriptedDrafter(oracle(truth)))
+    generated(model, prompt, streamer=TextStreamer(tokenizer), custom_generate=plugin)
     assert capsys.readouterr().out == expected != ""
 
 
@@ -80,7 +67,7 @@ def test_a_reader_in_another_thread_hears_the_end(
     prompt = byte_tokenizer.encode("one two")
     truth = generated(model, prompt)[0].tolist()
     streamer = TextIteratorStreamer(byte_tokenizer, skip_prompt=True, timeout=20)
-    options = WAYS["trees"](model, ScriptedDrafter(oracle(truth)))
+    options = {"custom_generate": foredraft(model, ScriptedDrafter(oracle(truth)))}
     thread = Thread(
         target=generated, args=(model, prompt), kwargs={"streamer": streamer, **options}
     )

@@ -13,7 +13,7 @@ from indexer.errors import (
     DamagedIndexError,
     FormatVersionError,
 )
-from indexer.format.names import KEYS_FILE, PHRASE_FILES, SEGMENT_FILES
+from indexer.format.names import KEYS_FILE, PHRASE_FILES, SEGMENT_FILES, TOKENIZER_FILE
 from indexer.format.records import FileRecord, checksum_of, encode_json
 from indexer.reader import Index
 from tests.retriever.warm_interpreter import run
@@ -105,6 +105,23 @@ def test_a_file_that_is_missing_or_of_another_size_is_refused(
         file.write_bytes(content[: max(len(content) + size, 0)] if size else b"")
     with pytest.raises(DamagedIndexError, match=rf"{file.name}|no snapshot"):
         Index.open(tiny_index)
+
+
+@pytest.mark.parametrize("num_kept", [None, 0, 100])
+def test_a_stored_tokenizer_that_is_missing_or_cut_is_noticed(
+    num_kept: int | None, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "index"
+    build_from_texts([("a", "some text")], path, tokenizer)
+    file = path / TOKENIZER_FILE
+    content = file.read_bytes()
+    file.unlink()
+    if num_kept is not None:
+        file.write_bytes(content[:num_kept])
+    with pytest.raises(DamagedIndexError, match=r"tokenizer (is missing|has \d+ bytes)"):
+        Index.open(path)
+    file.write_bytes(content)
+    Index.open(path).close()
 
 
 @pytest.mark.parametrize("name", ["catalog", "segments", "segments/00000000", "phrases"])

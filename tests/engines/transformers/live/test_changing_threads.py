@@ -15,8 +15,8 @@ from decoder.errors import ModelChangedError
 from decoder.model.capability_check import FoundHere
 from decoder.model.stamp import undisturbed
 from decoder.model.target import Target
-from tests.engines.transformers.model_changes import tiny
-from tests.engines.transformers.test_live_model import drafting, written
+from tests.engines.transformers.live.model_changes import tiny
+from tests.engines.transformers.live.test_live_model import drafting, written
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from decoder.errors import ModelChangedError, WeightsNotLoadedError
 from decoder.model.stamp import model_changed
 from retriever.drafter import Drafter
 from tests.decoder.decoding import ScriptedDrafter, at_random, oracle
-from tests.engines.transformers.model_changes import CHANGES, UNSEEN, for_all_models, tiny
+from tests.engines.transformers.live.model_changes import CHANGES, UNSEEN, for_all_models, tiny
 from tests.suite_parts import cases, draws_all_cases
 
 PROMPT: Final = torch.randint(3, 250, (1, 60), generator=torch.Generator().manual_seed(1))

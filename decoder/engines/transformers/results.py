@@ -1,0 +1,259 @@
+"""What a call hands over and gets back: scores, logits, and a cache to continue from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from decoder.engines.transformers.prompt_rows import PromptRow
+from decoder.engines.transformers.requests import Call
+from decoder.model.prefixes import LayerStates, Prefix
+from decoder.model.user_model import taken_by
+
+
+class Recorder(LogitsProcessor):
+    """Keeps what it is shown and changes nothing.
+
+    Attributes:
+        rows: float32[1, vocabulary] for each token of an output that was chosen, in order.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  the base class names it
+        """Keep a copy: what comes behind it may write to the scores."""
+        self.rows.extend(row[None] for row in scores.clone())
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """Recorders of one row, before and behind its processors.
+
+    Attributes:
+        logits: of what the model says; `None` where it isn't asked for.
+        scores: of what tokens are chosen by; likewise.
+    """
+
+    logits: Recorder | None
+    scores: Recorder | None
+
+    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """Return the processors of a row, which are recorded."""
+        recorded = [self.logits, *processors, self.scores]
+        return LogitsProcessorList(each for each in recorded if each is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a call wants besides the tokens.
+
+    Attributes:
+        is_dict: whether it gets a `GenerateDecoderOnlyOutput`.
+        logits: whether with the model's logits.
+        scores: whether with the processed ones.
+        cache: to be filled with the sequences; `None` for none.
+    """
+
+    is_dict: bool
+    logits: bool
+    scores: bool
+    cache: Cache | None
+
+    @classmethod
+    def of(cls, config: GenerationConfig, cache: Cache | None) -> "Wanted":
+        """Return what a call wants.
+
+        Args:
+            config: of the call.
+            cache: that `generate` made for it, or that the user gave.
+        """
+        is_dict = bool(config.return_dict_in_generate)
+        is_used = is_dict or getattr(cache, "_is_user_defined", False)
+        return cls(
+            is_dict,
+            is_dict and bool(config.output_logits),
+            is_dict and bool(config.output_scores),
+            cache if is_used else None,
+        )
+
+    def record(self) -> RowRecord:
+        """Return recorders for a row."""
+        return RowRecord(Recorder() if self.logits else None, Recorder() if self.scores else None)
+
+    def result(
+        self, sequences: torch.Tensor, new: Sequence[list[int]], records: Sequence[RowRecord]
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Return what `generate` returns.
+
+        Args:
+            sequences: int64[rows, n], prompts and outputs.
+            new: the output of each row.
+            records: of each row.
+        """
+        if not self.is_dict:
+            return sequences
+        lengths = [len(tokens) for tokens in new]
+        logits = [each.logits for each in records]
+        scores = [each.scores for each in records]
+        of_logits: Any = _by_step(logits, lengths, sequences.device)
+        of_scores: Any = _by_step(scores, lengths, sequences.device)
+        given: Any = sequences  # typed as a LongTensor
+        return GenerateDecoderOnlyOutput(
+            sequences=given, scores=of_scores, logits=of_logits, past_key_values=self.cache
+        )
+
+
+def _by_step(
+    recorders: Sequence[Recorder | None], lengths: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, ...] | None:
+    """Return float32[rows, vocabulary] for each new token; zeros in rows that ended before.
+
+    `generate` goes on with rows that have ended, and returns what the model says behind padding.
+    """
+    kept = [each.rows for each in recorders if each is not None]
+    if not kept:
+        return None
+    nothing = torch.zeros_like(kept[0][0])
+    return tuple(
+        torch.cat(
+            [
+                rows[step] if step < length else nothing
+                for rows, length in zip(kept, lengths, strict=True)
+            ]
+        ).to(device)
+        for step in range(max(lengths))
+    )
+
+
+def given_prefixes(call: Call, rows: Sequence[PromptRow]) -> list[Prefix | None] | None:
+    """Return what a call's cache holds of each row's prompt, so that nothing of that is read again.
+
+    Args:
+        call: whose cache holds tokens, which are among its `input_ids`.
+        rows: of the call.
+
+    Returns:
+        A prefix for each row, `None` for one of which it holds padding alone. `None` for a cache
+        from which only the model itself can go on.
+    """
+    cache, *others = call.caches
+    length, width = cache.get_seq_length(), call.input_ids.shape[1]
+    if others or not 0 < length < width or not is_growing(cache):
+        return None
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for number, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or not getattr(layer, "is_initialized", False):
+            continue
+        if len(keys) != len(rows) or keys.dtype != call.model.dtype:
+            return None
+        states[number] = (_in_slots(keys, length), _in_slots(values, length))
+    return [_prefix_of(row, states, length) for row in rows]
+
+
+def _in_slots(states: torch.Tensor, length: int) -> torch.Tensor:
+    """Return [rows, heads, length, size]; slots that left a sliding window are zeros."""
+    return torch.nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
+
+
+def _prefix_of(row: PromptRow, states: LayerStates, length: int) -> Prefix | None:
+    """Return what a batch's states hold of one row, without its padding."""
+    own = slice(row.num_padding, length)
+    if length <= row.num_padding:
+        return None
+    at = slice(row.number, row.number + 1)
+    tokens = row.padded[0, own].cpu().numpy().astype("int32")
+    return Prefix(tokens, {n: (k[at, :, own], v[at, :, own]) for n, (k, v) in states.items()})
+
+
+def is_growing(cache: Cache) -> bool:
+    """Return whether a cache is transformers' usual one, which grows with what it is given."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return type(cache) is DynamicCache and all(type(layer) in kinds for layer in cache.layers)
+
+
+@torch.no_grad()
+def fill(
+    cache: Cache,
+    call: Call,
+    sequences: torch.Tensor,
+    rows: Sequence[PromptRow],
+    kept: Sequence[Prefix | None],
+) -> None:
+    """Have a cache hold what `generate` would have left in it: all columns but the last.
+
+    What the passes kept is copied. The model itself reads the rest: the padding behind outputs that
+    are shorter than others, and everything where its cache is of another kind.
+
+    Args:
+        cache: that holds nothing, or what the rows began with.
+        call: whose cache it is.
+        sequences: int64[rows, n], prompts and outputs.
+        rows: of the call.
+        kept: of each row, `None` where nothing can be taken over.
+    """
+    held, width = cache.get_seq_length(), sequences.shape[1] - 1
+    prefixes = [each for each in kept if each is not None]
+    start = held
+    if len(prefixes) == len(rows) and is_growing(cache):
+        known = zip(rows, prefixes, strict=True)
+        start = min(width, *(row.num_padding + len(each.tokens) for row, each in known))
+    if start > held:
+        for number in prefixes[0].states:
+            layers = [each.states[number] for each in prefixes]
+            keys, values = (
+                torch.cat(
+                    [
+                        _columns(states[which], row, held, start)
+                        for states, row in zip(layers, rows, strict=True)
+                    ]
+                )
+                for which in range(2)
+            )
+            cache.update(keys, values, number)
+    if start < width:
+        _read(call, sequences[:, :width], width - start)
+
+
+def _columns(states: torch.Tensor, row: PromptRow, first: int, end: int) -> torch.Tensor:
+    """Return [1, heads, end - first, size], columns of a batch; those of padding are zeros.
+
+    Args:
+        states: [1, heads, n, size], of the row's own tokens.
+        row: whose.
+        first: column.
+        end: column behind the last.
+    """
+    begin = max(first - row.num_padding, 0)
+    own = states[:, :, begin : max(end - row.num_padding, 0)]
+    return torch.nn.functional.pad(own, (0, 0, end - first - own.shape[-2], 0))
+
+
+def _read(call: Call, sequences: torch.Tensor, num_last: int) -> None:
+    """Have the model itself read the last columns into its cache, as `generate` does."""
+    model, given = call.model, call.model_kwargs.get("attention_mask")
+    mask = torch.ones_like(sequences)
+    if given is not None:
+        mask[:, : given.shape[1]] = given
+    options = {**call.model_kwargs, "attention_mask": None if given is None else mask}
+    if "position_ids" in taken_by(model):
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    preparing: Any = model
+    inputs = preparing.prepare_inputs_for_generation(
+        sequences,
+        next_sequence_length=num_last,
+        is_first_iteration=num_last == sequences.shape[1],
+        **options,
+    )
+    model(**inputs, return_dict=True)

@@ -1,0 +1,111 @@
+"""What clients do in a process that is forked off, and when somebody copies or pickles them."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from decoder.drafters.following import NoDrafter
+from decoder.drafters.fusion import FusedDrafter
+from retriever.client.asynchronous import AsyncResilientDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.follower import DraftLimits
+from retriever.sessions.embedded import EmbeddedDrafter
+
+BEGINNING: Final = """
+import asyncio, os, sys
+import numpy as np
+from retriever.client.asynchronous import AsyncResilientDrafter
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import DraftRequest
+from retriever.errors import DrafterUnavailableError, NotPossibleError
+
+prompt = np.arange(40, dtype=np.int32) % 7
+
+
+def step(name, length=41):
+    return [DraftRequest(name, np.array([(length - 1) % 7], np.int32), length, 8)]
+
+
+async def on_a_loop():
+    drafter = AsyncResilientDrafter(sys.argv[1], local=False)
+    assert await drafter.wait(60)
+    await drafter.shut_down()
+
+
+def end(child):
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+STRICT: Final = """
+drafter = RemoteDrafter(sys.argv[1], timeout_s=20)
+drafter.open("shared", prompt)
+assert len(drafter.draft(step("shared"))[0]) >= 7
+child = os.fork()
+if child == 0:
+    drafter.open("own", prompt)
+    assert len(drafter.draft(step("own"))[0]) >= 7
+    try:
+        drafter.draft(step("shared", 42))
+    except DrafterUnavailableError as error:
+        assert "forked off" in str(error)
+    else:
+        raise AssertionError("the parent's session is drafted for")
+    drafter.close("shared")
+    os._exit(0)
+end(child)
+assert len(drafter.draft(step("shared", 42))[0]) >= 7
+"""
+
+ON_A_LOOP: Final = """
+asyncio.run(on_a_loop())
+child = os.fork()
+if child == 0:
+    try:
+        asyncio.run(on_a_loop())
+    except NotPossibleError as error:
+        assert "spawn" in str(error)
+        os._exit(0)
+end(child)
+asyncio.run(on_a_loop())
+"""
+
+FIRST_IN_A_CHILD: Final = """
+child = os.fork()
+if child == 0:
+    asyncio.run(on_a_loop())
+    os._exit(0)
+end(child)
+asyncio.run(on_a_loop())
+"""
+
+
+@pytest.mark.parametrize("script", [STRICT, ON_A_LOOP, FIRST_IN_A_CHILD])
+def test_a_client_made_before_a_fork_goes_on_or_says_why_not(service: str, script: str) -> None:
+    command = [sys.executable, "-c", BEGINNING + script, service]
+    done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+NOWHERE: Final = "unix:/nowhere"
+MADE: Final[dict[str, Callable[[], Any]]] = {
+    "EmbeddedDrafter": EmbeddedDrafter,
+    "FusedDrafter": lambda: FusedDrafter([NoDrafter()], DraftLimits(50, 50)),
+    "RemoteDrafter": lambda: RemoteDrafter(NOWHERE),
+    "ResilientDrafter": lambda: ResilientDrafter(NOWHERE),
+    "AsyncResilientDrafter": lambda: AsyncResilientDrafter(NOWHERE),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_with_what_to_do_instead(
+    name: str, copied: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(TypeError, match=f"{name} belongs .* make one in each process"):
+        copied(MADE[name]())
