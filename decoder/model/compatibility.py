@@ -124,6 +124,18 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return how many tokens a model has embeddings for.
+
+    Raises:
+        UnsupportedModelError: it has several tables of them, or none.
+    """
+    weight: Any = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None:
+        raise UnsupportedModelError(f"{_name(model)} has no single table of embeddings for tokens")
+    return int(weight.shape[0])
+
+
 def takes_masks(layers: Iterable[str]) -> bool:
     """Return whether passes over layers of some types can be given masks that are made here."""
     return set(layers) <= set(_MASKED_LAYER_TYPES)

@@ -35,6 +35,7 @@ from decoder.model.compatibility import (
     chain_of,
     common_window,
     compatibility_of,
+    num_embeddings,
     position_limit,
     reduced,
     takes_masks,
@@ -65,7 +66,12 @@ from decoder.model.products import LeastWeights
 from decoder.model.ranks import led, ranks_of, refuse_shared
 from decoder.model.stamp import ModelWatch, Structure, num_said, weights_of
 from decoder.model.states import States
-from decoder.model.user_model import UserModel, has_code_of_others, is_spread
+from decoder.model.user_model import (
+    UserModel,
+    has_code_of_others,
+    is_spread,
+    noting_windows,
+)
 from decoder.sampling.verification import Drawing
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
@@ -212,7 +218,7 @@ class Target:
         _check_placing(model)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
-        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+        self.vocabulary_size = num_embeddings(model)
         self._begin(promised)
         self._user.audit()  # others may have packed weights before
         if self._verdicts is not None:
@@ -510,7 +516,16 @@ class Target:
     def _check_packing(self, packed: PackedPasses) -> None:
         """Read each for itself from now on if shared passes are found to give other logits."""
         forked, single = (3, (ROOT, ROOT, 0)), (4, (ROOT,))
-        if not self._is_alike(partial(self._read_together, packed), forked, single):
+        with noting_windows() as noted:
+            self._drawn(0, [forked])
+        if noted and noted != set(self._windows.values()):
+            self._packed = None
+            _log.warning(
+                "%s reads for one sequence at a time: its prompts have other windows than its "
+                "configuration states",
+                type(self._model).__name__,
+            )
+        elif not self._is_alike(partial(self._read_together, packed), forked, single):
             self._packed = None
             _log.warning(
                 "%s reads for one sequence at a time: passes for several give other logits",

@@ -221,8 +221,9 @@ def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return what a model's `forward` calls its cache."""
-    taken = taken_by(model)
-    return next((name for name in _CACHES if name in taken), _CACHES[-1])
+    stated = (taken_by(model), inspect.signature(type(model).forward).parameters)
+    named = (name for taken in stated for name in _CACHES if name in taken)
+    return next(named, _CACHES[-1])
 
 
 def generating(model: nn.Module) -> PreTrainedModel:
@@ -283,6 +284,7 @@ class _Current(threading.local):
 
     is_pass = False
     rows: TreeRows | None = None
+    windows: set[int | None] | None = None
     products: Multiplier | None = None
 
 
@@ -303,6 +305,20 @@ def running(rows: TreeRows | None = None) -> Iterator[None]:
             yield
         finally:
             _current.is_pass, _current.rows = before
+
+
+@contextmanager
+def noting_windows() -> Iterator[set[int | None]]:
+    """Note the windows of the masks that models make in the block for rows of a prompt.
+
+    A configuration may state a window that a model's own masks don't have.
+    """
+    before, noted = _current.windows, set[int | None]()
+    _current.windows = noted
+    try:
+        yield noted
+    finally:
+        _current.windows = before
 
 
 @contextmanager
@@ -354,6 +370,8 @@ def _sdpa_mask(**options: Any) -> torch.Tensor | None:
         return tree_mask(_current.rows, **options)
     if options["q_length"] == 1:
         return single_row_mask(**options)
+    if _current.windows is not None:
+        _current.windows.add(options.get("local_size"))
     return sdpa_mask(**options)
 
 

@@ -1,10 +1,13 @@
 """What clients do in a process that is forked off, and when somebody copies or pickles them."""
 
 import copy
+import json
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -16,6 +19,7 @@ from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.retriever.service.decodes import wait_until
 
 BEGINNING: Final = """
 import asyncio, os, sys
@@ -90,6 +94,44 @@ def test_a_client_made_before_a_fork_goes_on_or_says_why_not(service: str, scrip
     command = [sys.executable, "-c", BEGINNING + script, service]
     done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+OUTLIVING: Final = """
+from pathlib import Path
+from retriever.client.resilient import ResilientDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
+
+drafters = [
+    RemoteDrafter(sys.argv[1], timeout_s=20),
+    ResilientDrafter(sys.argv[1], deadline_s=20),
+    EmbeddedDrafter(),
+]
+for drafter in drafters:
+    drafter.open("before", prompt)
+    assert len(drafter.draft(step("before"))[0]) >= 7
+parent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        pass
+    sizes = []
+    for drafter in drafters:
+        drafter.open("own", prompt)
+        sizes.append(len(drafter.draft(step("own"))[0]))
+        drafter.close("own")
+    Path(sys.argv[2] + ".part").write_text(str(sizes))
+    os.rename(sys.argv[2] + ".part", sys.argv[2])
+os._exit(0)
+"""
+
+
+def test_a_child_that_outlives_its_parent_goes_on(service: str, tmp_path: Path) -> None:
+    found = tmp_path / "sizes"
+    command = [sys.executable, "-c", BEGINNING + OUTLIVING, service, str(found)]
+    environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "1"}
+    with subprocess.Popen(command, env=environment) as process:
+        assert process.wait(timeout=120) == 0
+    assert wait_until(found.exists)
+    assert min(json.loads(found.read_text())) >= 7
 
 
 NOWHERE: Final = "unix:/nowhere"

