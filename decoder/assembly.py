@@ -1,7 +1,7 @@
 """Building a decoder from names and options: draft sources, draft model, acceptance rule."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel, frequent_tokens
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
-from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.options import DraftOptions, check_trimming
 from decoder.drafters.reading import TreeReader
@@ -72,32 +69,6 @@ class DraftModelOptions:
 
     name: str
     num_tokens: int | None = None
-
-
-def load_draft_model(
-    options: DraftModelOptions,
-    target: LanguageModel,
-    indexes: Sequence[Path] = (),
-    drafting: DraftingOptions | None = None,
-) -> ModelDrafter:
-    """Load a draft model that drafts alone; see `load_draft_reader` for one that is fused.
-
-    Args:
-        options: which model.
-        target: the model to draft for.
-        indexes: whose frequent tokens a trimmed vocabulary is made of.
-        drafting: how it drafts.
-
-    Raises: as `load_draft_reader`.
-    """
-    kept = _kept(options.num_tokens, target, indexes)
-    return ModelDrafter(
-        _draft_model(options, target),
-        drafting,
-        vocabulary_size=target.vocabulary.size,
-        target_vocabulary=_num_logits(target),
-        kept=kept,
-    )
 
 
 def load_draft_reader(
@@ -159,11 +130,6 @@ def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) 
     return np.union1d(frequent, np.array(target.stop_ids, np.int32)).astype(np.int32)
 
 
-def _num_logits(target: LanguageModel) -> int:
-    head: torch.nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
-    return int(head.get_parameter("weight").shape[0])
-
-
 class DrafterSettings(DraftOptions):
     """The same, with what opens it."""
 
@@ -198,6 +164,23 @@ class DrafterSettings(DraftOptions):
             1.0 if sampling.top_p is None else sampling.top_p,
             secrets.randbits(64) if sampling.seed is None else sampling.seed,
         )
+
+    def fusion(
+        self, language_model: LanguageModel, sampling: SamplingSettings | None
+    ) -> Callable[..., FusedDrafter]:
+        """Return what fuses drafts for a model: with drawn ones where its output is drawn, too.
+
+        Args:
+            language_model: the target.
+            sampling: of the output.
+
+        Returns:
+            Takes the arguments of `FusedDrafter`, but for `limits`.
+        """
+        limits, draws = draft_limits(language_model), self.draws(language_model, sampling)
+        if draws is None:
+            return partial(FusedDrafter, limits=limits)
+        return partial(DrawnFusion, limits=limits, draws=draws)
 
     def check(self, vocabulary: Vocabulary | None = None) -> None:
         """Open the files once and close them, so that errors in them show before a model loads.
@@ -245,10 +228,8 @@ class DrafterSettings(DraftOptions):
             opened.callback(retrieval.shut_down)
             if self.recycle or readers:
                 recycled = self._recycled(language_model, retrieval, opened)
-                limits = draft_limits(language_model)
-                draws = self.draws(language_model, sampling)
-                kind = FusedDrafter if draws is None else partial(DrawnFusion, draws=draws)
-                yield kind([retrieval], limits, readers=readers, recycled=recycled, costs=costs)
+                fusion = self.fusion(language_model, sampling)
+                yield fusion([retrieval], readers=readers, recycled=recycled, costs=costs)
             else:
                 yield retrieval
 

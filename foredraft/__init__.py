@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from decoder.assembly import assemble
     from decoder.budget.budget import FixedBudget, MeasuredBudget
     from decoder.budget.pass_timing import measure_costs
+    from decoder.drafters.draft_model import DraftModel
     from decoder.drafters.following import NoDrafter
     from decoder.drafters.fusion import FusedDrafter
     from decoder.drafters.keeping import KeptLogits, kept_logits
-    from decoder.drafters.model_drafter import ModelDrafter
+    from decoder.drafters.model_reader import ModelReader
     from decoder.drafters.recycling import RecycledLogits
     from decoder.engines.transformers.custom_generate import Foredraft
     from decoder.loop import Decoder, Generation, Request
@@ -101,6 +102,7 @@ __all__ = [
     "Decoder",
     "DocumentOccurrence",
     "DraftLimits",
+    "DraftModel",
     "DraftRequest",
     "DraftTree",
     "Drafter",
@@ -124,8 +126,8 @@ __all__ = [
     "ListedPhrases",
     "LocalDrafter",
     "MeasuredBudget",
-    "ModelDrafter",
     "ModelOptions",
+    "ModelReader",
     "NoDrafter",
     "NodeProvenance",
     "PredictedPlace",
@@ -173,10 +175,11 @@ _HOMES: Final = {
     "decoder.assembly": ("assemble",),
     "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
     "decoder.budget.pass_timing": ("measure_costs",),
+    "decoder.drafters.draft_model": ("DraftModel",),
     "decoder.drafters.following": ("NoDrafter",),
     "decoder.drafters.fusion": ("FusedDrafter",),
     "decoder.drafters.keeping": ("KeptLogits", "kept_logits"),
-    "decoder.drafters.model_drafter": ("ModelDrafter",),
+    "decoder.drafters.model_reader": ("ModelReader",),
     "decoder.drafters.recycling": ("RecycledLogits",),
     "decoder.engines.transformers.custom_generate": ("Foredraft",),
     "decoder.loop": ("Decoder", "Generation", "Request"),

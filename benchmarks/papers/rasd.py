@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
+from decoder.drafters.drawing import Children, Frontier
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.readings import LIKELY, NUM_LIKELY_COLUMNS, ROOT_ROW, Readings
-from decoder.drafters.model_trees import Children, Frontier
 from decoder.drafters.readers import ReadTree
 from decoder.drafters.reading import TreeReader
 from retriever.drafter import Drafter, TokenIds

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from decoder.assembly import DrafterSettings, draft_limits, load_draft_model, warn_of_unapplied
+from decoder.assembly import DrafterSettings, draft_limits, warn_of_unapplied
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.budget.costs import CostSurface
@@ -31,7 +31,6 @@ from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified, states_of
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.siblings import Hints
-from decoder.drafters.model_drafter import DraftingOptions
 from decoder.drafters.options import MAX_NODES
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
@@ -138,19 +137,11 @@ def _of_texts(make: DrafterFactory, means: Means) -> AbstractContextManager[Draf
 
 
 @contextmanager
-def _draft_model(means: Means) -> Iterator[Drafter]:
-    options = means.drafts.drafting_model
-    if options is None:  # `Entry.check` says what to give
-        raise ContradictoryOptionsError("there is no draft model: give one with --draft-model")
-    model, drafts = means.language_model, means.drafts
-    drafting = DraftingOptions(draws=drafts.draws(model, means.sampling), costs=means.costs)
-    yield load_draft_model(options, model, drafts.index, drafting)
-
-
-@contextmanager
-def _speculator(means: Means) -> Iterator[Drafter]:
-    readers = means.without("draft_model").readers(means.language_model)
-    yield FusedDrafter([], draft_limits(means.language_model), readers=readers, costs=means.costs)
+def _alone(means: Means, *, without: str) -> Iterator[Drafter]:
+    """Have a model draft that is not the one left out, and nothing else."""
+    model, drafts = means.language_model, means.without(without)
+    fusion = drafts.fusion(model, means.sampling)
+    yield fusion([], readers=drafts.readers(model), costs=means.costs)
 
 
 @contextmanager
@@ -228,14 +219,14 @@ ENTRIES: Final[dict[str, Entry]] = {
             "model",
             "--draft-model alone: best-first trees that grow while that pays",
             "arXiv:2406.02532, 2405.19715",
-            _draft_model,
+            partial(_alone, without="speculator"),
             needs=("draft_model",),
         ),
         Entry(
             "speculator",
             "--speculator alone: trees of a head that reads the target's states",
             "arXiv:2406.16858, 2503.01840",
-            _speculator,
+            partial(_alone, without="draft_model"),
             needs=("speculator",),
         ),
         Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),

@@ -22,11 +22,9 @@ from transformers import (
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder, Request
@@ -59,7 +57,7 @@ from tests.decoder.decoding import (
     tiny_llama,
     tiny_mamba,
 )
-from tests.decoder.drafters.model_drafter.draft_models import llama
+from tests.decoder.drafters.draft_models import alone, llama
 from tests.decoder.drafters.scripted_readers import ScriptedReader
 from tests.decoder.speculators.published_heads import (
     mlp_speculator,
@@ -119,7 +117,7 @@ def head(made: Any) -> Callable[[Texts, PreTrainedModel, Path], Drafter]:
 
 def kept_of_a_draft_model(_: Texts, model: PreTrainedModel, __: Path) -> Drafter:
     kept = np.array([3, 7, 8, 20, 21, 40, 41, 47], np.int32)
-    return ModelDrafter(model, DraftingOptions(max_passes=4, costs=FREE), kept=kept)
+    return alone(model, kept=kept)
 
 
 ROWS: dict[str, Callable[[Texts, PreTrainedModel, Path], Drafter]] = {
@@ -133,7 +131,7 @@ ROWS: dict[str, Callable[[Texts, PreTrainedModel, Path], Drafter]] = {
     "fused": lambda texts, *_: FusedDrafter(scripted(texts), LIMITS, recycled=RecycledLogits()),
     "readers": lambda texts, *_: readers(texts, reads_paths=False),
     "readers of paths": lambda texts, *_: readers(texts, reads_paths=True),
-    "a draft model": lambda *_: ModelDrafter(llama(4, layers=1), DraftingOptions(costs=FREE)),
+    "a draft model": lambda *_: alone(llama(4, layers=1)),
     "a trimmed draft model": kept_of_a_draft_model,
     "draft models that read": lambda texts, *_: FusedDrafter(
         scripted(texts),

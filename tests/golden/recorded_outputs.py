@@ -30,11 +30,9 @@ from decoder.budget.cost_store import key_of
 from decoder.budget.costs import CostSurface
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
@@ -267,9 +265,12 @@ def fused(*drafters: Drafter, readers: Sequence[TreeReader] = ()) -> FusedDrafte
     return FusedDrafter(drafters, limits, readers=readers, recycled=recycled, costs=_FREE)
 
 
-def of_model(draws: Draws | None = None) -> ModelDrafter:
-    """Return a draft model, another one than the target."""
-    return ModelDrafter(draft_model(), DraftingOptions(draws=draws, costs=_FREE))
+def of_model(draws: Draws | None = None) -> FusedDrafter:
+    """Return a draft model, another one than the target, that drafts alone."""
+    limits, readers = DraftLimits(VOCABULARY, VOCABULARY), [ModelReader(DraftModel(draft_model()))]
+    if draws is None:
+        return FusedDrafter([], limits, readers=readers, costs=_FREE)
+    return DrawnFusion([], limits, readers=readers, draws=draws, costs=_FREE)
 
 
 def draft_model() -> PreTrainedModel:

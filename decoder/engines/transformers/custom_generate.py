@@ -119,9 +119,9 @@ class Foredraft(OfOneProcess):
         assistant_model: a smaller model of the same tokenizer, fused likewise. At each node the
             sources that know it decide by what each has been worth so far; a head or an assistant
             is asked where it lately brought more tokens than its time is worth.
-        draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`, or
-            `DraftingOptions.draws`) are accepted by their distributions, where a call samples. The
-            output of a seed then depends on the drafts; its distribution does not.
+        draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`) are accepted
+            by their distributions, where a call samples. The output of a seed then depends on the
+            drafts; its distribution does not.
         parallel: most rows that a pass serves; others wait for a place.
         reuse_prefixes: whether a call may begin with keys and values that an earlier call left, as
             a chat's next turn can, if nothing shows that the model changed. Set it only if all

@@ -9,8 +9,8 @@ from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, nothing, prompt_of, random_tree
+from tests.decoder.drafters.draft_models import llama, most_probable_prefixes
 from tests.decoder.drafters.drafted_chains import LIMITS, paths_of, saying
-from tests.decoder.drafters.model_drafter.draft_models import llama, most_probable_prefixes
 from tests.decoder.drafters.scripted_readers import ScriptedReader, Unavailable, counting
 from tests.suite_parts import cases
 

@@ -22,7 +22,7 @@ from decoder.contenders.drafting_rules import PROMPT_LOOKUP as LOOKUP_RULE
 from decoder.contenders.drafting_rules import drafting_rules
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen, possible
 from decoder.drafters.following import states_of
-from decoder.drafters.model_drafter import ModelDrafter
+from decoder.drafters.fusion import FusedDrafter
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import project
@@ -211,7 +211,7 @@ def test_parts_of_ours_have_no_model_and_models_alone_no_tables(
         drafters = {name: way.decoder.drafter for name, way in lineup.drafting.items()}
     assert {name for name, each in drafters.items() if states_of(each)} == {FOREDRAFT, "speculator"}
     assert isinstance(drafters["foredraft-retrieval"], EmbeddedDrafter)
-    assert isinstance(drafters["model"], ModelDrafter)
+    assert type(drafters["model"]) is FusedDrafter
 
 
 def test_the_default_contenders_can_be_chosen() -> None:

@@ -1,16 +1,18 @@
 """Fused drafts with draws leave the target's distribution alone, whole and cut."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decoder.drafters.asking import StepCosts
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import MAX_SIBLINGS, DrawnFusion, Draws, RankRates, drawn_below
 from decoder.drafters.following import Verified
+from decoder.errors import ContradictoryOptionsError
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import CERTAIN, PassContext, SampledTree
@@ -18,8 +20,11 @@ from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
+from tests.decoder.decoding import prompt_of
+from tests.decoder.drafters.draft_models import alone, distribution, drafted, llama
 from tests.decoder.drafters.drafted_chains import LIMITS, paths_of, saying
 from tests.decoder.drafters.scripted_readers import ScriptedReader, Unavailable
+from tests.decoder.rounding import Rounding
 from tests.suite_parts import cases
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
@@ -140,7 +145,7 @@ def test_planted_errors_are_noticed(change: Change) -> None:
     assert statistic(change) > CRITICAL
 
 
-def drafted(reader: ScriptedReader, seed: int = 0, budget: int = 10) -> DraftTree:
+def fused(reader: ScriptedReader, seed: int = 0, budget: int = 10) -> DraftTree:
     retrieval = saying(([4, 5, 6], 0.6), ([20], 0.2))
     draws = Draws(seed=seed)
     drafter = DrawnFusion([retrieval], LIMITS, readers=[reader], draws=draws, costs=FREE)
@@ -149,7 +154,7 @@ def drafted(reader: ScriptedReader, seed: int = 0, budget: int = 10) -> DraftTre
 
 
 def test_shape_is_the_same_whatever_is_drawn_but_tokens_are_not() -> None:
-    trees = [drafted(ScriptedReader(lambda _: {}), seed) for seed in range(5)]
+    trees = [fused(ScriptedReader(lambda _: {}), seed) for seed in range(5)]
     assert len({tree.parents.tobytes() for tree in trees}) == 1
     assert len({tree.probabilities.tobytes() for tree in trees}) == 1
     assert len({tree.token_ids.tobytes() for tree in trees}) == 5
@@ -204,6 +209,60 @@ def test_ranks_are_learned_of_the_share_that_certain_nodes_leave() -> None:
 
 def test_without_its_model_a_draft_is_that_of_the_others() -> None:
     reader = Unavailable(3, DrafterUnavailableError("too long"))
-    tree = drafted(reader)
+    tree = fused(reader)
     assert not isinstance(tree, SampledTree)
     assert {(4,), (4, 5), (4, 5, 6), (20,)} == set(paths_of(tree))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (5, 1.0), (None, 0.7), (6, 0.8)])
+def test_proposals_are_the_distributions_drawn_from(top_k: int | None, top_p: float) -> None:
+    model, prompt = llama(), prompt_of(9)
+    draws = Draws(temperature=0.7, top_k=top_k, top_p=top_p, seed=4)
+    tree = drafted(alone(model, draws=draws, vocabulary=60), prompt, 24)
+    assert isinstance(tree, SampledTree)
+    assert tree.proposals.shape[1] == 60
+    for node, path in enumerate(paths_of(tree)):
+        scores = torch.from_numpy(np.log(distribution(model, [*prompt, *path[:-1]])))[None] / 0.7
+        tokens = torch.empty(1, 0, dtype=torch.int64)
+        for warper in (TopKLogitsWarper(top_k or 48), TopPLogitsWarper(top_p)):
+            scores = warper(tokens, scores)
+        expected = torch.softmax(scores, -1)[0]
+        proposal = tree.proposals[tree.rows[node]]
+        # Drawn in single precision: scores, exponentials, and what they and the kept add up to.
+        Rounding(torch.float32, width=48, operations=4).check(proposal[:48], expected)
+        assert not proposal[48:].any()
+        assert proposal[path[-1]] > 0
+
+
+def test_a_row_gives_no_more_draws_than_it_has_tokens() -> None:
+    shares = torch.tensor([0.0, 0.25, 0.0, 0.75])
+    random = np.random.default_rng(0)
+    drawn = [tuple(drawn_below(shares, 4, random)) for _ in range(2000)]
+    assert set(drawn) == {(1, 3), (3, 1)}
+    assert drawn.count((3, 1)) == pytest.approx(1500, abs=80)
+
+
+def test_one_possible_token_makes_one_chain() -> None:
+    tree = drafted(alone(llama(), draws=Draws(top_k=1)), prompt_of(5), 16)
+    assert np.array_equal(tree.parents, np.arange(-1, len(tree) - 1))
+    assert len(tree) > 1
+
+
+def test_rates_of_ranks_are_learned() -> None:
+    rates = RankRates()
+    tree = drafted(alone(llama(), draws=Draws()), prompt_of(5), 16)
+    children = np.flatnonzero(tree.parents == ROOT)
+    second = np.array([tree.token_ids[children[1]]], np.int32)
+    before = rates.rates()
+    for _ in range(300):
+        rates.learn(tree, second)
+    after = rates.rates()
+    assert after[0] < 0.2 < before[0]
+    assert len(after) == MAX_SIBLINGS
+    assert np.all(np.diff(after) <= 0)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}])
+def test_settings_that_leave_nothing_to_draw_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ContradictoryOptionsError):
+        Draws(**settings)

@@ -21,12 +21,12 @@ from tests.decoder.decoding import (
     prompt_of,
     random_tree,
 )
-from tests.decoder.drafters.drafted_chains import LIMITS, paths_of
-from tests.decoder.drafters.model_drafter.draft_models import (
+from tests.decoder.drafters.draft_models import (
     distribution,
     llama,
     most_probable_prefixes,
 )
+from tests.decoder.drafters.drafted_chains import LIMITS, paths_of
 from tests.decoder.rounding import Rounding
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)

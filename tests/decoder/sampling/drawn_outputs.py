@@ -4,14 +4,13 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter
 from tests.decoder.decoding import ScriptedDrafter, oracle
+from tests.decoder.drafters.draft_models import FREE, distribution
 from tests.decoder.drafters.drafted_chains import LIMITS
-from tests.decoder.drafters.model_drafter.draft_models import FREE, distribution
 
 TOP_K = 3
 

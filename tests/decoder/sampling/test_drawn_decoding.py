@@ -9,8 +9,7 @@ import torch
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.budget import FixedBudget
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.fusion import FusedDrafter
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import ContradictoryOptionsError
@@ -23,7 +22,7 @@ from retriever.drafter import Drafter
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from tests.decoder.decoding import decoder_with, prompt_of, tiny_llama
-from tests.decoder.drafters.model_drafter.draft_models import FREE, llama
+from tests.decoder.drafters.draft_models import FREE, llama
 from tests.decoder.sampling.drawn_outputs import TOP_K, drawn_from, shares_of_outputs
 from tests.suite_parts import cases
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder import loop as loop_module
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import Draws
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.sampling.verification import PassContext
 from retriever.drafter import Drafter

@@ -21,8 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from decoder.budget.budget import FixedBudget
 from decoder.contenders.registry import FREE
 from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.drawn_fusion import DrawnFusion
-from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedSequence
 from decoder.drafters.model_reader import ModelReader

@@ -1,0 +1,584 @@
+"""Drafts for sampling whose tokens are drawn at random, among what was retrieved.
+
+Verification uses the distributions that they were drawn from (multi-candidate rejection), which
+accepts more under sampling. The shape of a tree is fixed before its first token is drawn, from how
+often the first, second, ... draw below a node was kept lately and from nothing else (the best tree
+of a given size: Sequoia, Chen et al., 2024, arXiv:2402.12374). So no token influences where it
+stands in the tree, and verification stays exact.
+
+A shape grows best first: it holds the most probable paths known so far, and each pass of the model
+expands the most probable nodes below which there may be more of them (SpecExec, Svirschevski et
+al., 2024, arXiv:2406.02532), several nodes in a pass as in EAGLE-2 (Li et al., 2024,
+arXiv:2406.16858).
+
+Certain nodes, such as retrieved ones, take part in the plan by probabilities that no draw has
+changed. Below a node that has certain children in the plan, tokens are drawn from what those leave
+of the distribution, and that is the proposal that verification is told: so a token is never both,
+no draw is spent on a token that is there already, and no draw is dropped for its value.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decoder.drafters.asking import AskedDraft, AskingRule, StepCosts
+from decoder.drafters.following import Verified
+from decoder.drafters.fusion import MAX_PASSES, WIDTH, FusedDrafter, FusedSequence
+from decoder.drafters.kernels.readings import ROOT_ROW
+from decoder.drafters.kernels.siblings import Hints
+from decoder.drafters.readers import ReadTree
+from decoder.drafters.reading import TreeReader
+from decoder.drafters.recycling import RecycledLogits
+from decoder.errors import ContradictoryOptionsError
+from decoder.sampling.verification import CERTAIN, SampledTree
+from retriever.drafter import Drafter, TokenIds
+from retriever.follower import DraftLimits
+from retriever.tree import ROOT, DraftTree, Source
+
+MAX_SIBLINGS: Final = 8
+"""Most draws below one node. Each later one is kept less often: with the prior below, the eighth in
+0.1% of nodes, so more would take room in the tree and gain hardly anything."""
+
+_DECAY: Final = 0.99
+"""Some hundred nodes with a draw of that rank: a share of 0.5 is known to ±0.05."""
+
+_PRIOR_SHARE: Final = 0.6
+"""Share of nodes at which a draw is kept, of those that reach it, until outcomes are learned: a
+guess between a model that draws as the target does (1) and one that knows little of it."""
+
+_LEAST_LEFT: Final = 1e-3
+"""Least share that certain nodes leave to draws: their probabilities are estimates."""
+
+_PRIOR_WEIGHT: Final = 2.0
+"""Nodes that the guess counts for: a handful of outcomes outweighs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How drafts are drawn; settings equal to the target's sampling are accepted most often.
+
+    Attributes:
+        temperature: logits are divided by it; more than zero.
+        top_k: only the so many most probable tokens are drawn; `None` for all.
+        top_p: only the most probable tokens that make up this probability; 1 for all.
+        seed: of the draws, which are never those of the target's sampling.
+
+    Raises:
+        ContradictoryOptionsError: nothing can be drawn with a setting.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ContradictoryOptionsError(
+                f"drafts cannot be drawn at temperature {self.temperature}: give more than 0, "
+                "or draft without drawing"
+            )
+        if (self.top_k is not None and self.top_k < 1) or not 0 < self.top_p <= 1:
+            raise ContradictoryOptionsError(
+                f"top_k {self.top_k} and top_p {self.top_p} leave no token to draw"
+            )
+
+    def distributions(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return float32[rows, C], the distributions to draw from; each row sums to one."""
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        if self.top_k is not None:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        no_tokens = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        scores: torch.Tensor = warpers(no_tokens, logits.float())  # type: ignore[arg-type]  # any integers
+        return torch.softmax(scores, dim=-1)
+
+
+class RankRates:
+    """How often the first, second, ... draw below a node that was kept is kept itself.
+
+    Fading shares, which begin with a geometric prior.
+    """
+
+    def __init__(self) -> None:
+        self._kept = _PRIOR_WEIGHT * _PRIOR_SHARE * (1 - _PRIOR_SHARE) ** np.arange(MAX_SIBLINGS)
+        self._drawn = np.full(MAX_SIBLINGS, _PRIOR_WEIGHT)
+
+    def rates(self) -> NDArray[np.float64]:
+        """Return float64[8], shares by rank; they fall and lie between 0 and 1."""
+        return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
+
+    def learn(self, tree: DraftTree, committed: TokenIds) -> None:
+        """Learn which draws of a tree were kept, of the share that certain siblings left.
+
+        Args:
+            tree: that was drawn.
+            committed: int32[n], the tokens that came, at least one.
+        """
+        path = tree.follow(committed).tolist()
+        is_drawn = (
+            tree.rows != CERTAIN if isinstance(tree, SampledTree) else np.ones(len(tree), bool)
+        )
+        left = shares_left(tree, ~is_drawn)
+        for parent in [ROOT, *path][: len(committed)]:  # of others the next token is not known
+            children = np.flatnonzero((tree.parents == parent) & is_drawn)[:MAX_SIBLINGS].tolist()
+            self._kept[: len(children)] *= _DECAY
+            self._drawn[: len(children)] *= _DECAY
+            self._drawn[: len(children)] += left[parent]
+            for rank, child in enumerate(children):
+                self._kept[rank] += child in path
+
+
+def shares_left(tree: DraftTree, is_certain: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return float64[N + 1], the share of each node that its certain children leave; root last."""
+    left = np.ones(len(tree) + 1)
+    above = np.append(tree.probabilities, 1.0).astype(np.float64)
+    for node in np.flatnonzero(is_certain).tolist():
+        parent = tree.parents[node]
+        left[parent] -= above[node] / max(above[parent], _LEAST_LEFT)
+    return np.maximum(left, _LEAST_LEFT)
+
+
+def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Generator) -> list[int]:
+    """Draw tokens one after the other, each from what the earlier ones left.
+
+    Args:
+        distribution: float32[C], not negative.
+        count: of draws; fewer where no more tokens have a probability.
+        random: generator of random numbers.
+
+    Returns:
+        Columns in the order in which they were drawn.
+    """
+    left = distribution.double().numpy().copy()
+    columns: list[int] = []
+    for point in random.random(count).tolist():
+        ends = np.cumsum(left)
+        column = int(np.searchsorted(ends, point * ends[-1], side="right"))
+        if column == len(ends):
+            break  # nothing is left
+        columns.append(column)
+        left[column] = 0.0
+    return columns
+
+
+_NOT_EXPANDED: Final = -1
+_NEVER_EXPANDED: Final = -2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """Candidates for the children of one node.
+
+    Attributes:
+        tokens: int32[n].
+        log_probabilities: float64[n], each given the node, falling and at most 0.
+    """
+
+    tokens: TokenIds
+    log_probabilities: NDArray[np.float64]
+
+
+class Frontier:
+    """The most probable nodes known so far, and which of them were expanded.
+
+    Nodes have numbers in the order in which they became known, so that parents precede children.
+
+    Args:
+        max_nodes: how many are kept.
+        min_log_probability: of a path; less probable nodes are never kept.
+        max_depth: nodes as deep as this are not expanded; `None` for no limit.
+
+    Attributes:
+        kept: int64[n], the nodes by falling probability.
+        num_expanded: how many were expanded.
+    """
+
+    def __init__(
+        self, max_nodes: int, min_log_probability: float = -np.inf, max_depth: int | None = None
+    ) -> None:
+        self._max_nodes = max_nodes
+        self._min_log_probability = min_log_probability
+        self._max_depth = max_depth
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.rows: list[int] = []
+        self._depths: list[int] = []
+        self._log_probabilities = np.empty(0)
+        self.kept = np.empty(0, np.int64)
+        self.num_expanded = 0
+
+    def log_probabilities(self, nodes: NDArray[np.int64] | list[int]) -> NDArray[np.float64]:
+        """Return float64[n], of the paths to nodes."""
+        return self._log_probabilities[np.asarray(nodes, np.int64)]
+
+    def worth_expanding(self, width: int) -> list[int]:
+        """Return the most probable nodes, `width` at most, below which there may be more to keep.
+
+        No node is more probable than its parent, so the last of a full tree has nothing to add.
+        """
+        if self._max_nodes == 0:
+            return []
+        is_full = len(self.kept) == self._max_nodes
+        least = self._log_probabilities[self.kept[-1]] if is_full else -np.inf
+        found: list[int] = []
+        for node in self.kept.tolist():
+            if len(found) == width or self._log_probabilities[node] <= least:
+                break
+            is_deep = self._max_depth is not None and self._depths[node] >= self._max_depth
+            above = self.parents[node]
+            is_known = above == ROOT or self.rows[above] >= 0
+            if self.rows[node] == _NOT_EXPANDED and is_known and not is_deep:
+                found.append(node)
+        return found
+
+    def plant(
+        self, tree: DraftTree, log_probabilities: NDArray[np.float64], readable: NDArray[np.bool_]
+    ) -> None:
+        """Make the nodes of a tree known, before any other.
+
+        Args:
+            tree: N nodes, the most probable first.
+            log_probabilities: float64[N], of their paths.
+            readable: bool[N], which of them may be expanded, once their parents are.
+        """
+        self.tokens.extend(tree.token_ids.tolist())
+        self.parents.extend(tree.parents.tolist())
+        self.rows.extend(np.where(readable, _NOT_EXPANDED, _NEVER_EXPANDED).tolist())
+        self._depths.extend(tree.depths().tolist())
+        self._log_probabilities = log_probabilities
+        num_kept = min(len(tree), self._max_nodes)
+        self.kept = np.flatnonzero(log_probabilities[:num_kept] >= self._min_log_probability)
+
+    def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens of nodes, and their parents' numbers among the expanded ones."""
+        above = [self.parents[node] for node in nodes]
+        rows = [ROOT if parent == ROOT else self.rows[parent] for parent in above]
+        return [self.tokens[node] for node in nodes], rows
+
+    def kept_parents(self) -> NDArray[np.int32]:
+        """Return int32[n], the parents of the kept nodes by their numbers among these."""
+        places = np.full(len(self.tokens) + 1, ROOT, np.int32)
+        places[self.kept] = np.arange(len(self.kept))
+        return places[np.array(self.parents, np.int64)[self.kept]]
+
+    def expand(self, nodes: list[int], children: list[Children]) -> None:
+        """Add the children of nodes, or of the sequence itself (`ROOT`)."""
+        for node, each in zip(nodes, children, strict=True):
+            if node != ROOT:
+                self.rows[node] = self.num_expanded
+                self.num_expanded += 1
+            self._add(node, each)
+        known = np.arange(len(self.tokens) - sum(len(each.tokens) for each in children))
+        new = np.arange(len(known), len(self.tokens))
+        candidates = np.concatenate([self.kept, new])
+        values = self._log_probabilities[candidates]
+        candidates = candidates[values >= self._min_log_probability]
+        order = np.argsort(-self._log_probabilities[candidates], kind="stable")
+        self.kept = candidates[order[: self._max_nodes]]
+
+    def _add(self, node: int, children: Children) -> None:
+        above, depth = (
+            (0.0, 0) if node == ROOT else (self._log_probabilities[node], self._depths[node])
+        )
+        count = len(children.tokens)
+        self.tokens.extend(children.tokens.tolist())
+        self.parents.extend([node] * count)
+        self.rows.extend([_NOT_EXPANDED] * count)
+        self._depths.extend([depth + 1] * count)
+        self._log_probabilities = np.concatenate(
+            [self._log_probabilities, above + children.log_probabilities]
+        )
+
+
+def grow(
+    frontier: Frontier,
+    expand: Callable[[list[int]], list[Children]],
+    width: int,
+    max_passes: int,
+    is_worthwhile: Callable[[NDArray[np.float64]], bool],
+) -> list[list[int]]:
+    """Expand a frontier until no pass pays, and return the nodes of each pass.
+
+    Args:
+        frontier: knows the children of the root.
+        expand: returns the children of nodes, computed in one pass.
+        width: most nodes of a pass.
+        max_passes: most passes.
+        is_worthwhile: whether a pass over nodes of these log probabilities pays.
+    """
+    passes: list[list[int]] = []
+    while len(passes) < max_passes and (nodes := frontier.worth_expanding(width)):
+        if not is_worthwhile(frontier.log_probabilities(nodes)):
+            break
+        frontier.expand(nodes, expand(nodes))
+        passes.append(nodes)
+    return passes
+
+
+class Plan(Frontier):
+    """The shape of a tree before anything is drawn: certain nodes, and places for draws.
+
+    Certain nodes have the numbers that they have in their tree. In place of a token, the others
+    carry the rank of their draw.
+
+    Args:
+        certain: nodes whose tokens are known.
+        readable: bool[N], which of them can be read.
+        max_nodes: most nodes that are kept.
+        min_log_probability: of a path; less probable nodes are never kept.
+        max_depth: nodes as deep as this are not read; `None` for no limit.
+    """
+
+    def __init__(
+        self,
+        certain: DraftTree,
+        readable: NDArray[np.bool_],
+        max_nodes: int,
+        min_log_probability: float = -np.inf,
+        max_depth: int | None = None,
+    ) -> None:
+        super().__init__(max_nodes, min_log_probability, max_depth)
+        self.num_certain = len(certain)
+        self.shares_left = shares_left(certain, np.ones(len(certain), np.bool_))
+        with np.errstate(divide="ignore"):
+            self.plant(certain, np.log(certain.probabilities.astype(np.float64)), readable)
+
+    def children(self, nodes: list[int], rates: NDArray[np.float64]) -> list[Children]:
+        """Return the places for draws below nodes, or the root, by the rates of ranks."""
+        ranks = np.flatnonzero(rates > 0).astype(np.int32)
+        below = []
+        for node in nodes:
+            left = self.shares_left[node] if node < self.num_certain else 1.0
+            below.append(Children(ranks, np.log(rates[ranks] * left)))
+        return below
+
+
+class Filling:
+    """Puts drawn tokens into a planned shape.
+
+    Args:
+        plan: the shape.
+        random: generator of random numbers.
+        certain: the nodes that have tokens already, the first ones of the plan.
+        source: that drawn nodes are labelled with.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        random: np.random.Generator,
+        certain: DraftTree,
+        source: Source,
+    ) -> None:
+        self._plan = plan
+        self._random = random
+        self._source = source
+        self._sources = certain.sources
+        self._tokens: dict[int, int] = dict(enumerate(certain.token_ids.tolist()))
+        self._children: dict[int, list[int]] = {}
+        self._named: dict[int, list[int]] = {}
+        self._to_read = {ROOT}
+        for node in plan.kept.tolist():
+            parent = plan.parents[node]
+            if node in self._tokens:
+                self._named.setdefault(parent, []).append(self._tokens[node])
+            else:
+                self._children.setdefault(parent, []).append(node)
+                self._note_path(parent)
+        self._read: dict[int, int] = {ROOT: ROOT}
+        self._rows: dict[int, int] = {}
+        self._distributions: list[torch.Tensor] = []
+
+    def to_expand(self, planned: list[int]) -> list[int]:
+        """Return those of planned nodes that have a token, and a draw below in the plan."""
+        return [node for node in planned if node in self._tokens and node in self._to_read]
+
+    def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens of nodes that are to be read, and the rows of their parents."""
+        parents = [self._read[self._plan.parents[node]] for node in nodes]
+        for node in nodes:
+            self._read[node] = len(self._read) - 1
+        return [self._tokens[node] for node in nodes], parents
+
+    def take(
+        self, nodes: list[int], distributions: torch.Tensor, columns: NDArray[np.int32]
+    ) -> None:
+        """Draw the children of nodes from distributions [n, C] over tokens int32[C], rising."""
+        for node, distribution in zip(nodes, distributions.cpu(), strict=True):
+            children = self._children.get(node, [])
+            left = _without_named(distribution, columns, self._named.get(node, []))
+            drawn = drawn_below(left, len(children), self._random)
+            for child, column in zip(children, drawn, strict=False):
+                self._tokens[child] = int(columns[column])
+                self._rows[child] = len(self._distributions)
+            if drawn:
+                self._distributions.append(left)
+
+    def tree(self, columns: NDArray[np.int32], num_tokens: int) -> SampledTree:
+        """Return the planned nodes that have a token, with proposals over so many tokens."""
+        nodes = [node for node in self._plan.kept.tolist() if node in self._tokens]
+        places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
+        sources = [
+            int(self._source) if node in self._rows else int(self._sources[node]) for node in nodes
+        ]
+        return SampledTree(
+            np.array([self._tokens[node] for node in nodes], np.int32),
+            np.array([places[self._plan.parents[node]] for node in nodes], np.int32),
+            np.exp(self._plan.log_probabilities(nodes)).astype(np.float32),
+            np.array(sources, np.uint8),
+            self._proposals(columns, num_tokens),
+            np.array([self._rows.get(node, CERTAIN) for node in nodes], np.int32),
+        )
+
+    def _note_path(self, node: int) -> None:
+        """Note that a node and all above it are to be read."""
+        while node not in self._to_read:
+            self._to_read.add(node)
+            node = self._plan.parents[node]
+
+    def _proposals(self, columns: NDArray[np.int32], num_tokens: int) -> torch.Tensor:
+        """Return float32[rows, num_tokens]: zero for tokens that the model cannot draft."""
+        proposals = torch.zeros(len(self._distributions), num_tokens)
+        if self._distributions:
+            proposals[:, torch.from_numpy(columns.astype(np.int64))] = torch.stack(
+                self._distributions
+            )
+        return proposals
+
+
+def _without_named(
+    distribution: torch.Tensor, columns: NDArray[np.int32], named: list[int]
+) -> torch.Tensor:
+    """Return float32[C], what certain siblings leave of a distribution, normalised.
+
+    Zero everywhere where they leave nothing.
+    """
+    if not named:
+        return distribution
+    left = distribution.clone()
+    left[torch.from_numpy(np.isin(columns, named))] = 0.0
+    mass = float(left.double().sum())
+    return left / mass if mass > 0 else left
+
+
+class DrawnFusion(FusedDrafter):
+    """Merges retrieved trees with draws from a model; a `Drafter` that learns from passes.
+
+    A draft is a `SampledTree`. Its shape is planned before anything is drawn: from the tree of the
+    quick drafters and recycled logits, which see no draw, and from how often the first, second, ...
+    draw below a node was kept lately. Then tokens are drawn into it, pass by pass of the model
+    (`Filling`). So where a node stands never depends on its own token, and multi-candidate
+    rejection leaves the target's distribution as it is (`decoder.sampling.choice.Rejection`), in
+    all of the tree and in each of its prefixes.
+
+    Which reader draws is settled before it is read: the first that is expected to pay.
+
+    Args:
+        drafters: those that answer in microseconds, such as retrieval.
+        limits: which tokens target and drafters know.
+        readers: models to draw from, the quickest first.
+        draws: how; settings equal to the target's sampling are accepted most often.
+        recycled: likely tokens of earlier passes; `None` to do without.
+        costs: what passes of readers cost; measured if not given.
+
+    Raises:
+        VocabularyMismatchError: a reader proposes tokens that the target does not know.
+    """
+
+    def __init__(  # noqa: PLR0913  as `FusedDrafter`, and how to draw
+        self,
+        drafters: Sequence[Drafter],
+        limits: DraftLimits,
+        *,
+        readers: Sequence[TreeReader],
+        draws: Draws,
+        recycled: RecycledLogits | None = None,
+        costs: StepCosts | None = None,
+    ) -> None:
+        super().__init__(drafters, limits, readers=readers, recycled=recycled, costs=costs)
+        self._draws = draws
+        self._rates = [RankRates() for _ in readers]
+        self._random = np.random.default_rng(draws.seed)
+        self._num_tokens = limits.model_vocabulary or 1 + max(
+            (int(reader.columns.max()) for reader in readers), default=0
+        )
+
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn from a pass, and how often draws of each rank are kept."""
+        if sequence.has_drafted and sequence.asked and len(verified.tree):
+            came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
+            self._rates[sequence.asked[0].number].learn(verified.tree, came.astype(np.int32))
+        return super().take_in(sequence, verified)
+
+    def _extended(
+        self, sequence: FusedSequence, tree: DraftTree, budget_nodes: int, floor: float
+    ) -> DraftTree:
+        """Return the tree with draws of the first reader that pays."""
+        read = sequence.read
+        for number in read.present():
+            asked = AskedDraft(number, tree, read.num_behind(number))
+            if self._readers.rules[number].asks(tree) and read.begin(number):
+                drawn = self._drawn(sequence, asked, budget_nodes, floor)
+                sequence.asked.append(asked)
+                read.drop()  # weights are learned as the certain tree was made: without readers
+                return drawn
+        return tree
+
+    def _drawn(
+        self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
+    ) -> SampledTree:
+        """Return a tree of certain nodes and draws."""
+        read, number = sequence.read, asked.number
+        rule, reader = self._readers.rules[number], self._readers.all[number]
+        plan, passes = self._planned(asked, rule, (budget_nodes, floor))
+        filling = Filling(plan, self._random, asked.tree, reader.source)
+        filling.take([ROOT], self._distributions(read, number, ROOT_ROW, 1), reader.columns)
+        asked.note_first()
+        for planned in passes:
+            nodes = filling.to_expand(planned)
+            if nodes:
+                first, (tokens, parents) = read.next_row(number), filling.edges(nodes)
+                rows = np.array(parents, np.int32) + 1
+                if not read.read(number, np.array(tokens, np.int32), rows):
+                    break
+                found = self._distributions(read, number, first, len(nodes))
+                filling.take(nodes, found, reader.columns)
+                reach = float(np.exp(plan.log_probabilities(nodes)).sum())
+                rule.record_pass(asked.note_further(reach))
+        return filling.tree(reader.columns, self._num_tokens)
+
+    def _planned(
+        self, asked: AskedDraft, rule: AskingRule, limits: tuple[int, float]
+    ) -> tuple[Plan, list[list[int]]]:
+        """Return the best shape before anything is drawn, and the nodes of each pass."""
+        rates = self._rates[asked.number].rates()
+        readable = self._known_paths(len(asked.tree))
+        max_depth = self._readers.all[asked.number].max_depth
+        plan = Plan(asked.tree, readable, limits[0], float(np.log(limits[1])), max_depth)
+        plan.expand([ROOT], plan.children([ROOT], rates))
+        passes = grow(
+            plan,
+            lambda nodes: plan.children(nodes, rates),
+            WIDTH,
+            MAX_PASSES,
+            lambda logs: rule.is_worthwhile(float(np.exp(logs).sum())),
+        )
+        return plan, passes
+
+    def _distributions(self, read: ReadTree, number: int, first: int, count: int) -> torch.Tensor:
+        """Return float32[count, C], what a reader's rows are drawn from."""
+        width = len(self._readers.all[number].columns)
+        rows = read.readings.logits[number, first : first + count, :width]
+        return self._draws.distributions(torch.from_numpy(rows))
