@@ -1,10 +1,12 @@
 """What a call of `model.generate` states of its drafts reaches the drafter, and no output."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
@@ -19,6 +21,7 @@ from decoder.errors import (
     InvalidSettingsError,
     UnsupportedEngineError,
 )
+from decoder.model.stamp import model_changed
 from retriever.drafter import Drafter, Kin, Prediction
 from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.follower import DraftLimits
@@ -144,3 +147,37 @@ def test_a_transformers_that_calls_otherwise_is_refused_with_what_changed(
             foredraft(model, NoDrafter())
     assert "generate has no parameter `custom_generate`" in str(caught.value)
     assert "generate has no parameter `streamer`" in str(caught.value)
+
+
+class Spying(EmbeddedDrafter):
+    """Writes down of which version of the policy sequences are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: list[int | None] = []
+
+    def open(self, session: str, prompt: Any, **stated: Any) -> None:
+        self.versions.append(stated.get("policy_version"))
+        super().open(session, prompt, **stated)
+
+
+@torch.no_grad()
+def test_versions_of_a_policy_follow_its_weights_where_they_are_counted() -> None:
+    model, drafter = tiny_llama(), Spying()
+    drafting = Foredraft(model, drafter, budget=FixedBudget(8), counts_versions=True)
+    weight: Any = model.get_parameter("lm_head.weight")
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: None,
+        lambda: weight.mul_(1.01),
+        lambda: model.load_state_dict(tiny_llama().state_dict()),
+        lambda: (weight.data.mul_(1.01), model_changed()),
+        lambda: None,
+    ]
+    for change in changes:
+        change()
+        generated(model, PROMPT, custom_generate=drafting)
+    generated(model, PROMPT, custom_generate=drafting, kin=Kin(policy_version=7))
+    assert drafter.versions == [0, 0, 1, 2, 3, 3, 7]
+    generated(model, PROMPT, custom_generate=foredraft(model, drafter))
+    assert drafter.versions[-1] is None
