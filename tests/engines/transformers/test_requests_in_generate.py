@@ -166,12 +166,17 @@ def test_versions_of_a_policy_follow_its_weights_where_they_are_counted() -> Non
     model, drafter = tiny_llama(), Spying()
     drafting = Foredraft(model, drafter, budget=FixedBudget(8), counts_versions=True)
     weight: Any = model.get_parameter("lm_head.weight")
+
+    def write_unseen() -> None:
+        weight.data.mul_(1.01)
+        model_changed()
+
     changes: list[Callable[[], Any]] = [
         lambda: None,
         lambda: None,
         lambda: weight.mul_(1.01),
         lambda: model.load_state_dict(tiny_llama().state_dict()),
-        lambda: (weight.data.mul_(1.01), model_changed()),
+        write_unseen,
         lambda: None,
     ]
     for change in changes:
