@@ -196,10 +196,14 @@ def test_random_changes_in_random_order_at_random_moments() -> None:
             if rng.random() < 0.3:
                 says = name in UNSEEN
                 listeners = [Changing(each, ALL[name], says=says) for each in (plain, drafted)]
-            else:
-                for model in (plain, drafted):
-                    ALL[name](model)
-            expected = written(plain, prompt, streamer=listeners[0])
+            try:
+                if listeners[0] is None:
+                    ALL[name](plain)
+                expected = written(plain, prompt, streamer=listeners[0])
+            except (RuntimeError, AttributeError):  # earlier ones left nothing that it can change
+                break
+            if listeners[1] is None:
+                ALL[name](drafted)
             found = written(drafted, prompt, streamer=listeners[1], custom_generate=plugin)
             assert found == expected, (seed, done)
 
