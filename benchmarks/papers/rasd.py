@@ -74,7 +74,7 @@ class RasdDrafter(FusedDrafter):
             nodes = frontier.worth_expanding(_WIDTH)
             if not nodes:
                 break
-            tokens, parents = frontier.edges(nodes)
+            tokens, parents = _edges(frontier, nodes)
             first = read.next_row(0)
             behind = np.array(parents, np.int32) + 1
             if not read.read(0, np.array(tokens, np.int32), behind):
@@ -147,11 +147,21 @@ def _children(readings: Readings, row: int) -> Children:
     return Children(tokens, np.minimum(log_shares[is_possible], 0.0).astype(np.float64))
 
 
+def _edges(frontier: Frontier, nodes: list[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens of nodes, and their parents' numbers among the expanded ones."""
+    above = [frontier.parents[node] for node in nodes]
+    rows = [ROOT if parent == ROOT else frontier.rows[parent] for parent in above]
+    return [frontier.tokens[node] for node in nodes], rows
+
+
 def _tree(frontier: Frontier, source: int) -> DraftTree:
+    """Return the kept nodes, with parents by their numbers among these."""
     kept = frontier.kept
+    places = np.full(len(frontier.tokens) + 1, ROOT, np.int32)
+    places[kept] = np.arange(len(kept))
     return DraftTree(
         np.array(frontier.tokens, np.int32)[kept],
-        frontier.kept_parents(),
+        places[np.array(frontier.parents, np.int64)[kept]],
         np.exp(frontier.log_probabilities(kept)).astype(np.float32),
         np.full(len(kept), source, np.uint8),
     )

@@ -25,6 +25,7 @@ from decoder.model.compatibility import (
     Capability,
     common_window,
     compatibility_of,
+    num_embeddings,
     position_limit,
 )
 from decoder.model.passes import TreeLayout
@@ -239,7 +240,7 @@ def _layers(model: PreTrainedModel) -> tuple[tuple[str, int | None], ...]:
 
 
 def _checked_size(model: PreTrainedModel, vocabulary_size: int | None) -> int:
-    rows = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+    rows = num_embeddings(model)
     if vocabulary_size is None:
         return rows
     if vocabulary_size > rows:

@@ -261,18 +261,6 @@ class Frontier:
         num_kept = min(len(tree), self._max_nodes)
         self.kept = np.flatnonzero(log_probabilities[:num_kept] >= self._min_log_probability)
 
-    def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens of nodes, and their parents' numbers among the expanded ones."""
-        above = [self.parents[node] for node in nodes]
-        rows = [ROOT if parent == ROOT else self.rows[parent] for parent in above]
-        return [self.tokens[node] for node in nodes], rows
-
-    def kept_parents(self) -> NDArray[np.int32]:
-        """Return int32[n], the parents of the kept nodes by their numbers among these."""
-        places = np.full(len(self.tokens) + 1, ROOT, np.int32)
-        places[self.kept] = np.arange(len(self.kept))
-        return places[np.array(self.parents, np.int64)[self.kept]]
-
     def expand(self, nodes: list[int], children: list[Children]) -> None:
         """Add the children of nodes, or of the sequence itself (`ROOT`)."""
         for node, each in zip(nodes, children, strict=True):

@@ -19,7 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from decoder.errors import OutOfMemoryError
-from decoder.model.compatibility import Capability, position_limit
+from decoder.model.compatibility import Capability, num_embeddings, position_limit
 from decoder.model.passes import is_out_of_memory
 from decoder.model.stamp import Structure
 from decoder.model.user_model import cache_argument
@@ -283,7 +283,7 @@ class _Script:
     @classmethod
     def drawn(cls, model: PreTrainedModel, length: int, rng: np.random.Generator) -> "_Script":
         """Draw tokens; those behind the prompt differ where the vocabulary allows."""
-        size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+        size = num_embeddings(model)
         allowed = np.setdiff1d(np.arange(size, dtype=np.int32), _special_ids(model.config))
         prompt = rng.choice(allowed, length)
         count = len(_PARENTS) + 4

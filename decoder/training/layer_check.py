@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from decoder.model.compatibility import compatibility_of
+from decoder.model.compatibility import compatibility_of, num_embeddings
 from decoder.model.pretrained import LanguageModel
 from decoder.training.head_start import last_layer, layer_config, other_kind
 
@@ -79,7 +79,7 @@ def _pass_through(language_model: LanguageModel, layer: Any) -> tuple[torch.Tens
         seen["given"] = given[0] if given else options["hidden_states"]
         seen["came"] = output[0] if isinstance(output, tuple) else output
 
-    size = language_model.model.get_input_embeddings().get_parameter("weight").shape[0]
+    size = num_embeddings(language_model.model)
     tokens = torch.arange(1, _NUM_TOKENS + 1)[None] * (size // (_NUM_TOKENS + 1) or 1) % size
     with ExitStack() as hooks:
         hooks.callback(layer.register_forward_hook(note, with_kwargs=True).remove)

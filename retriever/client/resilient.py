@@ -16,6 +16,7 @@ from retriever.client.credentials import Credentials
 from retriever.client.planner import Plan, Planner
 from retriever.client.streams import (
     LOST_AFTER_S,
+    ORPHANS,
     Link,
     LinkEvent,
     LinkStream,
@@ -141,9 +142,6 @@ class FailOpenClient(OfOneProcess):
             UnknownSessionError: the session is not open.
         """
         return self._planner.server_of(session)
-
-
-_ORPHANS: Final[list[object]] = []  # of a parent process: ending them after a fork can hang
 
 
 class ResilientDrafter(FailOpenClient):
@@ -325,7 +323,7 @@ class ResilientDrafter(FailOpenClient):
     def _start(self) -> None:
         """Connect at the first call in this process."""
         if self._pid != os.getpid():
-            _ORPHANS.extend([self._links, self._streams, self._events])
+            ORPHANS.extend([self._links, self._streams, self._events])
             self._pid, self._lock = os.getpid(), Lock()
             self._links, self._events = [], SimpleQueue()
             self._streams = StreamTable(self._planner, self._lost_after_s)

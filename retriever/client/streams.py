@@ -23,6 +23,9 @@ LOST_AFTER_S: Final = 1.0
 """Time without an answer after which a stream is given up, in seconds: well above a step's
 deadline, so that slow is not taken for lost."""
 
+ORPHANS: Final[list[object]] = []
+"""Connections of a parent process: gRPC's threads stayed there, and ending them here can hang."""
+
 
 class MessageStream(Protocol):
     """One stream to a server; no call blocks."""

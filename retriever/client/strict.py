@@ -14,7 +14,7 @@ import grpc
 from numpy.typing import ArrayLike
 
 from retriever.client.credentials import Credentials, open_channel
-from retriever.client.streams import LinkStream
+from retriever.client.streams import ORPHANS, LinkStream
 from retriever.drafter import (
     DraftRequest,
     Findings,
@@ -181,7 +181,7 @@ class Calls(OfOneProcess):
             self._connect()
 
     def _leave_to_parent(self) -> None:
-        _ORPHANS.append(self._channel)
+        ORPHANS.append(self._channel)
 
     def draft_context(
         self,
@@ -330,9 +330,6 @@ class Calls(OfOneProcess):
 
 
 DEFAULT_TIMEOUT_S: Final = 1.0
-
-_ORPHANS: Final[list[object]] = []
-"""Connections of a parent process: gRPC's threads stayed there, and ending them here can hang."""
 
 _NOTHING: Final[list[int]] = []
 
@@ -526,7 +523,7 @@ class RemoteDrafter(Calls):
 
     def _leave_to_parent(self) -> None:
         super()._leave_to_parent()
-        _ORPHANS.append(self._exchange)
+        ORPHANS.append(self._exchange)
         self._exchange, self._lock = None, Lock()
         self._prefix = f"{uuid.uuid4().hex}/"
         for told in self._sessions.values():

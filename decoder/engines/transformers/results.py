@@ -149,7 +149,7 @@ def given_prefixes(call: Call, rows: Sequence[PromptRow]) -> list[Prefix | None]
     """
     cache, *others = call.caches
     length, width = cache.get_seq_length(), call.input_ids.shape[1]
-    if others or not 0 < length < width or not is_growing(cache):
+    if others or not 0 < length < width or not _is_growing(cache):
         return None
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for number, layer in enumerate(cache.layers):
@@ -163,7 +163,7 @@ def given_prefixes(call: Call, rows: Sequence[PromptRow]) -> list[Prefix | None]
 
 
 def _in_slots(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Return [rows, heads, length, size]; slots that left a sliding window are zeros."""
+    """Return [rows, heads, length, size], the states in the last slots and zeros before them."""
     return torch.nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 
@@ -177,7 +177,7 @@ def _prefix_of(row: PromptRow, states: LayerStates, length: int) -> Prefix | Non
     return Prefix(tokens, {n: (k[at, :, own], v[at, :, own]) for n, (k, v) in states.items()})
 
 
-def is_growing(cache: Cache) -> bool:
+def _is_growing(cache: Cache) -> bool:
     """Return whether a cache is transformers' usual one, which grows with what it is given."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
     return type(cache) is DynamicCache and all(type(layer) in kinds for layer in cache.layers)
@@ -206,7 +206,7 @@ def fill(
     held, width = cache.get_seq_length(), sequences.shape[1] - 1
     prefixes = [each for each in kept if each is not None]
     start = held
-    if len(prefixes) == len(rows) and is_growing(cache):
+    if len(prefixes) == len(rows) and _is_growing(cache):
         known = zip(rows, prefixes, strict=True)
         start = min(width, *(row.num_padding + len(each.tokens) for row, each in known))
     if start > held:
@@ -237,7 +237,7 @@ def _columns(states: torch.Tensor, row: PromptRow, first: int, end: int) -> torc
     """
     begin = max(first - row.num_padding, 0)
     own = states[:, :, begin : max(end - row.num_padding, 0)]
-    return torch.nn.functional.pad(own, (0, 0, end - first - own.shape[-2], 0))
+    return _in_slots(own, end - first)
 
 
 def _read(call: Call, sequences: torch.Tensor, num_last: int) -> None:
