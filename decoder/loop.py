@@ -38,8 +38,8 @@ from decoder.errors import (
     InvalidSettingsError,
     OutOfMemoryError,
 )
+from decoder.model.cache import Prefix
 from decoder.model.passes import Read, Reading, within_depth
-from decoder.model.prefixes import Prefix
 from decoder.model.states import States
 from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
@@ -662,13 +662,13 @@ class _Batch:
         contexts = [len(row.generation.tokens) for row in self._rows if row.is_going]
         unread = [row for row in self._rows if not row.is_going]
         sizes = [row.num_unread for row in unread]
-        if self._reads_in_pieces:
-            room = _PIECE * len(unread) if contexts else _MOST_READ
-            sizes = _shares(sizes, min(room, _MOST_READ))
+        most_rows = self._target.most_rows
+        if self._reads_in_pieces and unread:
+            sizes = _shares(sizes, _room_to_read(len(unread), len(contexts), most_rows))
         for row, size in zip(unread, sizes, strict=True):
             row.read_next(size)
         rows = [row for row in self._rows if row.is_going or row.width]
-        return rows, Load(contexts, sum(sizes))
+        return rows, Load(contexts, sum(sizes), most_rows)
 
     def _draft(self, rows: Sequence[_Row], load: Load) -> float:
         """Give all whose prompt was read a tree of nodes that pay; return the seconds it took."""
@@ -865,6 +865,14 @@ class _AheadBatch(_Batch):
 def _batch(decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> _Batch:
     kind = _AheadBatch if decoder.num_ahead else _Batch
     return kind(decoder, waiting, num_places)
+
+
+def _room_to_read(num_unread: int, num_going: int, most_rows: int | None) -> int:
+    """Return how many tokens of prompts a pass reads, and no more rows than a target captures."""
+    if num_going == 0:
+        return _MOST_READ
+    room = min(_PIECE * num_unread, _MOST_READ)
+    return room if most_rows is None else max(min(room, most_rows - num_going), 1)
 
 
 def _shares(wanted: Sequence[int], room: int) -> list[int]:

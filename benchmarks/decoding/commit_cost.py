@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function
 from benchmarks.comparison import circumstances
 from decoder.budget.cost_store import device_name
 from decoder.model.attention import tree_mask
-from decoder.model.passes import TreeLayout
+from decoder.model.passes import Reading
 from decoder.model.target import Target
 from decoder.model.user_model import cache_argument
 from retriever.tree import DraftTree
@@ -147,13 +147,14 @@ def _filled(target: Target, context: int) -> DynamicCache:
 def _verify_stock(
     model: PreTrainedModel, stock: DynamicCache, tree: DraftTree, context: int
 ) -> None:
-    layout = TreeLayout.of(tree)
-    arrays = layout.depths, np.append(0, tree.token_ids).astype(np.int64)
-    depths, tokens = (torch.from_numpy(array).to(model.device) for array in arrays)
+    reading = Reading.of(0, 0, tree)
+    rows = reading.rows(context)
+    arrays = rows.positions, reading.tokens.astype(np.int64)
+    positions, tokens = (torch.from_numpy(array).to(model.device) for array in arrays)
     mask = None
     if len(tree):
         mask = tree_mask(
-            layout.rows(context),
+            rows,
             q_length=len(tokens),
             kv_length=context + len(tokens),
             kv_offset=0,
@@ -164,7 +165,7 @@ def _verify_stock(
     model(
         input_ids=tokens[None],
         attention_mask=mask,
-        position_ids=depths[None] + context,
+        position_ids=positions[None],
         **{cache_argument(model): stock},
         use_cache=True,
     )

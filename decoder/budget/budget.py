@@ -62,10 +62,13 @@ class Load:
     Attributes:
         contexts: tokens of each sequence that goes on, at least one sequence.
         num_read: tokens of prompts that it reads for others.
+        most_rows: tokens of the widest pass that costs as measured: wider ones run in another,
+            slower way. `None` where there is no such limit.
     """
 
     contexts: Sequence[int]
     num_read: int = 0
+    most_rows: int | None = None
 
     @classmethod
     def of(cls, context: int) -> Self:
@@ -81,6 +84,11 @@ class Load:
     def width(self) -> int:
         """Rows of the pass without drafts."""
         return len(self.contexts) + self.num_read
+
+    @property
+    def room(self) -> int | None:
+        """Nodes, of all trees together, that it has room for; `None` for any number."""
+        return None if self.most_rows is None else max(self.most_rows - self.width, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +204,7 @@ class MeasuredBudget:
         table = self._table(load, self.max_nodes)
         plain_s = self._plain_s(load)
         certain = np.arange(len(table))
-        nodes = int(np.argmax(certain - (len(load.contexts) / plain_s) * table))
+        nodes = int(np.argmax((certain - (len(load.contexts) / plain_s) * table)[: _reach(load)]))
         if self._chosen:
             nodes = min(nodes, max(2 * max(self._chosen), _LEAST_ASKED))
         return nodes if nodes and self._is_drafter_due(plain_s) else 0
@@ -205,6 +213,7 @@ class MeasuredBudget:
         """Return the prefixes that are expected to save most time, all together."""
         drafts = self._drafts = [self._calibration.corrected(tree) for tree in trees]
         probabilities, owners = _most_probable(drafts, self.max_nodes)
+        probabilities = probabilities[: load.room]
         num_plain, plain_s = len(trees), self._plain_s(load)
         table = self._table(load, len(probabilities))
         expected = np.cumsum(np.concatenate(([num_plain], probabilities)))
@@ -270,6 +279,11 @@ class MeasuredBudget:
         """
         late = self._late.value(default=own / plain) * plain
         return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), plain)
+
+
+def _reach(load: Load) -> int | None:
+    """Return how many entries of a table by numbers of nodes, from 0 on, a load has room for."""
+    return None if load.room is None else load.room + 1
 
 
 def _most_probable(

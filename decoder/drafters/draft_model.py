@@ -19,7 +19,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
-from decoder.model.attention import TreeRows
 from decoder.model.cache import TreeCache
 from decoder.model.compatibility import (
     Capability,
@@ -28,14 +27,14 @@ from decoder.model.compatibility import (
     num_embeddings,
     position_limit,
 )
-from decoder.model.passes import TreeLayout
 from decoder.model.ranks import refuse_shared
+from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import UserModel, is_spread
 from indexer.reader import COUNT_VALUES, Index
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.sessions.bindings import shared_vocabulary
-from retriever.tree import ROOT, DraftTree
+from retriever.tree import ROOT
 
 _log = getLogger(__name__)
 
@@ -147,9 +146,8 @@ class DraftModel:
         _check_placing(model)
         layers = _layers(model)
         self._num_layers = len(layers)
-        self._window = common_window(dict(layers))
         self._model = model
-        self._user = UserModel(model)
+        self._user = UserModel(model, window=common_window(dict(layers)))
         self.max_length = position_limit(model.config)
         self.vocabulary_size = _checked_size(model, vocabulary_size)
         self.columns = np.arange(self.vocabulary_size, dtype=np.int32)
@@ -181,29 +179,22 @@ class DraftModel:
             [1, C], the logits after the last one.
         """
         if len(tokens) == 1:  # a single row gets no mask from the model, but may have a window
-            alone = TreeLayout.of(DraftTree.empty())
-            return self.expand(cache, tokens, alone, start)
+            return self.expand(cache, tokens, TreeRows.in_line(1, start))
         positions = np.arange(start, start + len(tokens))
         return self._forward(cache, tokens, positions, None, num_logits=1)
 
-    def expand(
-        self, cache: TreeCache, tokens: TokenIds, layout: TreeLayout, past: int
-    ) -> torch.Tensor:
+    def expand(self, cache: TreeCache, tokens: TokenIds, rows: TreeRows) -> torch.Tensor:
         """Read the last nodes of a tree whose other nodes lie in the cache already.
 
         Args:
-            cache: of the sequence, with `past` tokens and the earlier nodes behind them.
+            cache: of the sequence, with its tokens and the earlier nodes behind them.
             tokens: int32[n], of the last nodes.
-            layout: of all nodes W, these among them; depths from 0 for those right behind the
-                sequence.
-            past: tokens of the sequence.
+            rows: of the tree, n of them read.
 
         Returns:
             [n, C], the logits after each of the nodes.
         """
-        positions = layout.depths[-len(tokens) :] + past
-        rows = layout.rows(past, len(tokens), self._window)
-        return self._forward(cache, tokens, positions, rows, num_logits=len(tokens))
+        return self._forward(cache, tokens, rows.positions, rows, num_logits=len(tokens))
 
     @torch.no_grad()
     def _forward(
@@ -268,6 +259,8 @@ class BranchCache:
         model: whose keys and values these are.
     """
 
+    _rows: TreeRows
+
     def __init__(self, model: DraftModel) -> None:
         self._model = model
         self._cache = model.new_cache()
@@ -291,6 +284,7 @@ class BranchCache:
         self._keep(kept, min(self._length, len(tokens) - 1))
         logits = self._model.read(self._cache, tokens[self._length :], self._length)
         self._length = len(tokens)
+        self._drop_branches()
         return logits
 
     def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
@@ -304,10 +298,9 @@ class BranchCache:
         Returns:
             [n, C], the logits after each node.
         """
-        layout = self._extended(parents)
-        ids = np.array(tokens, np.int32)
-        logits = self._model.expand(self._cache, ids, layout, self._length)
-        self._layout = layout
+        rows = self._rows.extended(parents)
+        logits = self._model.expand(self._cache, np.array(tokens, np.int32), rows)
+        self._rows = rows
         self._parents.extend(parents)
         self._tokens.extend(tokens)
         return logits
@@ -315,7 +308,7 @@ class BranchCache:
     def _drop_branches(self) -> None:
         self._tokens: list[int] = []
         self._parents: list[int] = []
-        self._layout = TreeLayout(np.zeros((0, 0), np.bool_), np.zeros(0, np.int64))
+        self._rows = TreeRows.of((), self._length)
 
     def _followed(self, tokens: TokenIds) -> list[int]:
         """Return the rows of the branch that new tokens of the sequence match."""
@@ -337,17 +330,6 @@ class BranchCache:
         else:
             self._cache.truncate(length)
         self._length = length + len(path)
-        self._drop_branches()
-
-    def _extended(self, parents: list[int]) -> TreeLayout:
-        """Return the layout of all rows, those of new nodes last."""
-        before, after = len(self._parents), len(self._parents) + len(parents)
-        visible = np.eye(after, dtype=np.bool_)
-        visible[:before, :before] = self._layout.visible
-        for row, parent in enumerate(parents, start=before):
-            if parent != ROOT:
-                visible[row] |= visible[parent]
-        return TreeLayout(visible, visible.sum(axis=1) - 1)
 
 
 def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:

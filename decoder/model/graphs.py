@@ -16,11 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.model.attention import Grid, SplitMask
+from decoder.model.attention import (
+    AttendingMask,
+    by_place,
+    refused_options,
+    scale_of,
+    score_products,
+)
 from decoder.model.cache import Frame, TreeCache
 from decoder.model.passes import Read, Reading
 from decoder.model.stamp import Recorded
 from decoder.model.states import States
+from decoder.model.tree_rows import additive
 from decoder.model.user_model import UserModel
 from decoder.sampling.verification import Choices, ChoiceTable, Drawing
 from indexer.errors import reason_of
@@ -101,6 +108,240 @@ def capture_on(device: torch.device) -> CaptureMaker | None:
 
 Windows = Mapping[str, int | None]
 """Of each layer type, `None` where attention is full."""
+
+
+_MOST_SCORES: Final = 1 << 25
+"""Scores of all heads that are held at a time: 128 MiB in single precision. Contexts that need more
+are attended to piece by piece."""
+
+
+_ALIGNED: Final = 8
+"""Rows of scores are as long as a multiple of this. On an H200 a layer of one row over 8,192 keys
+took 141 µs with rows of 8,193 scores and 31 with 8,200, in bfloat16: no product is fast whose rows
+begin anywhere."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The rows of a captured pass by their places, and what they see: tensors of one device.
+
+    Each of n places has w columns for rows. Those that a place does not need repeat rows of others;
+    they see themselves at least, and nothing of what they give is used.
+
+    Attributes:
+        rows: int64[n, w], the row of the pass in each cell.
+        cells: int64[rows], the cell of each row, counted over all places.
+        slots: int64[n, w], where the cells' own keys and values lie, counted over all places.
+        pasts: int64[n], keys of each place that lie before its rows.
+        positions: int64[n, w], of each cell in its sequence; the key in slot i stands at i.
+        visible: bool[n, w, w], whether a cell sees another one of its place.
+    """
+
+    rows: torch.Tensor
+    cells: torch.Tensor
+    slots: torch.Tensor
+    pasts: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+
+    def context(self, num_keys: int, window: int | None) -> torch.Tensor:
+        """Return bool[n, 1 or w, num_keys], who sees the first slots, as far as rows lie behind."""
+        slots = torch.arange(num_keys, device=self.pasts.device)
+        seen = slots < self.pasts[:, None, None]
+        if window is None:
+            return seen
+        return seen & (self.positions[:, :, None] - slots < window)
+
+    def among(self, window: int | None) -> torch.Tensor:
+        """Return bool[n, w, w], who sees the keys of the rows themselves."""
+        if window is None:
+            return self.visible
+        distances = self.positions[:, :, None] - self.positions[:, None, :]
+        return self.visible & (distances < window)
+
+    def dense(self, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return dtype[n, 1, w, num_keys], zero where a cell sees one of the first slots."""
+        width = self.visible.shape[-1]
+        columns = torch.arange(num_keys, device=self.pasts.device) - self.pasts[:, None, None]
+        own = columns.clamp(0, width - 1).expand(-1, width, -1)
+        is_own = (columns >= 0) & (columns < width) & self.among(window).gather(2, own)
+        seen = is_own | self.context(num_keys, window)
+        return additive(seen, dtype)[:, None]
+
+
+class SplitMask(AttendingMask):
+    """Who sees whom in a captured pass: of the context, all rows of a place see one length.
+
+    Attributes:
+        grid: who sees whom.
+        context: additive, [n, 1, keys], or [n, w, keys] where a window ends in the context: what is
+            seen of the first slots of each place, as far as they lie before its rows.
+        slots: int64[n, c], where the keys of each place's rows lie, counted over all places, and
+            behind them slots that only pad.
+        among: additive, [n, w, c], what the rows see of one another.
+        capacity: slots of each place.
+    """
+
+    grid: Grid
+    context: torch.Tensor
+    slots: torch.Tensor
+    among: torch.Tensor
+    capacity: int
+
+    @classmethod
+    def of(
+        cls, grid: Grid, window: int | None, num_keys: int, capacity: int, dtype: torch.dtype
+    ) -> Self:
+        """Return a mask for a model of a dtype; its own values mean nothing."""
+        made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
+        sums = torch.promote_types(dtype, torch.float32)
+        made.grid, made.capacity = grid, capacity
+        made.context = additive(grid.context(num_keys, window), sums)
+        missing = -(num_keys + grid.slots.shape[1]) % _ALIGNED
+        made.slots = torch.nn.functional.pad(grid.slots, (0, missing))
+        made.among = additive(torch.nn.functional.pad(grid.among(window), (0, missing)), sums)
+        return made
+
+    def to(self, *_: Any, **__: Any) -> Self:
+        """Return the mask itself."""
+        return self
+
+    def attend(  # noqa: PLR0913, PLR0917  the parameters are transformers'
+        self,
+        module: torch.nn.Module,  # noqa: ARG002  likewise
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        scaling: float | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend to the context of each place and to its rows; see `AttendingMask.attend`.
+
+        Keys and values that were never written are finite.
+
+        Raises:
+            RuntimeError: an option changes the result in a way that is not known here.
+        """
+        refused = ["dropout"] * bool(dropout) + refused_options(options)
+        if refused:
+            raise RuntimeError(f"attention with {', '.join(refused)} is not divided by keys")
+        grid, num_rows = self.grid, query.shape[2]
+        places, width = grid.rows.shape
+        is_alone = (places, width) == (1, num_rows)  # then cells are rows
+        cells = query[0] if is_alone else query[0][:, grid.rows.flatten()]
+        shown = slice(self.context.shape[-1])
+        context = [
+            by_place(each, self.capacity)[:places, :, shown].transpose(0, 1)
+            for each in (key, value)
+        ]
+        own = [_in_cells(each[0][:, self.slots.flatten()], places) for each in (key, value)]
+        scale = scale_of(query, scaling)
+        attended = split_over_keys(_in_cells(cells, places), context, own, self, scale)
+        by_cell = attended.flatten(1, 2).transpose(0, 1)
+        return (by_cell.contiguous() if is_alone else by_cell[grid.cells])[None], None
+
+
+def _in_cells(states: torch.Tensor, places: int) -> torch.Tensor:
+    """Return [heads, places, w, size] of [heads, places * w, size]."""
+    heads, cells, size = states.shape
+    return states.reshape(heads, places, cells // places, size)
+
+
+def split_over_keys(
+    query: torch.Tensor,
+    context: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    mask: SplitMask,
+    scale: float,
+) -> torch.Tensor:
+    """Attend to the context and to the rows, without a mask or keys that hold both.
+
+    Where all scores at once would take much memory, the context is taken in pieces. A softmax over
+    all keys is that of each piece, weighted by the piece's share of the sum of exponentials, as
+    flash-decoding divides long contexts (Dao et al., 2023).
+
+    Args:
+        query: [heads, n, w, head size].
+        context: keys and values, [key heads, n, keys, size] each: views, which are not copied where
+            n are all places.
+        own: keys and values of the rows, [key heads, n, c, size] each.
+        mask: who sees what.
+        scale: of the scores.
+
+    Returns:
+        [heads, n, w, value size].
+    """
+    heads, places, width, size = query.shape
+    key_heads = len(context[0])
+    by_group = query.reshape(key_heads, -1, places, width, size).transpose(1, 2)
+    queries = by_group.reshape(key_heads * places, -1, size)
+    piece = max(_MOST_SCORES // (heads * places * width), 1)
+    keys, values = (torch.split(each, piece, dim=2) for each in context)
+    masks = torch.split(mask.context, piece, dim=2)
+    runs = [_Run.of(*each) for each in zip(keys, values, masks, strict=True)]
+    rows = _Run.of(own[0], own[1], mask.among)
+    divided = [*([run] for run in runs[:-1]), [runs[-1], rows]]
+    attended = (
+        _attended_to(divided[0], queries, scale)[0]
+        if len(divided) == 1
+        else _joined((_attended_to(each, queries, scale) for each in divided), query.dtype)
+    )
+    by_place = attended.view(key_heads, places, -1, width, attended.shape[-1])
+    return by_place.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Keys and values, [key heads * n, k, size] each, and what is seen of them, [n, 1 or w, k]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> Self:
+        """Make one of [key heads, n, k, size] each."""
+        return cls(keys.flatten(0, 1), values.flatten(0, 1), mask)
+
+
+def _attended_to(
+    runs: Sequence[_Run], queries: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to some runs of keys by one softmax.
+
+    Args:
+        runs: of keys.
+        queries: [key heads * n, group * w, head size].
+        scale: of the scores.
+
+    Returns:
+        [key heads * n, group * w, value size], and the scores, in single precision at least.
+    """
+    batch, num_rows, _ = queries.shape
+    sizes = [run.keys.shape[1] for run in runs]
+    # Written in parts: to put them together takes as long as to make them.
+    scores = runs[0].mask.new_empty(batch, num_rows, sum(sizes))
+    places, width = len(runs[0].mask), runs[-1].mask.shape[1]
+    by_cell = scores.view(-1, places, num_rows // width, width, sum(sizes))
+    for run, part in zip(runs, torch.split(by_cell, sizes, dim=-1), strict=True):
+        products = score_products(queries, run.keys).view(part.shape)
+        torch.add(run.mask[:, None], products, alpha=scale, out=part)
+    shares = torch.split(scores.softmax(dim=-1).to(queries.dtype), sizes, dim=-1)
+    attended = torch.bmm(shares[0], runs[0].values)
+    for run, share in zip(runs[1:], shares[1:], strict=True):
+        attended.baddbmm_(share, run.values)
+    return attended, scores
+
+
+def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Weigh results of pieces by the sums of their exponentials; scores are dropped one by one."""
+    attended, log_sums = [], []
+    for part, scores in parts:
+        attended.append(part.to(scores.dtype))
+        log_sums.append(scores.logsumexp(dim=-1, keepdim=True))
+    shares = torch.stack(log_sums).softmax(dim=0)
+    return (torch.stack(attended) * shares).sum(dim=0).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

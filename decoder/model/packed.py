@@ -8,52 +8,161 @@ than a call of its own.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from decoder.model.attention import Neighbours, PackedMask
+from decoder.model.attention import (
+    AttendingMask,
+    attended_by_group,
+    by_place,
+    refused_options,
+    scale_of,
+)
 from decoder.model.cache import Frame, TreeCache, num_seen
-from decoder.model.passes import TreeLayout
-from decoder.model.states import States
+from decoder.model.passes import Read, Reading
+from decoder.model.tree_rows import TreeRows, lowest
 from decoder.model.user_model import UserModel
-from retriever.drafter import TokenIds
 
 _CALL: Final = 1000
 """Scores of a head (rows times keys) that take as long as one more call of the attention: measured
 on two cores, a call takes 15 to 30 us and a score of nine heads 25 ns."""
 
+_LAUNCHES: Final = 1 << 20
+"""The same on another device, where a call is some fifteen launches. On an H200 they take 75 us at
+the least (750 on a slow host), a million scores of nine heads some 30."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """What one sequence reads in a pass: a piece of its prompt, or its last token and a tree.
+class Neighbours:
+    """Neighbouring places of a cache, whose rows of a packed pass attend in one call.
 
     Attributes:
-        place: of its keys and values in the cache.
-        past: tokens that the place holds.
-        tokens: int32[n], at least one.
-        layout: how they see each other; `None` where each sees those before it.
-        num_logits: after how many of the last tokens logits are wanted.
+        places: of n sequences.
+        keys: slots of each place that some row of it sees.
+        rows: int64[n, w], the rows of each place; -1 for what only pads.
+        mask: additive, [n, 1, w, keys]; `None` where a single row sees all of them.
     """
 
-    place: int
-    past: int
-    tokens: TokenIds
-    layout: TreeLayout | None
-    num_logits: int
+    places: slice
+    keys: slice
+    rows: NDArray[np.int64]
+    mask: torch.Tensor | None
 
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """int64[n], of each token in its sequence."""
-        offsets = np.arange(len(self.tokens)) if self.layout is None else self.layout.depths
-        return offsets + self.past
 
-    @property
-    def num_keys(self) -> int:
-        """Slots of the place that some row sees."""
-        return self.past + len(self.tokens)
+@dataclass(frozen=True, slots=True, eq=False)
+class Dealing:
+    """How rows are dealt to groups of neighbours: the same for all layers with as many heads.
+
+    Attributes:
+        given: int64[m], of each query that a call takes its place among [rows * heads]; those of
+            a group's heads that share keys are rows of one product.
+        sizes: queries of each group.
+        masks: of each group, as its calls take them.
+        taken: int64[rows * heads], where each result lies among those of all calls.
+    """
+
+    given: torch.Tensor
+    sizes: list[int]
+    masks: list[torch.Tensor | None]
+    taken: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, neighbours: Sequence[Neighbours], heads: int, key_heads: int, device: torch.device
+    ) -> Self:
+        """Deal for layers with so many heads of queries and of keys."""
+        shared = heads // key_heads
+        numbers = np.arange(heads).reshape(key_heads, shared)
+        given, taken, masks = [], [], []
+        for group in neighbours:
+            rows = group.rows[:, None, None, :] * heads
+            given.append((np.maximum(rows, 0) + numbers[:, :, None]).ravel())
+            # Results lie as [places, heads that share keys, rows, key heads].
+            rows = group.rows[:, None, :, None] * heads
+            taken.append(np.where(rows < 0, -1, rows + numbers.T[:, None, :]).ravel())
+            mask = None if group.mask is None else group.mask.to(device)
+            masks.append(mask if mask is None or shared == 1 else mask.repeat(1, 1, shared, 1))
+        sizes = [len(each) for each in given]
+        owners = np.concatenate(taken)
+        (places,) = np.nonzero(owners >= 0)
+        at = np.empty(len(places), np.int64)
+        at[owners[places]] = places
+        indices = torch.from_numpy(np.concatenate([*given, at])).to(device)
+        return cls(indices[: sum(sizes)], sizes, masks, indices[sum(sizes) :])
+
+
+class PackedMask(AttendingMask):
+    """Who sees whom in a packed pass; layers on several devices have rows dealt each on its own.
+
+    Attributes:
+        neighbours: who attends to what; every row is in one of them.
+        capacity: slots of each place.
+    """
+
+    neighbours: Sequence[Neighbours]
+    capacity: int
+    _dealings: dict[tuple[torch.device, int, int], Dealing]
+
+    @classmethod
+    def of(cls, neighbours: Sequence[Neighbours], capacity: int) -> Self:
+        """Return a mask; its own values mean nothing."""
+        made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
+        made.neighbours, made.capacity = neighbours, capacity
+        made._dealings = {}  # noqa: SLF001  its own
+        return made
+
+    def dealing(self, heads: int, key_heads: int, device: torch.device) -> Dealing:
+        """Return how rows are dealt in a layer, made once for all that are like it."""
+        key = device, heads, key_heads
+        if key not in self._dealings:
+            self._dealings[key] = Dealing.of(self.neighbours, heads, key_heads, device)
+        return self._dealings[key]
+
+    def attend(  # noqa: PLR0913, PLR0917  the parameters are transformers'
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        scaling: float | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend in each group of neighbours; see `AttendingMask.attend`."""
+        _, heads, num_rows, size = query.shape
+        key_heads, is_folded = key.shape[1], not (dropout or refused_options(options))
+        dealing = self.dealing(*((heads, key_heads) if is_folded else (1, 1)), query.device)
+        given = query[0].transpose(0, 1).reshape(-1, *(() if is_folded else (heads,)), size)
+        keys, values = by_place(key, self.capacity), by_place(value, self.capacity)
+        scale = scale_of(query, scaling)
+        results = []
+        dealt = torch.split(given.index_select(0, dealing.given), dealing.sizes)
+        for group, queries, mask in zip(self.neighbours, dealt, dealing.masks, strict=True):
+            own_keys = keys[group.places, :, group.keys]
+            own_values = values[group.places, :, group.keys]
+            if is_folded:
+                own = queries.view(len(group.rows), key_heads, -1, size)
+                attended = attended_by_group(own, own_keys, own_values, mask, scale)
+                results.append(attended.transpose(1, 2).flatten(0, 2))
+            else:
+                own = queries.view(*group.rows.shape, heads, size).transpose(1, 2)
+                attended, _ = sdpa_attention_forward(
+                    module, own, own_keys, own_values, mask, dropout, scaling, **options
+                )
+                results.append(attended.flatten(0, 1))
+        taken = torch.cat(results).index_select(0, dealing.taken)
+        return taken.view(1, num_rows, heads, -1), None
+
+
+class Part(NamedTuple):
+    """A sequence's part in a packed pass: what it reads, and the rows of that."""
+
+    reading: Reading
+    rows: TreeRows
 
 
 class PackedPasses:
@@ -77,45 +186,43 @@ class PackedPasses:
         """Whether all layers hold buffers: a first pass over one place makes them."""
         return self._cache.capacity > 0
 
-    def read(self, parts: Sequence[Part]) -> list[tuple[torch.Tensor, States]]:
-        """Run all parts through the model, in one pass.
+    def read(self, readings: Sequence[Reading]) -> list[Read]:
+        """Read for several sequences in one pass, behind what their places hold.
 
         Args:
-            parts: of distinct places, in their order.
-
-        Returns:
-            For each its logits, [num_logits, vocabulary], and the states that are tapped.
+            readings: of distinct places, in their order.
         """
-        device = self._model.device
-        self._cache.reserve(max(part.num_keys for part in parts))
-        tokens = torch.from_numpy(np.concatenate([part.tokens for part in parts]).astype(np.int64))
-        positions = torch.from_numpy(np.concatenate([part.positions for part in parts]))
+        device, pasts = self._model.device, self._cache.lengths
+        parts = [Part(each, each.rows(pasts[each.place])) for each in readings]
+        self._cache.reserve(max(part.rows.num_keys for part in parts))
+        tokens = torch.from_numpy(np.concatenate([each.tokens for each in readings]))
+        positions = torch.from_numpy(np.concatenate([part.rows.positions for part in parts]))
         masks = self._masks(parts)
         with self._cache.framed(Frame(self._slots(parts).to(device))) as states:
             output: Any = self._model.run(
                 cache=states,
-                input_ids=tokens[None].to(device),
+                input_ids=tokens[None].long().to(device),
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=positions[None].to(device),
-                logits_to_keep=_wanted(parts).to(device),
+                logits_to_keep=_wanted(readings).to(device),
             )
         for part in parts:
-            self._cache.hold(part.num_keys, part.place)
-        logits = torch.split(output.logits[0], [part.num_logits for part in parts])
-        return list(zip(logits, self._tapped(parts), strict=True))
+            self._cache.hold(part.rows.num_keys, part.reading.place)
+        return self._taken(readings, output.logits[0])
 
     def _slots(self, parts: Iterable[Part]) -> torch.Tensor:
         """Return int64[rows], where the rows' keys and values go."""
         capacity = self._cache.capacity
-        starts = ((part.place * capacity + part.past, len(part.tokens)) for part in parts)
-        return torch.from_numpy(np.concatenate([np.arange(s, s + n) for s, n in starts]))
+        ends = ((part.reading.place * capacity, part.rows) for part in parts)
+        slots = [np.arange(first + rows.past, first + rows.num_keys) for first, rows in ends]
+        return torch.from_numpy(np.concatenate(slots))
 
     def _masks(self, parts: Sequence[Part]) -> dict[str, PackedMask]:
         """Return who sees whom, for each layer type."""
-        ends = list(accumulate(len(part.tokens) for part in parts))
-        starts = dict(zip((part.place for part in parts), [0, *ends], strict=False))
-        groups = list(grouped(parts))
+        ends = list(accumulate(part.rows.num_read for part in parts))
+        starts = dict(zip((part.reading.place for part in parts), [0, *ends], strict=False))
         dtype, device = self._model.dtype, self._model.device
+        groups = list(grouped(parts, _CALL if device.type == "cpu" else _LAUNCHES))
         return {
             kind: PackedMask.of(
                 [_neighbours(group, starts, window, dtype, device) for group in groups],
@@ -124,22 +231,28 @@ class PackedPasses:
             for kind, window in self._windows.items()
         }
 
-    def _tapped(self, parts: Sequence[Part]) -> list[States]:
-        sizes = [len(part.tokens) for part in parts]
+    def _taken(self, readings: Sequence[Reading], logits: torch.Tensor) -> list[Read]:
+        """Return for each sequence its logits, and the states that are tapped."""
+        sizes = [len(each.tokens) for each in readings]
+        own = torch.split(logits, [each.num_logits for each in readings])
         split = {number: torch.split(rows, sizes) for number, rows in self._model.states.items()}
-        return [{number: rows[at] for number, rows in split.items()} for at in range(len(parts))]
+        return [
+            Read(rows, {number: states[at] for number, states in split.items()})
+            for at, rows in enumerate(own)
+        ]
 
 
-def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
+def grouped(parts: Iterable[Part], call: int = _CALL) -> Iterator[list[Part]]:
     """Put neighbouring places together where that costs less than calls of their own.
 
     Args:
         parts: in the order of their places; the keys of places between two of them are read, too.
+        call: scores of a head that take as long as one more call.
     """
     group: list[Part] = []
     for part in parts:
         together = [*group, part]
-        if group and _scores(together) > _scores(group) + _scores([part]) + _CALL:
+        if group and _scores(together) > _scores(group) + _scores([part]) + call:
             yield group
             group = []
         group.append(part)
@@ -149,16 +262,17 @@ def grouped(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 def _scores(group: Sequence[Part]) -> int:
     """Return the scores of a head, padding included."""
-    num_places = group[-1].place - group[0].place + 1
-    return num_places * max(len(p.tokens) for p in group) * max(p.num_keys for p in group)
+    num_places = group[-1].reading.place - group[0].reading.place + 1
+    most_keys = max(part.rows.num_keys for part in group)
+    return num_places * max(part.rows.num_read for part in group) * most_keys
 
 
-def _wanted(parts: Iterable[Part]) -> torch.Tensor:
+def _wanted(readings: Iterable[Reading]) -> torch.Tensor:
     """Return int64[n], the rows whose logits are wanted."""
     wanted, start = [], 0
-    for part in parts:
-        end = start + len(part.tokens)
-        wanted.append(np.arange(end - part.num_logits, end))
+    for reading in readings:
+        end = start + len(reading.tokens)
+        wanted.append(np.arange(end - reading.num_logits, end))
         start = end
     return torch.from_numpy(np.concatenate(wanted))
 
@@ -179,24 +293,23 @@ def _neighbours(
         dtype: of the mask.
         device: of all.
     """
-    first, last = group[0].place, group[-1].place
-    width = max(len(part.tokens) for part in group)
-    start = min(part.past - num_seen(part.past, window) for part in group)
-    keys = slice(start, max(part.num_keys for part in group))
-    rows = np.full((last - first + 1, width), -1, np.int64)
-    for part in group:
-        begin = starts[part.place]
-        rows[part.place - first, : len(part.tokens)] = np.arange(begin, begin + len(part.tokens))
+    first, last = group[0].reading.place, group[-1].reading.place
+    width = max(rows.num_read for _, rows in group)
+    shown = min(rows.past - num_seen(rows.past, window) for _, rows in group)
+    keys = slice(shown, max(rows.num_keys for _, rows in group))
+    numbers = np.full((last - first + 1, width), -1, np.int64)
+    for reading, rows in group:
+        begin = starts[reading.place]
+        numbers[reading.place - first, : rows.num_read] = np.arange(begin, begin + rows.num_read)
     if len(group) == 1 and width == 1:
         mask = None  # the one row sees all keys that it is shown
     else:
-        mask = _mask(group, first, rows.shape, keys, window, dtype).to(device)
-    return Neighbours(slice(first, last + 1), keys, rows, mask)
+        mask = _mask(group, numbers.shape, keys, window, dtype).to(device)
+    return Neighbours(slice(first, last + 1), keys, numbers, mask)
 
 
-def _mask(  # noqa: PLR0913, PLR0917  as above
+def _mask(
     group: Sequence[Part],
-    first: int,
     shape: tuple[int, ...],
     keys: slice,
     window: int | None,
@@ -206,23 +319,10 @@ def _mask(  # noqa: PLR0913, PLR0917  as above
 
     Rows that only pad see all keys: what they give is dropped.
     """
-    lowest = torch.finfo(dtype).min
     mask = torch.zeros(*shape, keys.stop - keys.start, dtype=dtype)
-    for part in group:
-        own = mask[part.place - first, : len(part.tokens)]
-        behind = part.past - keys.start
-        own[:, behind:] = lowest
-        among = own[:, behind : behind + len(part.tokens)]
-        among.masked_fill_(torch.from_numpy(_visible(part)), 0.0)
-        if window is not None:
-            rows = torch.from_numpy(part.positions)
-            columns = torch.cat([torch.arange(keys.start, part.past), rows])
-            hidden = rows[:, None] - columns[None, :] >= window
-            own[:, : len(columns)].masked_fill_(hidden, lowest)
+    for reading, rows in group:
+        own = mask[reading.place - group[0].reading.place, : rows.num_read]
+        end = rows.num_keys - keys.start
+        own[:, end:] = lowest(dtype)
+        rows.hide(own[:, :end], keys.start, window)
     return mask[:, None]
-
-
-def _visible(part: Part) -> NDArray[np.bool_]:
-    if part.layout is not None:
-        return part.layout.visible
-    return np.tri(len(part.tokens), dtype=np.bool_)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.errors import OutOfMemoryError, UncroppableCacheError
-from decoder.model.attention import TreeRows
 from decoder.model.cache import TreeCache
 from decoder.model.states import States
+from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import UserModel
 from decoder.sampling.verification import Choices, Selection
 from retriever.drafter import TokenIds
@@ -56,6 +56,12 @@ class Reading:
             return np.arange(-1, len(self.tokens) - 1)
         return np.concatenate([np.array([-1]), self.tree.parents + 1])
 
+    def rows(self, past: int) -> TreeRows:
+        """Return its rows behind `past` tokens of the sequence."""
+        if self.tree is None:
+            return TreeRows.in_line(len(self.tokens), past)
+        return TreeRows.of(self.parents.tolist(), past)
+
 
 class Read(NamedTuple):
     """What a reading brings.
@@ -84,25 +90,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Passes(Protocol):
     """A model with its state of one sequence."""
 
-    def read(
-        self,
-        tokens: TokenIds,
-        rows: TreeRows | None,
-        positions: NDArray[np.int64],
-        num_logits: int,
-    ) -> tuple[torch.Tensor, States]:
-        """Run tokens, int32[n] at positions int64[n], through the model, behind its state.
-
-        Args:
-            tokens: of the pass.
-            rows: of a tree; `None` where each token sees those before it.
-            positions: of the tokens in their sequence.
-            num_logits: after how many of the last tokens logits are wanted.
-
-        Returns:
-            [num_logits, vocabulary], the logits after the last so many tokens, and the states
-            that are tapped.
-        """
+    def read(self, reading: Reading, past: int) -> Read:
+        """Read behind the `past` tokens of its state."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -173,34 +162,34 @@ class CachedPasses:
     Args:
         model: the model to run.
         cache: of its sequence.
+        takes_trees: whether masks of trees are made here; otherwise drafts are chains.
     """
 
-    def __init__(self, model: UserModel, cache: TreeCache | ChainCache) -> None:
+    def __init__(
+        self, model: UserModel, cache: TreeCache | ChainCache, *, takes_trees: bool
+    ) -> None:
         self._model = model
         self.cache = cache
+        self._takes_trees = takes_trees
 
-    def read(
-        self,
-        tokens: TokenIds,
-        rows: TreeRows | None,
-        positions: NDArray[np.int64],
-        num_logits: int,
-    ) -> tuple[torch.Tensor, States]:
-        """See `Passes`."""
-        model = self._model
+    def read(self, reading: Reading, past: int) -> Read:
+        """See `Passes`; a chain's mask is made by the model itself."""
+        model, num_rows = self._model, len(reading.tokens)
+        rows = None if reading.tree is None or num_rows == 1 else reading.rows(past)
+        positions = np.arange(past, past + num_rows) if rows is None else rows.positions
         options: dict[str, Any] = {}
         if model.takes("position_ids"):
             options["position_ids"] = torch.from_numpy(positions)[None].to(model.device)
         if model.takes("logits_to_keep"):
-            options["logits_to_keep"] = num_logits
+            options["logits_to_keep"] = reading.num_logits
         with self.cache.written() as states:
             output = model.run(
-                rows,
+                rows if self._takes_trees else None,
                 states,
-                input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(model.device),
+                input_ids=torch.from_numpy(reading.tokens)[None].long().to(model.device),
                 **options,
             )
-        return output.logits[0, -num_logits:], model.states
+        return Read(output.logits[0, -reading.num_logits :], model.states)
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -232,24 +221,22 @@ class PlainPasses:
         self._tokens: list[int] = []
         self._state: dict[str, Any] | None = None
 
-    def read(
-        self, tokens: TokenIds, _rows: TreeRows | None, _: NDArray[np.int64], num_logits: int
-    ) -> tuple[torch.Tensor, States]:
+    def read(self, reading: Reading, _past: int) -> Read:
         """See `Passes`."""
         model: Any = self._model.model
-        self._tokens.extend(tokens.tolist())
+        self._tokens.extend(reading.tokens.tolist())
         is_first = self._state is None
         state = self._begin() if self._state is None else self._state
         self._state = None  # a pass that fails leaves it half written
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([self._tokens], device=model.device),
-            next_sequence_length=None if is_first else len(tokens),
+            next_sequence_length=None if is_first else len(reading.tokens),
             is_first_iteration=is_first,
             **state,
         )
         output = self._model.run_prepared(inputs)
         self._state = model._update_model_kwargs_for_generation(output, state)  # noqa: SLF001
-        return output.logits[0, -num_logits:], self._model.states
+        return Read(output.logits[0, -reading.num_logits :], self._model.states)
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -281,42 +268,6 @@ class PlainPasses:
         mode = GenerationMode.GREEDY_SEARCH
         model._prepare_cache_for_generation(config, state, mode, 1, 0)  # noqa: SLF001
         return state
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeLayout:
-    """The rows of one verification pass: the last committed token, then the tree's nodes.
-
-    Attributes:
-        visible: bool[1+N, 1+N], whether a row sees a column: the last committed token, its
-            own ancestors and itself, and nothing else.
-        depths: int64[1+N], distance of each row from the last committed token. Positions
-            follow from it, so siblings share one.
-    """
-
-    visible: NDArray[np.bool_]
-    depths: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, tree: DraftTree) -> Self:
-        """Lay out a tree."""
-        visible = np.eye(len(tree) + 1, dtype=np.bool_)
-        visible[:, 0] = True
-        for row, parent in enumerate(tree.parents.tolist(), start=1):
-            visible[row] |= visible[parent + 1]
-        return cls(visible, visible.sum(axis=1) - 1)
-
-    def rows(self, past: int, num_rows: int | None = None, window: int | None = None) -> TreeRows:
-        """Return the last rows, by default all, of a pass behind a context of `past` tokens.
-
-        Args:
-            past: tokens of the context.
-            num_rows: of the pass.
-            window: see `TreeRows`.
-        """
-        first = 0 if num_rows is None else len(self.depths) - num_rows
-        visible = torch.from_numpy(self.visible[first:])
-        return TreeRows(visible, torch.from_numpy(self.depths), past, window)
 
 
 def within_depth(tree: DraftTree, max_depth: int) -> DraftTree:

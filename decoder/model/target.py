@@ -19,7 +19,7 @@ from decoder.errors import (
     UnsupportedModelError,
     WeightsNotLoadedError,
 )
-from decoder.model.cache import TreeCache
+from decoder.model.cache import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, TreeCache, num_shared
 from decoder.model.capability_check import (
     FOUND_HERE,
     CannotCheckError,
@@ -50,7 +50,7 @@ from decoder.model.graphs import (
     Windows,
     capture_on,
 )
-from decoder.model.packed import PackedPasses, Part
+from decoder.model.packed import PackedPasses
 from decoder.model.passes import (
     CachedPasses,
     ChainCache,
@@ -58,10 +58,8 @@ from decoder.model.passes import (
     PlainPasses,
     Read,
     Reading,
-    TreeLayout,
     is_out_of_memory,
 )
-from decoder.model.prefixes import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, num_shared
 from decoder.model.products import LeastWeights
 from decoder.model.ranks import led, ranks_of, refuse_shared
 from decoder.model.stamp import ModelWatch, Structure, num_said, weights_of
@@ -232,8 +230,8 @@ class Target:
         """Begin with passes for the drafts that a model can verify."""
         self.capability, self.reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
-        self._window = common_window(self._windows)
-        self._user = UserModel(self._model, pack=self._pack, tapped=self._tapped)
+        window = common_window(self._windows)
+        self._user = UserModel(self._model, pack=self._pack, tapped=self._tapped, window=window)
         self._renew_cache(compatibility)
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
 
@@ -424,6 +422,11 @@ class Target:
     def pads_passes(self) -> bool:
         """Whether passes cost what the next power of two of rows costs."""
         return self._captured is not None and self._captured.is_padding
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows of the widest pass that is captured; `None` where none is."""
+        return MOST_ROWS if self.pads_passes else None
 
     @property
     def selects(self) -> bool:
@@ -866,43 +869,30 @@ class Target:
         """Read for several sequences by a captured pass; `None` where there is none for them."""
         if self._captured is None or (len(readings) > 1 and self._packed is None):
             return None
-        most = max(self._committed[each.place] + len(each.tokens) for each in readings)
-        with within_memory(most):
+        with within_memory(self._longest(readings)):
             return self._captured.read(readings)
 
     @torch.no_grad()
     def _read_alone(self, reading: Reading) -> Read:
         """Read for one sequence, in a pass of its own."""
         past = self._committed[reading.place]
-        layout = None if reading.tree is None else TreeLayout.of(reading.tree)
-        depths = np.arange(len(reading.tokens)) if layout is None else layout.depths
         with within_memory(past + len(reading.tokens)):
-            # A row is causal by itself, and models make a chain's mask themselves.
-            is_tree = len(depths) > 1 and self.capability is Capability.TREES
-            rows = None if layout is None or not is_tree else layout.rows(past, window=self._window)
-            passes = self._places.at(reading.place)
-            read = passes.read(reading.tokens, rows, depths + past, reading.num_logits)
+            read = self._places.at(reading.place).read(reading, past)
         self._note(reading)
-        return Read(*read)
+        return read
 
     @torch.no_grad()
     def _read_together(self, packed: PackedPasses, readings: Sequence[Reading]) -> list[Read]:
         """Read for several sequences, in one pass."""
-        parts = [
-            Part(
-                reading.place,
-                self._committed[reading.place],
-                reading.tokens,
-                None if reading.tree is None else TreeLayout.of(reading.tree),
-                reading.num_logits,
-            )
-            for reading in readings
-        ]
-        with within_memory(max(part.num_keys for part in parts)):
-            read = packed.read(parts)
+        with within_memory(self._longest(readings)):
+            read = packed.read(readings)
         for reading in readings:
             self._note(reading)
-        return [Read(*each) for each in read]
+        return read
+
+    def _longest(self, readings: Sequence[Reading]) -> int:
+        """Return the tokens of the longest sequence in a pass."""
+        return max(self._committed[each.place] + len(each.tokens) for each in readings)
 
     def _note(self, reading: Reading) -> None:
         """Count a piece of a prompt as committed."""
@@ -974,10 +964,12 @@ class _Places:
 
 
 def _passes(model: UserModel, compatibility: Compatibility) -> Passes:
+    takes_trees = compatibility.capability is Capability.TREES
     if compatibility.layers is not None:
-        return CachedPasses(model, TreeCache([window for _, window in compatibility.layers]))
+        cache = TreeCache([window for _, window in compatibility.layers])
+        return CachedPasses(model, cache, takes_trees=takes_trees)
     if compatibility.capability is Capability.CHAINS:
-        return CachedPasses(model, ChainCache(model.model))
+        return CachedPasses(model, ChainCache(model.model), takes_trees=False)
     return PlainPasses(model)
 
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decoder.errors import UnsupportedModelError
-from decoder.model.attention import TreeRows, single_row_mask, tree_attention, tree_mask
+from decoder.model.attention import single_row_mask, tree_attention, tree_mask
 from decoder.model.cache import TreeCache
 from decoder.model.products import (
     LEAST_WEIGHTS,
@@ -35,6 +35,7 @@ from decoder.model.products import (
 )
 from decoder.model.stamp import hooks_of_all, undisturbed
 from decoder.model.states import States, StateTap
+from decoder.model.tree_rows import TreeRows
 
 _EXTRAS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
 """Outputs that a configuration may ask for; some expect a mask or labels, which passes lack."""
@@ -55,6 +56,7 @@ class UserModel:
         model: of transformers.
         pack: whether weights are packed on a CPU, or which.
         tapped: numbers of the states that are kept of each pass, see `decoder.model.states`.
+        window: see `tree_mask`.
 
     Attributes:
         model: as given.
@@ -69,8 +71,10 @@ class UserModel:
         *,
         pack: bool | LeastWeights = True,
         tapped: Iterable[int] = (),
+        window: int | None = None,
     ) -> None:
         self.model = model
+        self._window = window
         least = LEAST_WEIGHTS if pack is True else pack or {}
         self._products = products_of(model, least) if least else None
         numbers = tuple(tapped)
@@ -141,13 +145,13 @@ class UserModel:
             inputs[self._cache_argument] = cache
         if not isinstance(cache, TreeCache):
             return self.run_prepared(inputs)
-        with running(rows):
+        with running(rows, self._window):
             return self.run_prepared(inputs)
 
     def run_base(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
         """Run a pass through all but the output layer; see `run`."""
         inputs |= {"use_cache": True, self._cache_argument: cache}
-        with running(rows):
+        with running(rows, self._window):
             return self._called(self.model.base_model, inputs)
 
     def run_prepared(self, inputs: Mapping[str, Any]) -> Any:
@@ -284,6 +288,7 @@ class _Current(threading.local):
 
     is_pass = False
     rows: TreeRows | None = None
+    window: int | None = None
     windows: set[int | None] | None = None
     products: Multiplier | None = None
 
@@ -292,19 +297,20 @@ _current: Final = _Current()
 
 
 @contextmanager
-def running(rows: TreeRows | None = None) -> Iterator[None]:
+def running(rows: TreeRows | None = None, window: int | None = None) -> Iterator[None]:
     """Attend in the block as passes over a `TreeCache` do, which shows each layer what it may see.
 
     Args:
         rows: of a tree, where the pass is one over a tree and is given no mask.
+        window: see `tree_mask`.
     """
     with _ATTENTION.installed():
-        before = _current.is_pass, _current.rows
-        _current.is_pass, _current.rows = True, rows
+        before = _current.is_pass, _current.rows, _current.window
+        _current.is_pass, _current.rows, _current.window = True, rows, window
         try:
             yield
         finally:
-            _current.is_pass, _current.rows = before
+            _current.is_pass, _current.rows, _current.window = before
 
 
 @contextmanager
@@ -367,7 +373,7 @@ def _sdpa_mask(**options: Any) -> torch.Tensor | None:
     if torch.compiler.is_compiling() or not _current.is_pass:
         return sdpa_mask(**options)
     if _current.rows is not None:
-        return tree_mask(_current.rows, **options)
+        return tree_mask(_current.rows, _current.window, **options)
     if options["q_length"] == 1:
         return single_row_mask(**options)
     if _current.windows is not None:
@@ -378,7 +384,7 @@ def _sdpa_mask(**options: Any) -> torch.Tensor | None:
 def _eager_mask(**options: Any) -> torch.Tensor | None:
     if torch.compiler.is_compiling() or _current.rows is None:
         return eager_mask(**options)
-    return tree_mask(_current.rows, **options)
+    return tree_mask(_current.rows, _current.window, **options)
 
 
 class _StandIns:

@@ -23,6 +23,7 @@ from decoder.errors import OutOfMemoryError, UnsupportedModelError
 from decoder.model.cache import GrowingLayer
 from decoder.model.products import products_of
 from decoder.model.target import within_memory
+from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import multiplying
 from decoder.speculators.eagle import Eagle3Head, EagleHead
 from decoder.speculators.head_files import Head, HeadTarget, load_head
@@ -31,7 +32,7 @@ from indexer.tokenizer import Vocabulary
 from retriever.drafter import TokenIds
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
-from retriever.tree import ROOT, Source
+from retriever.tree import Source
 
 _MOST_STATES: Final = 4096
 """True states that are kept until the head is asked, and the most of a prompt that it reads: of
@@ -339,8 +340,7 @@ class EagleReading:
         self._first = self._end = 0
         self._cache: list[GrowingLayer] = []
         self._hidden = torch.empty(0)
-        self._depths = [0]
-        self._tree = Ancestors()
+        self._rows = TreeRows.of((), 0)
         self._forget()
 
     def learn(self, verified: Verified) -> None:
@@ -362,12 +362,10 @@ class EagleReading:
     @torch.inference_mode()
     def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
         """See `SequenceReader.read`."""
-        rows = [parent + 1 for parent in parents]
-        self._depths.extend([self._depths[row] + 1 for row in rows])
-        visible = self._tree.extended(parents)
-        positions = [self._end - 1 + depth for depth in self._depths[-len(rows) :]]
+        self._rows = self._rows.extended(parents)
+        before = self._hidden[[parent + 1 for parent in parents]]
         with self._translated(), multiplying(self._products):
-            hidden = self._step(tokens, self._hidden[rows], positions, visible)
+            hidden = self._step(tokens, before, self._rows)
             self._hidden = torch.cat([self._hidden, hidden])
             return self._head.logits(hidden)
 
@@ -385,8 +383,7 @@ class EagleReading:
         for layer in self._cache:
             layer.truncate(self._end - self._first)
         self._hidden = self._hidden[:1]
-        self._depths = [0]
-        self._tree = Ancestors()
+        self._rows = TreeRows.of((), self._end)
 
     def _check_length(self) -> None:
         most = self._speculator.max_length
@@ -409,59 +406,36 @@ class EagleReading:
         most = self._speculator.most_rows
         for begin in range(0, len(tokens), most):
             piece = tokens[begin : begin + most]
-            positions = list(range(self._end, self._end + len(piece)))
-            visible = np.tri(len(piece), dtype=np.bool_)
-            read = self._step(piece, projected[begin : begin + most], positions, visible)
+            rows = TreeRows.in_line(len(piece), self._end)
+            read = self._step(piece, projected[begin : begin + most], rows)
             self._end += len(piece)
         self._hidden = read[-1:]
+        self._rows = TreeRows.of((), self._end)
 
-    def _step(
-        self,
-        tokens: list[int],
-        hidden: torch.Tensor,
-        positions: list[int],
-        visible: NDArray[np.bool_],
-    ) -> torch.Tensor:
+    def _step(self, tokens: list[int], hidden: torch.Tensor, rows: TreeRows) -> torch.Tensor:
         """Return [n, hidden size], the outputs for n rows behind the keys and values.
 
         Args:
             tokens: of the rows.
             hidden: [n, hidden size], the states that they are paired with.
-            positions: of the rows.
-            visible: bool[n, m], which of the last m rows, these included, each one sees; all
-                true pairs before them are in its sight unless a window ends.
+            rows: where they stand and what they see.
         """
         device = hidden.device
         embedding: Any = self._head.embed_tokens
         embedded = embedding(torch.tensor([tokens], device=device))
         rotation: Any = self._head.rotary_emb
-        rotation.reserve(max(positions) + 1, embedded)
+        rotation.reserve(int(rows.positions.max()) + 1, embedded)
+        positions = torch.from_numpy(rows.positions)[None].to(device)
         return self._head.step(
-            embedded,
-            hidden[None],
-            torch.tensor([positions], device=device),
-            self._mask(positions, visible, hidden),
-            self._cache,
+            embedded, hidden[None], positions, self._mask(rows, hidden), self._cache
         )[0]
 
-    def _mask(
-        self, positions: list[int], visible: NDArray[np.bool_], hidden: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _mask(self, rows: TreeRows, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return [1, 1, n, keys], added to the scores; `None` where a row sees all."""
-        past, window = self._end - self._first, self._window
-        is_windowed = window is not None and positions[-1] - self._first >= window
-        if visible.shape == (1, 1) and not is_windowed:
+        if rows.sees_all(self._first, self._window):
             return None
-        rows, width = visible.shape
-        lowest = torch.finfo(hidden.dtype).min
-        mask = torch.zeros(rows, past + width, dtype=hidden.dtype, device=hidden.device)
-        mask[:, past:].masked_fill_(torch.from_numpy(~visible).to(hidden.device), lowest)
-        if window is not None and is_windowed:
-            own = np.array(positions)
-            known = np.array([self._end - 1 + depth for depth in self._depths[1:]] or own)
-            keys = np.concatenate([np.arange(self._first, self._end), known])
-            hides = own[:, None] - keys[None, :] >= window
-            mask.masked_fill_(torch.from_numpy(hides).to(hidden.device), lowest)
+        mask = hidden.new_zeros(rows.num_read, rows.num_keys - self._first)
+        rows.hide(mask, self._first, self._window)
         return mask[None, None]
 
     @contextmanager
@@ -477,31 +451,6 @@ class EagleReading:
         except OutOfMemoryError as error:
             self._forget()
             raise DrafterUnavailableError("memory did not suffice for its draft") from error
-
-
-class Ancestors:
-    """Which rows of a tree see which: their ancestors and themselves."""
-
-    def __init__(self) -> None:
-        self._visible = np.zeros((0, 0), np.bool_)
-        self._count = 0
-
-    def extended(self, parents: list[int]) -> NDArray[np.bool_]:
-        """Add rows and return bool[n, m], what they see of all m rows so far.
-
-        Args:
-            parents: of the rows, by their numbers here, or `ROOT`.
-        """
-        before, self._count = self._count, self._count + len(parents)
-        if self._count > len(self._visible):
-            grown = np.zeros((2 * self._count, 2 * self._count), np.bool_)
-            grown[:before, :before] = self._visible[:before, :before]
-            self._visible = grown
-        for row, parent in enumerate(parents, start=before):
-            if parent != ROOT:
-                self._visible[row] = self._visible[parent]
-            self._visible[row, row] = True
-        return self._visible[before : self._count, : self._count]
 
 
 class MlpReading:

@@ -63,6 +63,7 @@ from decoder.errors import (
     WeightsNotLoadedError,
 )
 from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
+from decoder.model.cache import Prefix
 from decoder.model.capability_check import FOUND_HERE
 from decoder.model.compatibility import (
     Capability,
@@ -70,7 +71,6 @@ from decoder.model.compatibility import (
     num_embeddings,
     tell_once,
 )
-from decoder.model.prefixes import Prefix
 from decoder.model.stamp import Structure, num_said, version_of
 from decoder.model.target import Target
 from decoder.model.user_model import generating

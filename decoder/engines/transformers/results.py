@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.engines.transformers.prompt_rows import PromptRow
 from decoder.engines.transformers.requests import Call
-from decoder.model.prefixes import LayerStates, Prefix
+from decoder.model.cache import LayerStates, Prefix
 from decoder.model.user_model import taken_by
 
 

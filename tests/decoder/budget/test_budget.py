@@ -89,6 +89,18 @@ def test_a_drafter_is_asked_for_no_more_than_could_pay() -> None:
     assert len(knee.share([tree_with([1.0] * 7)], Load.of(0), 0.0)[0]) == 3
 
 
+@pytest.mark.parametrize(("most_rows", "room"), [(None, 12), (9, 7), (5, 3), (2, 0), (1, 0)])
+def test_no_more_nodes_are_shared_out_than_there_is_room_for(
+    most_rows: int | None, room: int
+) -> None:
+    budget = MeasuredBudget(CostSurface.flat((1, 8), (1.0, 1.0)))
+    load = Load((5, 5), most_rows=most_rows)
+    assert budget.ask(load) == min(room, 7)
+    shares = budget.share([tree_with([0.9] * 6), tree_with([0.8] * 6)], load, 0.0)
+    assert sum(map(len, shares)) == room
+    assert budget.ask(Load((5,), num_read=20, most_rows=20)) == 0
+
+
 def test_a_drafter_is_asked_for_twice_of_what_paid_of_late() -> None:
     free = CostSurface.flat((1, 256), (1.0, 1.0))
     budget = MeasuredBudget(free)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from decoder.errors import UnsupportedModelError
 from decoder.model import target as target_module
 from decoder.model.compatibility import Capability, Compatibility
-from decoder.model.passes import TreeLayout
 from decoder.model.target import Target
+from decoder.model.tree_rows import TreeRows
 from tests.decoder.model.test_capability_check import siblings_visible
 from tests.oracles.exactness import architecture_check
 from tests.oracles.exactness import architectures as command
@@ -82,7 +82,7 @@ def test_hostile_drafts_leave_the_output_as_it_is(architecture: str) -> None:
 
 @pytest.mark.usefixtures("_right_drafts_alone")
 def test_a_planted_error_shows_in_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TreeLayout, "rows", siblings_visible)
+    monkeypatch.setattr(TreeRows, "of", siblings_visible)
     monkeypatch.setattr(Target, "_check", lambda *_: None)
     found = examined("llama")
     assert found.verifies == "trees"

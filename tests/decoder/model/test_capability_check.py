@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -26,13 +25,14 @@ from decoder.budget.cost_store import CostStore
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
 from decoder.model import capability_check
 from decoder.model import target as target_module
-from decoder.model.attention import TreeRows, tree_mask
+from decoder.model.attention import tree_mask
 from decoder.model.cache import GrowingLayer, TreeCache
 from decoder.model.capability_check import FOUND_HERE, Verdict
 from decoder.model.compatibility import Capability
-from decoder.model.passes import CachedPasses, PlainPasses, TreeLayout
+from decoder.model.passes import PlainPasses, Reading
 from decoder.model.target import Target
-from retriever.tree import DraftTree
+from decoder.model.tree_rows import TreeRows
+from decoder.model.user_model import UserModel
 from tests.decoder.decoding import (
     SIZES,
     ScriptedDrafter,
@@ -185,21 +185,20 @@ def test_states_that_cannot_hold_trees_keep_what_they_promise(
     assert Target(make()).capability is capability
 
 
-def siblings_visible(layout: TreeLayout, past: int, **_: int | None) -> TreeRows:
-    causal = torch.from_numpy(np.tri(len(layout.depths), dtype=np.bool_))
-    return TreeRows(causal, torch.from_numpy(layout.depths), past)
+OF = TreeRows.of
 
 
-def without_window(rows: TreeRows, **options: Any) -> torch.Tensor | None:
-    return tree_mask(
-        replace(rows, window=None), **{**options, "mask_function": causal_mask_function}
-    )
+def siblings_visible(parents: Sequence[int], past: int) -> TreeRows:
+    rows = OF(parents, past)
+    return replace(rows, visible=np.tri(len(parents), dtype=np.bool_))
 
 
-class BySlot:
-    @staticmethod
-    def of(tree: DraftTree) -> TreeLayout:
-        return TreeLayout(TreeLayout.of(tree).visible, np.arange(len(tree) + 1))
+def by_slot(parents: Sequence[int], past: int) -> TreeRows:
+    return replace(OF(parents, past), depths=np.arange(len(parents)))
+
+
+def without_window(rows: TreeRows, _: int | None = None, **options: Any) -> torch.Tensor | None:
+    return tree_mask(rows, **{**options, "mask_function": causal_mask_function})
 
 
 def path_in_place(self: TreeCache, start: int, slots: torch.Tensor) -> None:
@@ -212,8 +211,8 @@ def nothing_dropped(_: GrowingLayer, __: int) -> None:
 
 Plant = tuple[object, str, object]
 PLANTED: dict[str, Plant] = {
-    "siblings are seen": (TreeLayout, "rows", siblings_visible),
-    "positions by slot": (target_module, "TreeLayout", BySlot),
+    "siblings are seen": (TreeRows, "of", siblings_visible),
+    "positions by slot": (TreeRows, "of", by_slot),
     "a path stays where it lay": (TreeCache, "keep", path_in_place),
 }
 
@@ -247,14 +246,12 @@ def test_rejected_tokens_that_stay_leave_no_drafts(
 
 
 def test_positions_off_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = CachedPasses.read
+    run = UserModel.run
 
-    def shifted(
-        self: CachedPasses, tokens: Any, rows: Any, positions: NDArray[np.int64], num_logits: int
-    ) -> Any:
-        return read(self, tokens, rows, positions + (positions > 10), num_logits)
+    def shifted(self: UserModel, *given: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
+        return run(self, *given, position_ids=position_ids + (position_ids > 10), **inputs)
 
-    monkeypatch.setattr(CachedPasses, "read", shifted)
+    monkeypatch.setattr(UserModel, "run", shifted)
     assert Target(tiny_gemma()).capability is Capability.PLAIN
 
 
@@ -263,8 +260,8 @@ def test_a_model_that_cannot_be_decoded_plainly_is_refused_by_name(
 ) -> None:
     read = PlainPasses.read
 
-    def repeated(self: PlainPasses, tokens: Any, *others: Any) -> Any:
-        return read(self, np.full_like(tokens, 5), *others)
+    def repeated(self: PlainPasses, reading: Reading, past: int) -> Any:
+        return read(self, replace(reading, tokens=np.full_like(reading.tokens, 5)), past)
 
     monkeypatch.setattr(PlainPasses, "read", repeated)
     with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM .* differs from generate"):

@@ -26,27 +26,30 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decoder.budget.budget import FixedBudget
+from decoder.budget.budget import FixedBudget, MeasuredBudget
+from decoder.budget.costs import CostSurface
 from decoder.budget.pass_timing import measure_costs
 from decoder.contenders.contender import DrawnByPrompt
 from decoder.errors import OutOfMemoryError
 from decoder.loop import Decoder, Request
-from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
 from decoder.model import target as target_module
-from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
+from decoder.model.attention import tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
 from decoder.model.capability_check import agree
 from decoder.model.compatibility import Capability, Compatibility, compatibility_of
 from decoder.model.graphs import (
     CapturedPasses,
     CaptureMaker,
+    Grid,
     Inputs,
     Laid,
     Output,
     Shape,
+    SplitMask,
     _choice_table,
     capture_on,
+    split_over_keys,
 )
 from decoder.model.passes import Read, Reading
 from decoder.model.states import FINAL
@@ -482,6 +485,31 @@ def test_passes_wider_than_any_shape_run_eagerly(monkeypatch: pytest.MonkeyPatch
     assert Counted.functions
 
 
+def test_measured_budgets_ask_for_no_pass_that_is_too_wide_to_be_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Costs are those of captured passes, and behind the widest of them they leap."""
+    for module in (passes_module, target_module):
+        monkeypatch.setattr(module, "MOST_ROWS", 32)
+    widths, read = list[int](), CapturedPasses.read
+
+    def noted(self: CapturedPasses, readings: Sequence[Reading]) -> list[Read] | None:
+        found = read(self, readings)
+        if any(each.tree is not None for each in readings):
+            widths.append(sum(len(each.tokens) for each in readings))
+            assert found is not None
+        return found
+
+    monkeypatch.setattr(CapturedPasses, "read", noted)
+    rng = np.random.default_rng(0)
+    drafter = ScriptedDrafter(lambda _, most: random_tree(rng, most))
+    free = MeasuredBudget(CostSurface.flat((1, 32), (1.0, 1.0)))
+    decoder = Decoder(Target(tiny_llama(), capture=Uncaptured, verdicts=None), drafter, free)
+    requests = [Request(prompt_of(length, seed=length), 25) for length in (70, 5, 200, 3, 17, 30)]
+    assert sum(len(tokens) for _, tokens in decoder.generate_many(requests, 4)) == 6 * 25
+    assert max(widths) == 32
+
+
 def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     Counted.functions.clear()
@@ -663,7 +691,7 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
     num_keys: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention_module, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(passes_module, "_MOST_SCORES", most_scores)
     torch.manual_seed(0)
     shape = Shape(3, 64, 16, num_keys)
     inputs = Inputs(shape, torch.device("cpu"))
@@ -720,13 +748,13 @@ def test_captured_passes_that_are_wrong_for_several_are_not_used(
 def test_no_key_of_the_context_is_copied(
     shape: Shape, num_places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attended, found = attention_module._attended_to, []
+    attended, found = passes_module._attended_to, []
 
     def noted(runs: Any, queries: torch.Tensor, scale: float) -> Any:
         found.extend(runs[:1])
         return attended(runs, queries, scale)
 
-    monkeypatch.setattr(attention_module, "_attended_to", noted)
+    monkeypatch.setattr(passes_module, "_attended_to", noted)
     inputs = Inputs(shape, torch.device("cpu"))
     inputs.fill([Reading.of(0, 1, random_tree(np.random.default_rng(0), 3))], [5, 0, 0])
     mask = SplitMask.of(Laid.of(inputs.numbers, shape, 16).grid, None, 8, 16, torch.float32)
@@ -740,12 +768,12 @@ def test_attention_with_an_unknown_option_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Passes run eagerly, as where capturing fails; there, transformers' attention is asked."""
-    split = attention_module._split_attention
+    split = SplitMask.attend
 
     def capped(*args: Any, **options: Any) -> Any:
         return split(*args, **options, softcap=50.0)
 
-    monkeypatch.setattr(attention_module, "_split_attention", capped)
+    monkeypatch.setattr(SplitMask, "attend", capped)
     assert largest_error_of_many(unlimited("llama"), Uncaptured, 4) <= 1
     [record] = caplog.records
     assert "attention with softcap is not divided by keys" in record.getMessage()

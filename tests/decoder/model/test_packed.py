@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decoder.model import attention
 from decoder.model import packed as packed_module
 from decoder.model.cache import TreeCache
 from decoder.model.packed import PackedPasses, Part, grouped
@@ -104,7 +103,7 @@ def test_layers_with_options_of_their_own_attend_by_groups_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """transformers' own function reads these; here it is made to read all."""
-    monkeypatch.setattr(attention, "_refused", lambda _: ["sinks"])
+    monkeypatch.setattr(packed_module, "refused_options", lambda _: ["sinks"])
     assert largest_error(tiny_gemma(dtype=torch.float64)) <= 1
 
 
@@ -119,8 +118,8 @@ def _mask_of_a_neighbour(group: Sequence[Part], *rest: Any) -> torch.Tensor:
     return ORIGINAL(group, *rest).roll(1, 0)
 
 
-def _rows_mixed_up(self: PackedPasses, parts: Sequence[Part]) -> Any:
-    read = READ(self, parts)
+def _rows_mixed_up(self: PackedPasses, readings: Sequence[Reading]) -> Any:
+    read = READ(self, readings)
     return [*read[1:], read[0]]
 
 
@@ -134,12 +133,12 @@ def _slots_of_a_neighbour(self: PackedPasses, parts: Sequence[Part]) -> torch.Te
 SLOTS = PackedPasses._slots
 
 
-def _dealt_to_a_neighbour(*arguments: Any) -> attention.Dealing:
+def _dealt_to_a_neighbour(*arguments: Any) -> packed_module.Dealing:
     dealing = DEAL(*arguments)
     return replace(dealing, taken=dealing.taken.roll(1))
 
 
-DEAL = attention.Dealing.of
+DEAL = packed_module.Dealing.of
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ DEAL = attention.Dealing.of
         (packed_module, "_mask", _mask_of_a_neighbour),
         (PackedPasses, "read", _rows_mixed_up),
         (PackedPasses, "_slots", _slots_of_a_neighbour),
-        (attention.Dealing, "of", _dealt_to_a_neighbour),
+        (packed_module.Dealing, "of", _dealt_to_a_neighbour),
     ],
 )
 def test_a_planted_error_is_found(
@@ -203,7 +202,8 @@ def test_places_keep_what_they_hold_when_others_grow_or_come() -> None:
 
 
 def _part(place: int, past: int, num_tokens: int) -> Part:
-    return Part(place, past, np.zeros(num_tokens, np.int32), None, 1)
+    reading = Reading(place, np.zeros(num_tokens, np.int32))
+    return Part(reading, reading.rows(past))
 
 
 def test_like_sequences_attend_together_and_others_alone() -> None:
@@ -211,6 +211,7 @@ def test_like_sequences_attend_together_and_others_alone() -> None:
     assert list(grouped(alike)) == [alike]
     wide = [*alike[:2], _part(2, 300, 64), alike[3]]
     assert [len(group) for group in grouped(wide)] == [2, 1, 1]
+    assert [len(group) for group in grouped(wide, packed_module._LAUNCHES)] == [4]
     assert list(grouped([])) == []
 
 

@@ -12,8 +12,8 @@ from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder, Request
 from decoder.model import target as target_module
+from decoder.model.cache import Prefix, PrefixStore, num_shared
 from decoder.model.passes import Reading
-from decoder.model.prefixes import Prefix, PrefixStore, num_shared
 from decoder.model.target import Target
 from tests.decoder.decoding import (
     MODELS,

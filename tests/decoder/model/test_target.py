@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -6,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from decoder.model import target as target_module
-from decoder.model.attention import TreeRows, tree_mask
+from decoder.model.attention import tree_mask
 from decoder.model.cache import GrowingLayer, TreeCache
-from decoder.model.passes import CachedPasses, TreeLayout, within_depth
+from decoder.model.passes import CachedPasses, within_depth
 from decoder.model.target import Target
+from decoder.model.tree_rows import TreeRows
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import MODELS, VOCABULARY, prompt_of, random_tree, tree_of
 from tests.decoder.rounding import SHOWN, Rounding
@@ -64,13 +66,15 @@ def test_every_node_sees_its_path_and_nothing_else(name: str, attention: str, le
             assert largest_error(model, prompt_of(length), tree, coarsest) <= 1
 
 
-def with_siblings_visible(layout: TreeLayout, past: int, **_: int | None) -> TreeRows:
-    causal = torch.from_numpy(np.tri(len(layout.depths), dtype=np.bool_))
-    return TreeRows(causal, torch.from_numpy(layout.depths), past)
+OF = TreeRows.of
 
 
-def windowed_by_slot(layout: TreeLayout, past: int, **_: int | None) -> TreeRows:
-    return TreeRows(torch.from_numpy(layout.visible), torch.arange(len(layout.depths)), past)
+def with_siblings_visible(parents: Sequence[int], past: int) -> TreeRows:
+    return replace(OF(parents, past), visible=np.tri(len(parents), dtype=np.bool_))
+
+
+def positions_by_slot(parents: Sequence[int], past: int) -> TreeRows:
+    return replace(OF(parents, past), depths=np.arange(len(parents)))
 
 
 @pytest.mark.parametrize(
@@ -78,33 +82,23 @@ def windowed_by_slot(layout: TreeLayout, past: int, **_: int | None) -> TreeRows
     [
         ("llama", with_siblings_visible),
         ("gemma", with_siblings_visible),
-        ("gemma", windowed_by_slot),
+        ("llama", positions_by_slot),
+        ("gemma", positions_by_slot),
     ],
 )
 def test_planted_mask_error_is_caught(
     name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TreeLayout, "rows", planted)
+    monkeypatch.setattr(TreeRows, "of", planted)
     assert largest_error(MODELS[name](dtype=torch.float64), prompt_of(12), FORKED) > SHOWN
 
 
 def test_a_mask_that_leaves_out_the_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_window(rows: TreeRows, **options: Any) -> torch.Tensor | None:
+    def without_window(rows: TreeRows, _: object, **options: Any) -> torch.Tensor | None:
         return tree_mask(rows, **{**options, "mask_function": causal_mask_function})
 
     monkeypatch.setattr("decoder.model.user_model.tree_mask", without_window)
     assert largest_error(MODELS["gemma"](dtype=torch.float64), prompt_of(12), FORKED) > SHOWN
-
-
-class BySlot:
-    @staticmethod
-    def of(tree: DraftTree) -> TreeLayout:
-        return TreeLayout(TreeLayout.of(tree).visible, np.arange(len(tree) + 1))
-
-
-def test_planted_positions_by_slot_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "TreeLayout", BySlot)
-    assert largest_error(MODELS["llama"](dtype=torch.float64), prompt_of(12), FORKED) > SHOWN
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,6 @@
 """A head's reading of a sequence: its bounds, its gaps, its failures; and errors are noticed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from decoder.drafters.following import Verified
 from decoder.model.states import FINAL
+from decoder.model.tree_rows import TreeRows
 from decoder.speculators.eagle import (
     DraftLayer,
     Eagle3Head,
@@ -19,7 +20,6 @@ from decoder.speculators.eagle import (
     unrolled_mask,
 )
 from decoder.speculators.speculator import (
-    Ancestors,
     RotationTable,
     Speculator,
     TrueStates,
@@ -306,8 +306,13 @@ def _rejected_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _siblings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    extended = Ancestors.extended
-    monkeypatch.setattr(Ancestors, "extended", lambda self, parents: extended(self, parents) | True)
+    extended = TreeRows.extended
+
+    def all_seen(self: TreeRows, parents: Sequence[int]) -> TreeRows:
+        rows = extended(self, parents)
+        return replace(rows, visible=np.ones_like(rows.visible))
+
+    monkeypatch.setattr(TreeRows, "extended", all_seen)
 
 
 def _no_norm_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
