@@ -360,17 +360,17 @@ class Generation:
         if self.error is not None:
             raise self.error
 
-    def hear(self, tokens: list[int], *, is_over: bool, error: str | None) -> None:
-        """Take in what the process that decides made of a pass; see `decoder.model.ranks`."""
-        if tokens:
-            self._sequence.extend(tokens)
-            self.statistics.record(DraftTree.empty(), np.empty(0, np.int64), len(tokens))
-            if self._on_token is not None:
-                deque(map(self._on_token, tokens), maxlen=0)
-            first_stop(tokens, (), self._watch.stop_rule)  # it keeps the text; its answer was given
+    def take(self, tokens: list[int], statistics: Statistics, error: str | None) -> None:
+        """Take over what another process decoded; see `decoder.model.ranks`."""
+        self._sequence.extend(tokens)
+        self.statistics.add(statistics)
+        if self._on_token is not None:
+            deque(map(self._on_token, tokens), maxlen=0)
+        if tokens:  # the rule keeps the text; its answer was given
+            first_stop(tokens, (), self._watch.stop_rule)
         if error is not None:
             self.fail(DecoderError(error))
-        self.is_over = is_over
+        self.is_over = True
 
     # The loop calls what follows.
 
@@ -487,7 +487,7 @@ class Generation:
 def _decoded(
     decoder: Decoder, waiting: Iterator[Generation], num_places: int
 ) -> Iterator[tuple[Generation, list[int]]]:
-    """Decode; of processes that share a model, the first does and the others hear of it."""
+    """Decode; of processes that share a model the first does, and the others get its outputs."""
 
     def steps(waiting: Iterator[Generation]) -> Iterator[tuple[Generation, list[int]]]:
         return _batch(decoder, waiting, num_places).steps()

@@ -89,15 +89,7 @@ def measure_costs(
 
 def decided(target: Target, find: Callable[[], CostSurface]) -> CostSurface:
     """Return what is found, by the first of the processes that share the target's model."""
-    if target.ranks is None:
-        return find()
-
-    def plain() -> list[object]:
-        found = find()
-        return [found.contexts, found.widths, found.seconds]
-
-    contexts, widths, seconds = target.ranks.decided(plain, target)
-    return CostSurface(tuple(contexts), tuple(widths), tuple(map(tuple, seconds)))
+    return find() if target.ranks is None else target.ranks.decided(find, target)
 
 
 def _measured(

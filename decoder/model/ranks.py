@@ -1,24 +1,23 @@
-"""Processes that share the passes of one model: the first decides, the others do as it says.
+"""Processes that share the passes of one model: the first drives, the others serve.
 
 Where a model's weights are divided over processes, each pass is one of all of them, and all must
 read the same. What a draft is, how much of it pays, which token is drawn and when a sequence ends
 depends on clocks, on what a drafter has seen and on random numbers, which differ from process to
-process. So one process alone runs the decoding loop. Whatever it asks of its target it tells the
-others, which ask it of theirs; and it tells them the tokens that came of it.
+process. So one process alone runs the decoding loop. What it asks of its target it tells the
+others, which ask it of theirs; and they get the output of a sequence when that is over.
 
-What changes no weights' product waits for the next pass, so a step sends one message.
+A call that multiplies no weights waits for the next pass, so a step sends one message.
 """
 
-import json
+import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -31,161 +30,163 @@ from decoder.errors import (
     SharedPassError,
     UnsupportedModelError,
 )
-from decoder.model.passes import Reading
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
-from retriever.tree import DraftTree
 
-_FRAME: Final = 4096
-"""Bytes of a message that goes in one piece: a step of eight sequences with trees of 64 nodes."""
-
-_HEAD: Final = 4
-"""Bytes that say how long a message is."""
+_FRAME: Final = 16_384
+"""Bytes of a message that goes in one broadcast: a step of eight sequences with trees of 64 nodes
+takes 11 kB. A second broadcast takes as long as the first; over gloo 64 kB take as long as 4."""
 
 _SILENCE: Final = timedelta(days=1)
 """How long a process waits for the first one, which may itself wait for its user. A process that
 ends is noticed at once."""
 
-_END: Final = "end"
-_NOTE: Final = "note"
-_BEGUN: Final = "begun"
-_TOKENS: Final = "tokens"
+_LAZY: Final = frozenset(("renew", "reset", "resume", "forget", "rewind", "commit_all", "drop"))
+"""What a target does by itself: the others are told with the next pass."""
 
-_OWN: Final = frozenset(("renew", "reset", "resume", "forget", "rewind", "commit_all", "drop"))
-"""What a target does by itself: the others may hear of it with the next pass."""
-
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
-_T = TypeVar("_T", bound="_Led")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Sequences(Protocol):
-    """A sequence that is decoded: `decoder.loop.Generation`."""
+class SharedSequence(Protocol):
+    """A sequence that is decoded: `decoder.loop.Generation`.
+
+    Attributes:
+        error: what ended it too early.
+        is_over: whether there is nothing more to come.
+        statistics: counts and times, `decoder.observation.Statistics`.
+    """
 
     error: Exception | None
     is_over: bool
+    statistics: Any
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], what is committed."""
+        """int32[n], the prompt and what is committed."""
         ...
 
-    def hear(self, tokens: list[int], *, is_over: bool, error: str | None) -> None:
-        """Take in what the first process made of a pass."""
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another token is to come."""
+        ...
+
+    def take(self, tokens: list[int], statistics: Any, error: str | None) -> None:
+        """Take over what another process decoded."""
         ...
 
 
-_S = TypeVar("_S", bound=Sequences)
+_S = TypeVar("_S", bound=SharedSequence)
 _Steps = Iterator[tuple[_S, list[int]]]
 
 
-class Channel(Protocol):
-    """Carries bytes from the first process to all others, in order."""
+class _Output(NamedTuple):
+    """What the first process made of a sequence: its tokens begin with the prompt."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that sends."""
-        ...
+    tokens: TokenIds
+    statistics: Any
+    error: str | None
+    is_unfinished: bool
 
-    def send(self, message: bytes) -> None:
-        """Send a message to all others."""
-        ...
-
-    def receive(self) -> bytes:
-        """Wait for the next message of the first process."""
-        ...
+    @classmethod
+    def of(cls, sequence: SharedSequence) -> "_Output":
+        error = None if sequence.error is None else reason_of(sequence.error)
+        return cls(sequence.tokens, sequence.statistics, error, sequence.is_wanted)
 
 
-class GroupChannel:
-    """Carries bytes over a process group of torch whose tensors lie on the CPU.
+class Broadcast:
+    """Carries messages from the first process of a group to all others, in order.
+
+    They are pickled, and to unpickle runs code: the processes are one program, and what could write
+    to their group takes part in its passes already.
 
     Args:
-        group: of the processes that share a model.
+        group: of the processes that share a model; its tensors lie on the CPU.
+
+    Raises:
+        SharedPassError: by its methods, that another process has ended.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
         self._first = distributed.get_global_rank(group, 0)
-        self._frame = torch.zeros(_FRAME, dtype=torch.uint8)
         self.is_first = distributed.get_rank(group) == 0
 
-    def send(self, message: bytes) -> None:
-        """See `Channel`."""
-        content = np.frombuffer(message, np.uint8)
-        begins = min(len(content), _FRAME - _HEAD)
-        frame = self._frame.numpy()
-        frame[:_HEAD] = np.frombuffer(len(content).to_bytes(_HEAD, "little"), np.uint8)
-        frame[_HEAD : _HEAD + begins] = content[:begins]
-        self._broadcast(self._frame)
-        if begins < len(content):
-            self._broadcast(torch.from_numpy(content[begins:].copy()))
+    def send(self, message: object) -> None:
+        """Send a message to all others: in one frame, or its length in one and then itself."""
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if len(content) > _FRAME:
+            self._broadcast(_FRAME, pickle.dumps(len(content)))
+        self._broadcast(max(len(content), _FRAME), content)
 
-    def receive(self) -> bytes:
-        """See `Channel`."""
-        self._broadcast(self._frame)
-        frame = self._frame.numpy()
-        length = int.from_bytes(frame[:_HEAD].tobytes(), "little")
-        begins = min(length, _FRAME - _HEAD)
-        message = frame[_HEAD : _HEAD + begins].tobytes()
-        if begins < length:
-            rest = torch.zeros(length - begins, dtype=torch.uint8)
-            self._broadcast(rest)
-            message += rest.numpy().tobytes()
+    def receive(self) -> Any:
+        """Wait for the next message of the first process, which is no bare number."""
+        message = pickle.loads(self._broadcast(_FRAME))  # noqa: S301  see the class
+        if isinstance(message, int):
+            message = pickle.loads(self._broadcast(message))  # noqa: S301
         return message
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        distributed.broadcast(tensor, self._first, group=self._group)
+    def _broadcast(self, size: int, content: bytes = b"") -> bytearray:
+        frame = bytearray(content.ljust(size, b"\0"))
+        tensor = torch.frombuffer(frame, dtype=torch.uint8)
+        try:
+            distributed.broadcast(tensor, self._first, group=self._group)
+        except RuntimeError as error:
+            raise SharedPassError(
+                f"a process that shares the model has ended: start all of them again ({error})"
+            ) from error
+        return frame
 
 
 class Ranks:
-    """What the first of the processes that share a model tells the others.
+    """The processes that share a model, as one of them sees them.
 
-    Outside of `deciding` and `following` a target's methods run in each process as they are called:
-    then all must call the same, as when a target is made.
+    While the first one decides, whatever it asks of its target is told to the others, which ask it
+    of theirs in `serve`. Otherwise a target's methods run in each process as they are called: then
+    all must call the same, as when a target is made.
 
     Args:
         channel: to the others, or from the first.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Broadcast) -> None:
         self._channel = channel
-        self._pending: list[Any] = []
-        self._is_deciding = self._is_inside = self._is_broken = self._is_following = False
+        self._is_first = channel.is_first
+        self._is_busy = self._is_inside = self._is_broken = False
+        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._found: list[Any] = []
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process decides."""
-        return self._channel.is_first
+    def _is_driving(self) -> bool:
+        """Whether what is asked of the target now is to be told to the others."""
+        return self._is_first and self._is_busy and not self._is_inside
 
-    def agreed(self, value: Any) -> Any:
-        """Return the first process's value, plain as JSON has it; all must call this."""
-        self._refuse_if_busy()
-        if not self.is_first:
-            return self._receive()
-        self._channel.send(_packed(value))
-        return value
-
-    def decided(self, decide: Callable[[], Any], target: object) -> Any:
-        """Return what the first process finds by passes of its target, as plain values.
+    def decided(self, decide: Callable[[], _R], target: object) -> _R:
+        """Return in every process what the first one finds; all must call this.
 
         Args:
-            decide: called by the first process alone.
-            target: what it asks; the others' targets do the same.
+            decide: called by the first process alone; it may run passes of its target.
+            target: the others' targets do the same.
+
+        Raises:
+            SharedPassError: in another process, that the first one failed.
         """
-        if self._is_deciding:
+        if self._is_driving:
             return decide()
-        if self.is_first:
-            with self.deciding():
-                found = decide()
-                self.note(found)
-            return found
-        *_, [found] = self.following(target)
-        return found
+        if self._is_first:
+            with self._driving():
+                own = decide()
+                self._found.append(own)
+            return own
+        found: list[_R] = list(self.serve(target))
+        if not found:
+            raise SharedPassError("the first of the processes failed: see its error")
+        return found[0]
 
     def steps(
         self, decoded: Callable[[Iterator[_S]], _Steps[_S]], waiting: Iterator[_S], target: object
     ) -> _Steps[_S]:
-        """Decode in the first process, and give out the same tokens in all others.
+        """Decode in the first process; in the others, give out each output once it is whole.
 
         Args:
             decoded: decodes sequences; called by the first process alone.
@@ -193,112 +194,124 @@ class Ranks:
             target: what decodes them.
 
         Yields:
-            What `decoded` does.
+            In the first process what `decoded` does, in the others all tokens of a sequence at
+            once, in the order of `waiting`.
 
         Raises:
             SharedPassError: in another process, that prompts differ or the first one left.
         """
-        return self._told(decoded, waiting) if self.is_first else self._heard(waiting, target)
+        return self._driven(decoded, waiting) if self._is_first else self._served(waiting, target)
 
-    def _told(
+    def _driven(
         self, decoded: Callable[[Iterator[_S]], _Steps[_S]], waiting: Iterator[_S]
     ) -> _Steps[_S]:
-        numbers: dict[int, int] = {}
+        begun: deque[_S] = deque()
 
-        def begun() -> Iterator[_S]:
-            for number, sequence in enumerate(waiting):
-                numbers[id(sequence)] = number
-                self.note(_BEGUN, _fingerprint(sequence))
+        def noted() -> Iterator[_S]:
+            for sequence in waiting:
+                begun.append(sequence)
                 yield sequence
 
-        with self.deciding():
-            steps: Any = decoded(begun())
-            with closing(steps):
-                for sequence, tokens in steps:
-                    number = numbers[id(sequence)]
-                    error = None if sequence.error is None else reason_of(sequence.error)
-                    self.note(_TOKENS, number, tokens, sequence.is_over, error)
-                    yield sequence, tokens
+        with self._driving():
+            steps: Any = decoded(noted())
+            try:
+                with closing(steps):
+                    for latest, tokens in steps:
+                        yield latest, tokens
+                        # The latest may fail yet, in its observer.
+                        while begun and begun[0].is_over and begun[0] is not latest:
+                            self._found.append(_Output.of(begun.popleft()))
+            finally:
+                self._found += map(_Output.of, begun)
 
-    def _heard(self, waiting: Iterator[_S], target: object) -> _Steps[_S]:
-        begun: list[_S] = []
-        notes = self.following(target)
+    def _served(self, waiting: Iterator[_S], target: object) -> _Steps[_S]:
+        outputs: Iterator[_Output] = self.serve(target)
+        is_left = False
         try:
-            for kind, *values in notes:
-                if kind == _BEGUN:
-                    begun.append(_next_like(waiting, *values))
-                    continue
-                number, tokens, is_over, error = values
-                begun[number].hear(tokens, is_over=is_over, error=error)
-                yield begun[number], tokens
-            if not all(sequence.is_over for sequence in begun):
-                raise SharedPassError("the first of the processes left before the end")
+            for tokens, statistics, error, is_unfinished in outputs:
+                sequence = next(waiting, None)
+                prompt, new = np.split(tokens, [len(tokens) - statistics.num_tokens])
+                if sequence is None or not np.array_equal(sequence.tokens, prompt):
+                    raise SharedPassError(
+                        "processes that share a model were given different prompts: give all the "
+                        "same, in one order"
+                    )
+                is_left |= is_unfinished
+                sequence.take(new.tolist(), statistics, error)
+                yield sequence, new.tolist()
         finally:
-            deque(notes, maxlen=0)  # the first one goes on to its own end
+            deque(outputs, maxlen=0)  # the first one goes on to its own end
+        if is_left or next(waiting, None) is not None:
+            raise SharedPassError("the first of the processes left before the end")
 
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Have the others' targets do what this one is asked during the block."""
-        self._refuse_if_busy()
-        self._is_deciding = True
-        try:
-            yield
-        finally:
-            self._is_deciding = False
-            if not self._is_broken:
-                self._pending.append([_END])
-                self._send()
-
-    def note(self, *values: Any) -> None:
-        """Tell the others plain values, with the next pass."""
-        self._pending.append([_NOTE, *values])
-
-    def following(self, target: object) -> Generator[list[Any]]:
-        """Do as the first process says to the end of its block; yield what it notes.
+    def serve(self, target: object) -> Iterator[Any]:
+        """Do what the first process asks until it is done; yield what it finds.
 
         Raises:
             SharedPassError: memory runs out in a pass.
         """
-        self._refuse_if_busy()
-        self._is_following = True
-        try:
-            for name, *values in self._received():
-                if name == _NOTE:
-                    yield values
-                else:
-                    args, options = (_value(each) for each in values)
-                    with self._passing():
+        is_last = False
+        with self._busy():
+            while not is_last:
+                calls, found, is_last = self._channel.receive()
+                with self._inside(others_wait=not is_last):
+                    for name, args, options in calls:
                         getattr(target, name)(*args, **options)
-        finally:
-            self._is_following = False
-
-    def _received(self) -> Iterator[list[Any]]:
-        """Return what the first process asks and notes, to the end of its block."""
-        while True:
-            for each in self._receive():
-                if each == [_END]:
-                    return
-                yield each
+                yield from found
 
     def run(
-        self,
-        method: Callable[Concatenate[_T, _P], _R],
-        target: _T,
-        *args: _P.args,
-        **options: _P.kwargs,
-    ) -> _R:
-        """Run a method of the target, and have the others run it, too."""
-        if not self._is_deciding or self._is_inside:
+        self, method: Callable[..., Any], target: object, args: Any, options: dict[str, Any]
+    ) -> Any:
+        """Run a method of the target, and have the others run it, too, if this process decides."""
+        if not self._is_driving:
             return method(target, *args, **options)
-        self._pending.append([method.__name__, _plain(args), _plain(options)])
-        if method.__name__ not in _OWN:
+        self._calls.append((method.__name__, args, options))
+        is_shared = method.__name__ not in _LAZY
+        if is_shared:
             self._send()
-        with self._passing():
+        with self._inside(others_wait=is_shared):
             return method(target, *args, **options)
 
     @contextmanager
-    def _passing(self) -> Iterator[None]:
-        """Give up on the others where a pass fails: they wait in the middle of it.
+    def _driving(self) -> Iterator[None]:
+        """Have the others' targets do what this one is asked during the block."""
+        with self._busy():
+            try:
+                yield
+            finally:
+                if not self._is_broken:
+                    self._send(is_last=True)
+
+    def _send(self, *, is_last: bool = False) -> None:
+        calls, found = self._calls, self._found
+        self._calls, self._found = [], []
+        self._channel.send((calls, found, is_last))
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Serve one caller at a time.
+
+        Raises:
+            SharedPassError: a pass failed before.
+            DecoderBusyError: another caller is served.
+        """
+        if self._is_broken:
+            raise SharedPassError(
+                "an earlier pass that processes share failed: end all of them and start again"
+            )
+        if self._is_busy:
+            raise DecoderBusyError(
+                "the processes that share this model are decoding: finish or close that first"
+            )
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    @contextmanager
+    def _inside(self, *, others_wait: bool) -> Iterator[None]:
+        """Run what all processes run; give up on the others if it fails while they wait in it.
 
         Raises:
             SharedPassError: memory ran out.
@@ -306,35 +319,17 @@ class Ranks:
         self._is_inside = True
         try:
             yield
-        except OutOfMemoryError as error:
-            self._is_broken = True
-            raise SharedPassError(
-                "memory ran out in a pass that processes share, and the others cannot leave it: "
-                "end all of them, and decode fewer sequences at a time, or shorter ones "
-                f"({error})"
-            ) from error
-        except BaseException:
-            self._is_broken = True
+        except BaseException as error:
+            self._is_broken = others_wait
+            if others_wait and isinstance(error, OutOfMemoryError):
+                raise SharedPassError(
+                    "memory ran out in a pass that processes share, and the others cannot leave "
+                    "it: end all of them, and decode fewer sequences at a time, or shorter ones "
+                    f"({error})"
+                ) from error
             raise
         finally:
             self._is_inside = False
-
-    def _send(self) -> None:
-        if self._is_broken:
-            raise SharedPassError(
-                "an earlier pass that processes share failed: end all of them and start again"
-            )
-        pending, self._pending = self._pending, []
-        self._channel.send(_packed(pending))
-
-    def _refuse_if_busy(self) -> None:
-        if self._is_deciding or self._is_following:
-            raise DecoderBusyError(
-                "the processes that share this model are decoding: finish or close that first"
-            )
-
-    def _receive(self) -> Any:
-        return json.loads(self._channel.receive())
 
 
 class _Led(Protocol):
@@ -343,16 +338,16 @@ class _Led(Protocol):
     ranks: Ranks | None
 
 
-def led(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
-    """Have the other processes run a method, too, where the first one decides."""
+def led(method: _Method) -> _Method:
+    """Have the other processes run a method of a target, too, where the first one decides."""
 
     @wraps(method)
-    def run(target: _T, /, *args: _P.args, **options: _P.kwargs) -> _R:
+    def run(target: _Led, /, *args: Any, **options: Any) -> Any:
         if target.ranks is None:
             return method(target, *args, **options)
-        return target.ranks.run(method, target, *args, **options)
+        return target.ranks.run(method, target, args, options)
 
-    return run
+    return cast(_Method, run)
 
 
 _known: Final[WeakKeyDictionary[PreTrainedModel, Ranks]] = WeakKeyDictionary()
@@ -378,7 +373,7 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
         group = distributed.new_group(
             members, timeout=_SILENCE, backend="gloo", use_local_synchronization=True
         )
-        _known[model] = Ranks(GroupChannel(group))
+        _known[model] = Ranks(Broadcast(group))
     return _known[model]
 
 
@@ -431,71 +426,3 @@ def _check_division(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is divided over processes with {', '.join(untested)}, which "
             'is not supported: load it with tp_plan="auto" alone'
         )
-
-
-def _fingerprint(sequence: Sequences) -> int:
-    return crc32(sequence.tokens.astype("<i4").tobytes())
-
-
-def _next_like(waiting: Iterator[_S], fingerprint: int) -> _S:
-    """Return the next sequence.
-
-    Raises:
-        SharedPassError: the first process decodes another one.
-    """
-    sequence = next(waiting, None)
-    if sequence is None or _fingerprint(sequence) != fingerprint:
-        raise SharedPassError(
-            "processes that share a model were given different prompts: give all the same, in "
-            "one order"
-        )
-    return sequence
-
-
-def _packed(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _plain(value: Any) -> Any:
-    """Return an argument of a target's method as JSON has it."""
-    if isinstance(value, Reading):
-        tree = None if value.tree is None else value.tree.parents.tolist()
-        return {"place": value.place, "tokens": value.tokens.tolist(), "parents": tree}
-    if isinstance(value, DraftTree):
-        return {"tokens": value.token_ids.tolist(), "parents": value.parents.tolist()}
-    if isinstance(value, np.ndarray):
-        return {"ints": value.tolist()}
-    if isinstance(value, dict):
-        return {"options": {name: _plain(each) for name, each in value.items()}}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
-    return int(value)
-
-
-def _value(plain: Any) -> Any:
-    """Return what `_plain` was given; a tree has no probabilities, as a pass needs none."""
-    value = plain
-    match plain:
-        case {"place": place, "tokens": tokens, "parents": None}:
-            value = Reading(place, np.array(tokens, np.int32))
-        case {"place": place, "tokens": [last, *nodes], "parents": parents}:
-            value = Reading.of(place, last, _tree(nodes, parents))
-        case {"tokens": nodes, "parents": parents}:
-            value = _tree(nodes, parents)
-        case {"ints": values}:
-            value = np.array(values, np.int64)
-        case {"options": options}:
-            value = {name: _value(each) for name, each in options.items()}
-        case list():
-            value = [_value(each) for each in plain]
-    return value
-
-
-def _tree(tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
-    size = len(tokens)
-    return DraftTree(
-        np.array(tokens, np.int32),
-        np.array(parents, np.int32),
-        np.zeros(size, np.float32),
-        np.zeros(size, np.uint8),
-    )

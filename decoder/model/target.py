@@ -376,13 +376,7 @@ class Target:
 
     def _agreed(self, verdict: Verdict | None) -> Verdict | None:
         """Return the verdict of the first of the processes that share the model."""
-        if self.ranks is None:
-            return verdict
-        plain = self.ranks.agreed(None if verdict is None else [verdict.capability, verdict.reason])
-        if plain is None:
-            return None
-        capability, reason = plain
-        return Verdict(None if capability is None else Capability(capability), reason)
+        return verdict if self.ranks is None else self.ranks.decided(lambda: verdict, self)
 
     @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:

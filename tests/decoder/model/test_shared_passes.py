@@ -1,8 +1,10 @@
 """Two processes share a model's passes, and only the first one decides what is read."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from functools import cache, partial
 from itertools import islice
@@ -39,6 +41,7 @@ from decoder.model.compatibility import Capability
 from decoder.model.passes import Reading
 from decoder.model.ranks import Ranks, ranks_of
 from decoder.model.target import Target
+from decoder.observation import ObservedPass
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule, accept_greedy
@@ -51,7 +54,6 @@ from tests.decoder.decoding import (
     plainly,
     prompt_of,
     tiny_llama,
-    tree_of,
 )
 
 NUM_TOKENS = 16
@@ -125,12 +127,12 @@ def sampled(model: PreTrainedModel, rank: int, _: Path) -> Any:
 
 
 def plain(model: PreTrainedModel, rank: int, _: Path) -> Any:
-    """Only the first process has a drafter."""
+    """Decode where only the first process has a drafter."""
     drafter = drafting(rank) if rank == 0 else NoDrafter()
     decoder = Decoder(Target(model), drafter, FixedBudget(12))
     generation = decoder.generate(PROMPTS[1], NUM_TOKENS)
     tokens = [token for step in generation for token in step]
-    return tokens, generation.statistics.num_tokens, generation.statistics.num_passes
+    return tokens, generation.statistics
 
 
 def many(model: PreTrainedModel, rank: int, _: Path) -> Any:
@@ -175,20 +177,42 @@ def served(model: PreTrainedModel, rank: int, _: Path) -> Any:
     return greedily.tolist(), drawn.tolist()
 
 
-def refused(model: PreTrainedModel, _: int, __: Path) -> Any:
+def refused(model: PreTrainedModel, rank: int, _: Path) -> Any:
+    """Try what is refused, a changed model last, and decode once that is restored."""
+    decoder, head = together(Target(model), rank), model.lm_head
+
+    def decode() -> list[int]:
+        return decoded(decoder, PROMPTS[0], NUM_TOKENS)
+
+    model.lm_head = torch.nn.Sequential(head)
     messages = []
     calls: list[Callable[[], Any]] = [
         lambda: Target(model, states=[1]),
         lambda: DraftModel(model),
+        decode,
     ]
     for call in calls:
         with pytest.raises(UnsupportedModelError) as raised:
             call()
         messages.append(str(raised.value))
-    return messages
+    model.lm_head = head
+    return messages, decode()
 
 
-SCENARIOS = (greedy, sampled, plain, many, left, verdicts, served, refused)
+def ended(model: PreTrainedModel, rank: int, _: Path) -> Any:
+    """Tell a process much, and then more when it is at its end."""
+    ranks = ranks_of(model)
+    assert ranks is not None
+    told = ranks.decided(lambda: [0] * (99_999 - rank), None)
+    try:
+        while rank == 0:
+            ranks.decided(int, None)
+    except SharedPassError as error:
+        return len(told), str(error)
+    return len(told), ""
+
+
+SCENARIOS = (greedy, sampled, plain, many, left, verdicts, served, refused, ended)
 
 
 def work(rank: int, folder: Path, results: Any) -> None:
@@ -275,9 +299,10 @@ def test_the_first_process_draws(outcomes: dict[str, list[Any]], folder: Path) -
 
 
 def test_only_the_first_process_needs_a_drafter(outcomes: dict[str, list[Any]]) -> None:
-    tokens, num_tokens, num_passes = alike(outcomes, "plain")
+    tokens, statistics = alike(outcomes, "plain")
     assert tokens == truth(PROMPTS[1])
-    assert num_passes < num_tokens == NUM_TOKENS
+    assert statistics.num_passes < statistics.num_tokens == NUM_TOKENS
+    assert statistics.num_accepted > 0
 
 
 def test_many_sequences_end_where_the_first_process_says(outcomes: dict[str, list[Any]]) -> None:
@@ -309,8 +334,18 @@ def test_generate_of_transformers_returns_the_same_everywhere(
 
 
 def test_what_is_untested_on_a_divided_model_is_refused(outcomes: dict[str, list[Any]]) -> None:
-    messages = alike(outcomes, "refused")
+    messages, tokens = alike(outcomes, "refused")
     assert all("tp_plan" in each for each in messages)
+    assert "Nothing may be changed" in messages[-1]
+    assert tokens == truth(PROMPTS[0])
+
+
+def test_a_message_may_be_long_and_a_process_that_ends_is_missed(
+    outcomes: dict[str, list[Any]],
+) -> None:
+    (sent, message), (received, _) = outcomes["ended"]
+    assert sent == received == 99_999
+    assert "has ended: start all" in message
 
 
 # What follows needs no processes: threads with targets of their own, and a channel between them.
@@ -324,19 +359,21 @@ class Line:
         self.is_first = is_first
         self.sizes: list[int] = []
 
-    def send(self, message: bytes) -> None:
-        self.sizes.append(len(message))
-        self._queue.put(message)
+    def send(self, message: object) -> None:
+        content = pickle.dumps(message)
+        self.sizes.append(len(content))
+        self._queue.put(content)
 
-    def receive(self) -> bytes:
-        return self._queue.get(timeout=30)
+    def receive(self) -> Any:
+        return pickle.loads(self._queue.get(timeout=30))  # noqa: S301  sent above
 
 
 def pair() -> list[Target]:
     queue: SimpleQueue[bytes] = SimpleQueue()
     targets = [Target(tiny_llama()), Target(tiny_llama())]
     for target, is_first in zip(targets, (True, False), strict=True):
-        target.ranks = Ranks(Line(queue, is_first=is_first))
+        channel: Any = Line(queue, is_first=is_first)
+        target.ranks = Ranks(channel)
     return targets
 
 
@@ -382,14 +419,17 @@ def test_other_prompts_in_another_process_are_an_error_there() -> None:
     assert "different prompts" in str(second)
 
 
-def test_a_first_process_that_leaves_is_missed() -> None:
+@pytest.mark.parametrize("num_steps", [2, NUM_TOKENS])
+def test_a_first_process_that_leaves_is_missed(num_steps: int) -> None:
     def act(target: Target, rank: int) -> Any:
         decoder = Decoder(target, NoDrafter(), FixedBudget(0))
-        steps = iter(decoder.generate(PROMPTS[0], NUM_TOKENS))
-        return list(islice(steps, 2 if rank == 0 else None))
+        requests = [Request(prompt, NUM_TOKENS) for prompt in PROMPTS[:2]]
+        steps = decoder.generate_many(requests, 1)
+        with closing(steps):  # type: ignore[type-var]  # a generator
+            return list(islice(steps, num_steps if rank == 0 else None))
 
     first, second = both(act, pair())
-    assert len(first) == 2
+    assert len(first) == num_steps
     assert isinstance(second, SharedPassError)
     assert "left" in str(second)
 
@@ -403,6 +443,21 @@ def test_an_error_of_the_first_process_is_one_in_all() -> None:
         return decoded(Decoder(target, NoDrafter(), FixedBudget(0), rule), PROMPTS[0], 4)
 
     assert [str(each) for each in both(act, pair())] == ["no token can be chosen"] * 2
+
+
+def test_an_observer_that_fails_at_the_end_is_an_error_in_all() -> None:
+    def failing(_: ObservedPass) -> None:
+        raise DecoderError("nothing to see")
+
+    def act(target: Target, rank: int) -> Any:
+        decoder = Decoder(target, NoDrafter(), FixedBudget(0))
+        observer = failing if rank == 0 else None
+        requests = [Request(prompt, 1, observer=observer) for prompt in PROMPTS[:3]]
+        steps = decoder.generate_many(requests, 1)
+        ended = dict.fromkeys(generation for generation, _ in steps)
+        return [(each.number, str(each.error)) for each in ended]
+
+    assert both(act, pair()) == [[(at, "nothing to see") for at in range(3)]] * 2
 
 
 @pytest.mark.parametrize("rank_without", [0, 1])
@@ -426,6 +481,8 @@ def test_memory_that_runs_out_in_a_shared_pass_ends_it(rank_without: int) -> Non
             act(targets[0], 0)
     else:
         _, error = both(act, targets)
+        with pytest.raises(SharedPassError, match="start again"):
+            act(targets[1], 1)
     assert isinstance(error, SharedPassError)
     assert "at 9 tokens" in str(error)
     assert "fewer sequences" in str(error)
@@ -440,36 +497,17 @@ def test_two_decoders_of_a_shared_model_take_turns() -> None:
         next(iter(other.generate(PROMPTS[1], 4)))
 
 
-def test_what_is_told_of_a_target_arrives_as_it_was() -> None:
-    tree = tree_of([(-1, 3), (-1, 4), (0, 5)])
-    asked: list[Any] = []
+def test_what_fails_in_the_first_process_is_not_found_in_another() -> None:
+    def failing(_: Target) -> CostSurface:
+        raise DecoderError("no clock")
 
-    class Noted:
-        ranks = None
+    def act(target: Target, _: int) -> Any:
+        return known_costs(target, tiny_llama(), None, measure=failing)
 
-        def read(self, *args: Any) -> None:
-            asked.extend(args)
-
-        def pretend_marked(self, *args: Any, **options: Any) -> None:
-            asked.append((args, options))
-
-    def act(target: Target, rank: int) -> Any:
-        assert target.ranks is not None
-        if rank:
-            return [*target.ranks.following(Noted())]
-        with target.ranks.deciding():
-            target.read([Reading(0, np.arange(5, dtype=np.int32))])
-            target.read([Reading.of(0, 7, tree)])
-            target.pretend_marked(6, marked=np.array([0, 2]))
-        return []
-
-    assert both(act, pair()) == [[], []]
-    [piece], [verified], ((length,), options) = asked
-    assert (piece.place, piece.tokens.tolist(), piece.tree) == (0, [0, 1, 2, 3, 4], None)
-    assert verified.tokens.tolist() == [7, 3, 4, 5]
-    assert verified.tree.parents.tolist() == tree.parents.tolist()
-    assert length == 6
-    assert options["marked"].tolist() == [0, 2]
+    first, second = both(act, pair())
+    assert str(first) == "no clock"
+    assert isinstance(second, SharedPassError)
+    assert "first of the processes failed" in str(second)
 
 
 def test_costs_are_those_of_the_first_process() -> None:
