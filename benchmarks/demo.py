@@ -141,7 +141,7 @@ def run(
         prompt = language_model.encode(task.prompt)
     else:
         prompt = list(language_model.tokenizer.encode(task.prompt))
-    runs: dict[str, Run] = {name: ways[name](prompt, remember=True) for name in order}
+    runs: dict[str, Run] = {name: ways[name]([prompt], remember=True) for name in order}
     plain, drafted = runs[PLAIN], runs[FOREDRAFT]
     pace = {name: len(done.token_ids) / done.seconds for name, done in runs.items()}
     return {
@@ -217,7 +217,7 @@ def main(
             ways = contenders(language_model, decoder, max_new_tokens)
             selected = tasks()[:limit]
             for contender in ways.values():
-                contender(language_model.encode("Count from one to ten."), remember=False)
+                contender([language_model.encode("Count from one to ten.")], remember=False)
             rows = []
             for number, task in enumerate(selected, start=1):
                 name = f"{task.kind} {task.name}"

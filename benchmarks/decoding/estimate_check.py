@@ -11,6 +11,7 @@ are left out, as a log holds none.
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,9 +21,16 @@ from rich.progress import track
 
 from decoder.assembly import assemble
 from decoder.budget.budget import MeasuredBudget
-from decoder.commands.bench import BenchPrompt, circumstances, compare, fitting
+from decoder.commands.bench import (
+    WARM_UP_TEXT,
+    BenchPrompt,
+    circumstances,
+    fastest,
+    fitting,
+    in_turn,
+)
 from decoder.commands.prompts import read_prompts
-from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders
+from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders, total_of
 from decoder.contenders.drafting_rules import drafting_rules
 from decoder.contenders.standings import Comparison
 from decoder.estimate.cost_curve import CostCurve
@@ -47,18 +55,34 @@ def measure(
     max_new_tokens: int,
     repeat: int,
 ) -> list[Comparison]:
-    """Decode every prompt with drafts and without, and keep the fastest run of each."""
+    """Decode every prompt with drafts and without, and keep the fastest run of each.
+
+    Answers are remembered in the last round alone, so that no way drafts from an answer to the same
+    prompt; what a target's logits taught is kept all the same.
+    """
     ways = contenders(language_model, decoder, max_new_tokens)
     own = {name: ways[name] for name in (UNDRAFTED, FOREDRAFT)}
-    return compare(language_model, own, track(cases, "prompts"), repeat)
+    for way in own.values():
+        way([language_model.encode(WARM_UP_TEXT)], remember=False)
+    comparisons = []
+    for number, case in enumerate(track(cases, "prompts")):
+        rounds = []
+        for turn in range(repeat):
+            keep = turn == repeat - 1
+            decoding = {
+                name: partial(way, [case.token_ids], remember=keep) for name, way in own.items()
+            }
+            rounds.append(Comparison(case.category, in_turn(decoding, number * repeat + turn)))
+        comparisons.append(fastest(rounds))
+    return comparisons
 
 
 def measured_figures(comparisons: list[Comparison]) -> dict[str, float]:
     """Return speed-up and tokens per step as measured, prompts' passes left out."""
-    totals = {name: Statistics() for name in (UNDRAFTED, FOREDRAFT)}
-    for comparison in comparisons:
-        for name, total in totals.items():
-            total.add(comparison.runs[name].statistics)
+    totals = {
+        name: total_of(comparison.runs[name] for comparison in comparisons)
+        for name in (UNDRAFTED, FOREDRAFT)
+    }
     drafted = totals[FOREDRAFT]
     return {
         "speedup": _token_s(totals[UNDRAFTED], len(comparisons))

@@ -56,7 +56,7 @@ def compare(
     language_model: LanguageModel, ways: dict[str, Contender], case: BenchPrompt, number: int
 ) -> dict[str, Any]:
     """Decode one prompt in all ways and return a line of the file."""
-    runs = {name: way(case.token_ids, remember=True) for name, way in ways.items()}
+    runs = {name: way([case.token_ids], remember=True) for name, way in ways.items()}
     plain = runs.pop(PLAIN).token_ids
     pairs = [Outputs(case.token_ids, plain, run.token_ids) for run in runs.values()]
     found = dict(zip(runs, differences(language_model, pairs), strict=True))

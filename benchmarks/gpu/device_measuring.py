@@ -35,10 +35,9 @@ from benchmarks.gpu.missing import missing_files
 from decoder.assembly import DrafterSettings, assemble
 from decoder.budget.cost_store import describe_machine, device_name, versions
 from decoder.budget.pass_timing import measure_costs
-from decoder.commands.bench import BenchOptions, fitting, run_benchmark
-from decoder.commands.bench_report import table_of
-from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs
-from decoder.commands.parallel.parallel_report import conclusions_of
+from decoder.commands.bench import Benchmark, BenchOptions, fitting
+from decoder.commands.bench_report import conclusions_of, table_of
+from decoder.commands.plain_comparison import wrong_outputs
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
 from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
@@ -119,9 +118,7 @@ def exactness(plan: Plan) -> dict[str, Any]:
     contest = Contest(language_model, names, plan.drafter, plan.bench.max_new_tokens)
     options = replace(plan.bench, repeat=1, warm=())
     with watching() as watcher:
-        benchmark = ParallelBenchmark(
-            language_model, contest.opened, plan.prompts, options, watcher, alone
-        )
+        benchmark = Benchmark(language_model, contest.opened, plan.prompts, options, watcher, alone)
         benchmark.run()
     return {**greedy_exactness.summary(rows), "parallel": _outputs(benchmark.report())}
 
@@ -154,30 +151,26 @@ def cost_curve(plan: Plan) -> dict[str, Any]:
 
 def bench(plan: Plan) -> dict[str, Any]:
     """Measure tokens per second of every way of decoding in bfloat16, in turn."""
-    language_model = plan.load(Precision.BFLOAT16)
-    contest = Contest(language_model, DEFAULT, plan.drafter, plan.bench.max_new_tokens)
-    with watching() as watcher:
-        report = run_benchmark(language_model, contest.opened, plan.prompts, plan.bench, watcher)
-    report["drafter"] = plan.drafter.describe()
+    report = _speeds(plan, DEFAULT, replace(plan.bench, widths=(1,), is_judged=False))
     _console.print(table_of(report))
     return report
 
 
 def parallel(plan: Plan) -> dict[str, Any]:
     """Measure tokens per second in bfloat16 by how many prompts are decoded in parallel."""
-    language_model = plan.load(Precision.BFLOAT16)
-    names = parallel_default(plan.drafter)
-    contest = Contest(language_model, names, plan.drafter, plan.bench.max_new_tokens)
-    with watching() as watcher:
-        benchmark = ParallelBenchmark(
-            language_model, contest.opened, plan.prompts, plan.bench, watcher
-        )
-        benchmark.run()
-    report = benchmark.report()
-    report["drafter"] = plan.drafter.describe()
+    report = _speeds(plan, parallel_default(plan.drafter), plan.bench)
     for line in conclusions_of(report):
         _console.print(line)
     return report
+
+
+def _speeds(plan: Plan, names: Sequence[str], options: BenchOptions) -> dict[str, Any]:
+    language_model = plan.load(Precision.BFLOAT16)
+    contest = Contest(language_model, names, plan.drafter, options.max_new_tokens)
+    with watching() as watcher:
+        benchmark = Benchmark(language_model, contest.opened, plan.prompts, options, watcher)
+        benchmark.run()
+    return {**benchmark.report(), "drafter": plan.drafter.describe()}
 
 
 MEASURES: Final[dict[Part, Callable[[Plan], dict[str, Any]]]] = {
@@ -293,7 +286,9 @@ def command(  # noqa: PLR0913  options
     drafts.check()
     others = [] if warm is None else read_prompts(warm)
     widths = list(dict.fromkeys(parallel or PARALLEL))
-    options = BenchOptions(max_new_tokens, repeat, others, warm_limit, parallel=widths)
+    options = BenchOptions(
+        max_new_tokens, repeat, others, warm_limit, widths=widths, is_judged=True
+    )
     plan = Plan(model, device, read_prompts(prompts, limit), drafts, options, rounds)
     path = output or _default_output(torch.device(device))
     result = measure(plan, only or list(Part), path, add=add)

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from decoder.commands.bench_report import COLOURS, MARKS, draw_standings
-from decoder.commands.parallel.parallel_report import (
+from decoder.commands.bench_report import (
+    COLOURS,
+    MARKS,
     conclusions_of,
-    draw_widths,
-    notes_of_widths,
+    draw,
+    notes_of,
     rows_of,
 )
 from decoder.errors import PlotError
@@ -48,7 +49,7 @@ def _exactness(result: dict[str, Any], _: Path) -> str:
     )
     together = found["parallel"]
     lines = ["## Exactness, float32, greedy", alone]
-    lines += conclusions_of({"settings": [], "below_one": [], "exactness": together})
+    lines += conclusions_of({"settings": [], "exactness": together})
     names = list(next(iter(together["identical"].values())))
     rows = [
         [width, *(f"{counts[name]}/{together['answers'][width]}" for name in names)]
@@ -67,9 +68,9 @@ def _parallel(result: dict[str, Any], output: Path) -> str:
         [
             f"## In parallel, {report['dtype']}",
             "\n".join(f"- {line}" for line in conclusions_of(report)),
-            _plot(draw_widths, report, output, "parallel"),
+            _plot(draw, report, output, "parallel"),
             *tables,
-            "\n".join(f"- {line}" for line in notes_of_widths(report)),
+            "\n".join(f"- {line}" for line in notes_of(report)),
         ]
     )
 
@@ -80,21 +81,11 @@ def _bench(result: dict[str, Any], output: Path) -> str:
     if report is None:
         return ""
     (setting,) = report["settings"]
-    rows = [
-        [
-            name,
-            f"{figures['tokens_per_second']:.1f}",
-            *(_interval(figures[key]) for key in ("speedup", "accepted_tokens")),
-            f"{figures['identical']}/{setting['overall']['num_answers']}",
-        ]
-        for name, figures in setting["overall"]["contenders"].items()
-    ]
-    headings = ["contender", "tokens/s", f"x {setting['reference']}", "accepted", "equal"]
     return "\n\n".join(
         [
             f"## One prompt at a time, {report['dtype']}",
-            _plot(draw_standings, report, output, "bench"),
-            _table(headings, rows),
+            _plot(draw, report, output, "bench"),
+            _table(*rows_of(setting)),
         ]
     )
 
@@ -136,16 +127,11 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _interval(figure: Sequence[float]) -> str:
-    value, low, high = figure
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _plot(draw: Draw, report: dict[str, Any], output: Path, name: str) -> str:
+def _plot(drawing: Draw, report: dict[str, Any], output: Path, name: str) -> str:
     """Draw a plot; return the line that shows it, or says why there is none."""
     path = output.with_name(f"{output.stem}-{name}.svg")
     try:
-        draw(report, path)
+        drawing(report, path)
     except PlotError as error:
         return f"No plot: {str(error).removeprefix('--plot: ')}"
     return f"![{name}]({path.name})"

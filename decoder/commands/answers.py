@@ -1,10 +1,11 @@
-"""Answering prompts one after the other, and printing answers, figures and errors."""
+"""Answering prompts in order, and printing answers, figures and errors."""
 
 import json
 import shlex
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,14 +20,13 @@ from decoder.commands.generate import (
     FinishReason,
     Interruption,
     Task,
-    answer,
     answer_many,
 )
-from decoder.commands.plain_comparison import Comparison
+from decoder.commands.plain_comparison import PlainAnswers
 from decoder.commands.prompts import Prompt
 from decoder.commands.terminal import Painter, Palette
 from decoder.commands.trace import TraceWriter
-from decoder.errors import DecoderError, TraceFileError
+from decoder.errors import DecoderError, InvalidPromptError, TraceFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Observer, Statistics, counted
@@ -229,7 +229,7 @@ class Answerer:
         writer: TraceWriter | None,
         interruption: Interruption,
         pattern: Grammar | None = None,
-        comparison: Comparison | None = None,
+        comparison: PlainAnswers | None = None,
         parallel: int = 1,
     ) -> None:
         self._decoder = decoder
@@ -241,7 +241,7 @@ class Answerer:
         self._interruption = interruption
         self._endings = Endings(options.max_new_tokens, pattern)
         self._comparison = comparison
-        self._worth = Worth()
+        self._total, self._worth = Statistics(), Worth()
         self.num_failed = 0
         self.is_interrupted = False
 
@@ -251,195 +251,131 @@ class Answerer:
         Raises:
             DecoderError, RetrieverError, IndexerError: the only prompt failed, or the trace did.
         """
-        total = Statistics()
+        numbered = list(enumerate(prompts, 1))
+        # One at a time, the next one waits for what comes after an answer, such as its comparison.
+        batches = [numbered] if self._parallel > 1 else [[each] for each in numbered]
         try:
             with _bar(len(prompts)) as bar:
-                if self._parallel > 1:
-                    self._answer_many(prompts, total, bar)
-                else:
-                    self._answer_each(prompts, total, bar)
+                task = bar.add_task("prompts", total=len(prompts))
+                for batch in batches:
+                    self._answer(batch, lambda: bar.advance(task))
+                    if self.is_interrupted:
+                        break
         except KeyboardInterrupt:
             self.is_interrupted = True
         finally:
-            if total.num_passes or self.is_interrupted:
-                self._printer.statistics(total, self._endings, self._worth)
+            if self._total.num_passes or self.is_interrupted:
+                self._printer.statistics(self._total, self._endings, self._worth)
 
-    def _answer_each(self, prompts: Sequence[Prompt], total: Statistics, bar: Progress) -> None:
-        for number, prompt in enumerate(bar.track(prompts, description="prompts"), 1):
-            self._answer(number, prompt, total)
-            if self.is_interrupted:
-                break
-
-    def _answer_many(self, prompts: Sequence[Prompt], total: Statistics, bar: Progress) -> None:
+    def _answer(
+        self, numbered: Sequence[tuple[int, Prompt]], advance: Callable[[], object]
+    ) -> None:
         """Answer some at a time, and show them in order."""
         begun: list[_Begun] = []
-        done: dict[int, _Done] = {}
-        shown = 0
+        done: dict[int, tuple[_Begun, Answer]] = {}
+        unseen = deque(number for number, _ in numbered)
         answers = answer_many(
             self._decoder,
             self._language_model,
-            self._tasks(prompts, begun, done),
+            self._tasks(numbered, begun, done),
             self._options,
             self._parallel,
             self._interruption,
         )
-        ahead = bar.add_task("prompts", total=len(prompts))
-        for number, result in answers:
-            done[begun[number].number] = begun[number], result
-            bar.advance(ahead)
-            while shown + 1 in done:
-                shown += 1
-                self._show(shown, prompts[shown - 1], done.pop(shown), total)
+        for place, result in answers:
+            done[begun[place].number] = begun[place], result
+            advance()
+            while unseen and unseen[0] in done:
+                self._show(*done.pop(unseen.popleft()))
         for number in sorted(done):  # what waited for one that was interrupted, or failed
-            self._show(number, prompts[number - 1], done[number], total)
+            self._show(*done[number])
 
     def _tasks(
-        self, prompts: Sequence[Prompt], begun: list["_Begun"], done: dict[int, "_Done"]
+        self,
+        numbered: Sequence[tuple[int, Prompt]],
+        begun: list["_Begun"],
+        done: dict[int, tuple["_Begun", Answer]],
     ) -> Iterator[Task]:
         """Give prompts to be answered; one that cannot be read is done."""
-        for number, prompt in enumerate(prompts, 1):
-            painter, worth = self._painter(), Worth()
+        for number, prompt in numbered:
+            painter = Painter(
+                self._language_model.tokenizer, self._printer.piece, self._printer.palette
+            )
+            each = _Begun(number, prompt, painter)
             try:
-                tokens = prompt.encoded(self._language_model)
+                each.tokens = prompt.encoded(self._language_model)
+                observers: list[Observer] = []
+                if self._writer is not None:
+                    observers.append(self._writer.observer(number, prompt.text, each.tokens))
             except FORESEEN as error:
-                done[number] = error
+                done[number] = each, Answer("", [], Statistics(), FinishReason.ERROR, error=error)
                 continue
-            counted_worth = worth.observer(self._decoder.budget, len(tokens))
-            begun.append(_Begun(number, painter, worth))
-            yield Task(tokens, painter.text, together([painter.observe, counted_worth]))
+            begun.append(each)
+            yield painted(self._decoder, each.tokens, painter, each.worth, observers)
 
-    def _show(self, number: int, prompt: Prompt, done: "_Done", total: Statistics) -> None:
-        """Show one of many answers."""
-        if isinstance(done, Exception):
-            self._fail(number, prompt, done)
+    def _show(self, begun: "_Begun", result: Answer) -> None:
+        """Show an answer, whole or not; an error of its prompt alone is reported."""
+        number, prompt, error = begun.number, begun.prompt, result.error
+        has_text = error is None or bool(result.token_ids)
+        if has_text:
+            begun.painter.finish()
+            self._printer.end_of_text()
+        worth = self._compared(begun, result) or begun.worth
+        if has_text:
+            self._total.add(result.statistics)
+            self._endings.count(result)
+            self._worth.add(worth)
+            self.is_interrupted |= result.finish_reason is FinishReason.INTERRUPTED
+            self._printer.answer(number, prompt, result, worth, begun.painter.painted)
+        if error is None:
             return
-        of_prompt, result = done
-        if result.error is not None and not result.token_ids:
-            self._fail(number, prompt, result.error)
-            return
-        of_prompt.painter.finish()
-        self._count(result, of_prompt.worth, total)
-        self._printer.answer(number, prompt, result, of_prompt.worth, of_prompt.painter.painted)
-        if result.error is not None:
-            self._report(number, prompt, result.error)
-
-    def _fail(self, number: int, prompt: Prompt, error: Exception) -> None:
-        if not isinstance(error, FORESEEN):
-            raise error
-        self._printer.failure(number, prompt, error)
-        self.num_failed += 1
-
-    def _count(self, result: Answer, worth: Worth, total: Statistics) -> None:
-        """Add an answer to the figures of all."""
-        total.add(result.statistics)
-        self._endings.count(result)
-        self._worth.add(worth)
-        self.is_interrupted |= result.finish_reason is FinishReason.INTERRUPTED
-
-    def _painter(self) -> Painter:
-        return Painter(self._language_model.tokenizer, self._printer.piece, self._printer.palette)
-
-    def _answer(self, number: int, prompt: Prompt, total: Statistics) -> None:
-        painter, estimated = self._painter(), Worth()
-        try:
-            result = self._answered(number, prompt, painter, estimated)
-        except FORESEEN as error:
-            if self._printer.is_single:
-                raise
-            self._fail(number, prompt, error)
-            return
-        self._printer.end_of_text()
-        self.is_interrupted = result.finish_reason is FinishReason.INTERRUPTED
-        worth = self._compared(prompt, result) or estimated
-        self._count(result, worth, total)
-        self._printer.answer(number, prompt, result, worth, painter.painted)
-        if result.error is not None:
-            self._report(number, prompt, result.error)
-
-    def _answered(self, number: int, prompt: Prompt, painter: Painter, worth: Worth) -> Answer:
-        tokens = prompt.encoded(self._language_model)
-        writer = self._writer
-        return painted_answer(
-            self._decoder,
-            self._language_model,
-            tokens,
-            self._options,
-            painter=painter,
-            worth=worth,
-            observers=[] if writer is None else [writer.observer(number, prompt.text, tokens)],
-            interruption=self._interruption,
-        )
-
-    def _compared(self, prompt: Prompt, result: Answer) -> Worth | None:
-        """Return what drafts were worth as measured; `None` where that was not done."""
-        if self._comparison is None:
-            return None
-        if self.is_interrupted or result.error is not None:
-            self._comparison.skip()
-            return None
-        tokens = prompt.encoded(self._language_model)
-        return self._comparison.worth(tokens, result, self._interruption)
-
-    def _report(self, number: int, prompt: Prompt, error: Exception) -> None:
-        """Report an error of this prompt alone, and go on."""
         concerns_all = isinstance(error, TraceFileError) or not isinstance(error, FORESEEN)
         if concerns_all or self._printer.is_single:
             raise error
-        self._printer.error(number, prompt, error)
+        tell = self._printer.error if has_text else self._printer.failure
+        tell(number, prompt, error)
         self.num_failed += 1
 
+    def _compared(self, begun: "_Begun", result: Answer) -> Worth | None:
+        """Return what drafts were worth as measured; `None` where that was not done."""
+        if self._comparison is None:
+            return None
+        if result.finish_reason not in {FinishReason.INTERRUPTED, FinishReason.ERROR}:
+            return self._comparison.worth(begun.tokens, result, self._interruption)
+        if begun.tokens and not isinstance(result.error, InvalidPromptError):
+            self._comparison.skip()  # a prompt that is refused takes no random numbers
+        return None
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class _Begun:
-    """One of many answers that has begun: its prompt's number from 1, and what watches it."""
+    """A prompt, its number from 1 and its tokens, and what watches its answer."""
 
     number: int
+    prompt: Prompt
     painter: Painter
-    worth: Worth
+    tokens: Sequence[int] = ()
+    worth: Worth = field(default_factory=Worth)
 
 
-_Done = tuple[_Begun, Answer] | Exception
-"""One of many answers that is done, with what watched it; or why its prompt could not be read."""
-
-
-def painted_answer(
+def painted(
     decoder: Decoder,
-    language_model: LanguageModel,
     tokens: Sequence[int],
-    options: AnswerOptions,
-    *,
     painter: Painter,
     worth: Worth,
     observers: Sequence[Observer] = (),
-    interruption: Interruption,
-) -> Answer:
-    """Answer a prompt: its text is painted, and what drafts are worth is counted.
+) -> Task:
+    """Return a prompt to answer, whose text is painted and whose drafts' worth is counted.
 
     Args:
-        decoder: made for the model.
-        language_model: whose answer it is.
+        decoder: that answers it.
         tokens: the prompt's.
-        options: of the answer.
-        painter: gets the text, and writes it.
+        painter: gets the text, and writes it; it is to be finished behind the answer.
         worth: is told of every pass, where passes have a measured cost.
         observers: are shown every pass after that.
-        interruption: ends the answer.
-
-    Raises:
-        InvalidPromptError: the prompt is empty or too long for the model.
     """
     counted_worth = worth.observer(decoder.budget, len(tokens))
-    result = answer(
-        decoder,
-        language_model,
-        tokens,
-        options,
-        on_text=painter.text,
-        observer=together([painter.observe, counted_worth, *observers]),
-        interruption=interruption,
-    )
-    painter.finish()
-    return result
+    return Task(tokens, painter.text, together([painter.observe, counted_worth, *observers]))
 
 
 def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:

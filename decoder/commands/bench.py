@@ -5,15 +5,19 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from typing import Any, Final, TypeVar
+
+import torch
 
 from decoder.budget.cost_store import describe_machine, versions
 from decoder.budget.costs import CostSurface
 from decoder.commands.bench_report import in_words, summarize
+from decoder.commands.plain_comparison import ONE_BY_ONE, exactness
 from decoder.commands.prompts import Prompt
-from decoder.contenders.contender import PLAIN, UNDRAFTED, Contender, Run
+from decoder.contenders.contender import PLAIN, THEIRS, UNDRAFTED, LibraryContender, Run
 from decoder.contenders.registry import DEFAULT, Lineup, Setting
-from decoder.contenders.standings import Comparison, standings
+from decoder.contenders.standings import Comparison, column_of, standings
 from decoder.errors import InvalidPromptError
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
@@ -22,6 +26,11 @@ from indexer.errors import TokenizerError
 
 WARM_UP_TEXT: Final = "Count from one to ten."
 
+_ROUNDS: Final = 2
+"""Prompts of a group for each place: so places are filled again, as where requests keep coming."""
+
+_FEW_GROUPS: Final = 4
+"""Of fewer there is no interval worth its name: a group then has one prompt for each place."""
 
 Case = TypeVar("Case")
 
@@ -41,6 +50,9 @@ class BenchPrompt:
     prompt: Prompt = field(default_factory=lambda: Prompt("", ""))
 
 
+Group = Sequence[BenchPrompt]
+"""Prompts that all contenders decode in turn."""
+
 Opened = Callable[[Setting], AbstractContextManager[Lineup]]
 """Gives contenders that have seen nothing, for a setting; see `Contest.opened`."""
 
@@ -56,9 +68,12 @@ class BenchOptions:
         warm: prompts that are answered beforehand, so that drafters have answers to draft from.
             Those that are measured, too, are left out.
         warm_limit: most of them, the others left out.
-        both_turns: whether what the user says next is asked, too, behind the plain answer.
+        both_turns: whether what the user says next is asked, too, behind the plain answer, of
+            prompts that are decoded one by one.
         settings: under what contenders meet; those that differ in their seed are counted together.
-        parallel: how many prompts at a time, for `ParallelBenchmark`; each is measured by itself.
+        widths: how many prompts at a time; each is measured by itself.
+        is_judged: whether outputs are to be compared with those of `model.generate` for each prompt
+            alone, at the end, where rounding leaves them the same: in float32 and greedily.
     """
 
     max_new_tokens: int
@@ -67,7 +82,8 @@ class BenchOptions:
     warm_limit: int | None = None
     both_turns: bool = False
     settings: Sequence[Setting] = (Setting(),)
-    parallel: Sequence[int] = ()
+    widths: Sequence[int] = (1,)
+    is_judged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +92,36 @@ class Heat:
 
     Attributes:
         setting: under what contenders meet.
-        parallel: how many prompts at a time; `None` for one by one.
+        parallel: how many prompts at a time.
     """
 
     setting: Setting
-    parallel: int | None = None
+    parallel: int = 1
+
+    @property
+    def unit(self) -> str:
+        """What all contenders decode in turn."""
+        return "prompt" if self.parallel == 1 else "group"
+
+    def __str__(self) -> str:
+        words = in_words(self.setting.nodes, self.setting.temperature)
+        if self.setting.temperature:
+            words.append(f"seed {self.setting.seed}")
+        if self.parallel > 1:
+            words.append(f"{self.parallel} in parallel")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of one heat, once through all prompts, or as far as it got.
+    """What came of one heat, once through all groups of prompts, or as far as it got.
 
     Attributes:
-        turns: of each prompt that the model can take, or of each group of them, in the order in
-            which they are decoded.
-        num_refused: the prompts that it cannot take.
+        turns: of each group, in the order in which they are decoded.
+        num_refused: the prompts that the model cannot take.
         warm: how many prompts were answered before, with how many tokens.
         surface: what passes cost; `None` where that was not measured.
-        comparisons: one for each turn of the prompts that are done, which are the first ones.
+        comparisons: one for each turn of the groups that are done, which are the first ones.
     """
 
     turns: Sequence[int]
@@ -104,8 +132,8 @@ class Round:
 
     @property
     def num_done(self) -> int:
-        """Prompts that every contender has decoded."""
-        return len({comparison.prompt for comparison in self.comparisons})
+        """Groups that every contender has decoded."""
+        return len({comparison.group for comparison in self.comparisons})
 
     @property
     def is_whole(self) -> bool:
@@ -118,47 +146,17 @@ class Round:
         return self.num_refused + sum(self.turns[: self.num_done]) - len(self.comparisons)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A round of a benchmark, counted from 1.
-
-    Attributes:
-        heat: what is measured.
-        number: of the heat.
-        num_heats: all of them.
-        round: of the heat.
-        num_rounds: all of one heat.
-    """
-
-    heat: Heat
-    number: int
-    num_heats: int
-    round: int
-    num_rounds: int
-
-    def __str__(self) -> str:
-        setting, parallel = self.heat.setting, self.heat.parallel
-        words = in_words(setting.nodes, setting.temperature)
-        if setting.temperature:
-            words.append(f"seed {setting.seed}")
-        if parallel is not None:
-            words.append(f"{parallel} in parallel")
-        if self.num_heats > 1:
-            words[-1] += f" ({self.number} of {self.num_heats})"
-        if self.num_rounds > 1:
-            words.append(f"round {self.round} of {self.num_rounds}")
-        return ", ".join(words)
-
-
 def unwatched(_stage: str, _over: float, _told: str, /) -> None:
     """Show nothing; see `Watcher`."""
 
 
 class Benchmark:
-    """Compares contenders under each setting, and reports it with the circumstances.
+    """Compares contenders under each setting and at each width, and reports the circumstances.
 
-    Drafters are kept from prompt to prompt, as in use: they may draft from their outputs for
-    earlier ones.
+    Prompts come in groups, which all contenders decode in turn, so that a ratio of a group is of
+    the same minute: one prompt where they are decoded one by one, else enough to fill all places.
+    Drafters are kept from group to group, as in use: they may draft from their outputs for earlier
+    ones.
 
     Args:
         language_model: the model of all contenders.
@@ -166,10 +164,8 @@ class Benchmark:
         prompts: what to decode.
         options: how.
         watcher: is told of the progress.
+        plain: what `model.generate` writes for prompts alone, by their tokens, where that is known.
     """
-
-    _unit = "prompt"
-    """What is decoded by all contenders in turn."""
 
     def __init__(
         self,
@@ -178,14 +174,20 @@ class Benchmark:
         prompts: Sequence[Prompt],
         options: BenchOptions,
         watcher: Watcher = unwatched,
+        plain: Mapping[tuple[int, ...], list[int]] | None = None,
     ) -> None:
         self._language_model = language_model
         self._opened = opened
         self._prompts = prompts
         self._options = options
         self._watcher = watcher
+        self._known = dict(plain or {})
+        self._target: Target | None = None
+        self._cases: list[BenchPrompt] = []
+        self._groups: dict[int, list[Group]] = {}
         self._rounds: dict[Heat, list[Round]] = {}
-        self._where = ""
+        self._plain: dict[tuple[int, ...], list[int]] = {}  # of prompts alone, by their tokens
+        self._where, self._unit = "", ""
         self._found: Round | None = None  # of the round that is under way
         self._is_over = False
 
@@ -195,145 +197,176 @@ class Benchmark:
         return any(each.comparisons for rounds in self._rounds.values() for each in rounds)
 
     def run(self) -> None:
-        """Go through all prompts in each round of each setting.
+        """Go through all prompts in each round of each setting and width.
 
         What was measured before an exception, as of Ctrl-C, can be reported.
 
         Raises:
-            InvalidPromptError: the model can take none of the prompts.
+            InvalidPromptError: the model takes too few of the prompts for every width.
         """
-        heats = self._heats()
-        for number, heat in enumerate(heats, 1):
-            for turn in range(1, self._options.repeat + 1):
-                place = Place(heat, number, len(heats), turn, self._options.repeat)
-                self._where, self._found = str(place), None
-                with self._opened(heat.setting) as lineup:
-                    self._go_through(lineup, place)
-        self._finish()
+        options = self._options
+        heats = [Heat(setting, width) for setting in options.settings for width in options.widths]
+        for (number, heat), turn in product(enumerate(heats, 1), range(options.repeat)):
+            at = f" ({number} of {len(heats)})" if len(heats) > 1 else ""
+            of_rounds = f", round {turn + 1} of {options.repeat}" if options.repeat > 1 else ""
+            self._where, self._unit, self._found = f"{heat}{at}{of_rounds}", heat.unit, None
+            with self._opened(heat.setting) as lineup:
+                self._go_through(lineup, heat, turn)
+        if self._is_exact:
+            self._decode_alone()
         self._is_over = True
 
     def report(self) -> dict[str, Any]:
-        """Return what was measured until now, of at least one prompt.
+        """Return what was measured until now, of at least one group.
 
-        Of a setting whose rounds were all interrupted, the prompts count that were done; of others,
-        whole rounds.
+        Of a setting and width whose rounds were all interrupted, the groups count that were done;
+        of others, whole rounds.
 
         Returns:
-            Values for JSON: `settings`, with the figures of all contenders under each; `overall`
-            and `categories`, our own decoder's under the first, where the default contenders are
-            measured; and what they depend on. `skipped` counts the prompts that the model cannot
+            Values for JSON. `settings` has each with its `widths`: the figures of `standings`, how
+            many prompts and groups there were, and of `num_answers`, those of all rounds, how many
+            of each contender are `identical` to those of `compared_with`. `below_one` are ratios in
+            which a contender of ours loses; `exactness` says where outputs that are to be the same
+            differ, and by how much; `left_out` are widths for which there were too few prompts.
+            `overall` and `categories` are our own decoder's figures under the first setting, where
+            the default contenders are measured. `skipped` counts the prompts that the model cannot
             take. Where not all was measured, `interrupted` is true and `interrupted_at` has the
-            round that was under way: `where`, in words, `prompts` of `of_prompts` that were done,
-            and whether these are `counted`.
+            round that was under way: `where`, in words, how many of a `unit` were `done` `of` how
+            many, and whether these are `counted`. The rest is what figures depend on.
         """
-        rounds = self._counted()
-        first = next(iter(rounds.values()))[0]
-        reported = [
-            _figures(setting, [fastest(rounds[Heat(each)]) for each in members])
-            for setting, members in pooled(each.setting for each in rounds).items()
+        options, rounds = self._options, self._counted()
+        first, *_ = counted_rounds = next(iter(rounds.values()))
+        comparisons = _fastest(counted_rounds)
+        settings = [
+            self._under(setting, members, rounds)
+            for setting, members in pooled(dict.fromkeys(heat.setting for heat in rounds)).items()
         ]
-        comparisons = fastest(next(iter(rounds.values())))
         has_default = set(DEFAULT) <= comparisons[0].runs.keys()
         return {
             **(summarize(comparisons) if has_default else {}),
-            "settings": reported,
+            "settings": settings,
+            "below_one": _below_one(settings),
+            "exactness": exactness(self._language_model, self._greedy(), self._plain),
+            "left_out": [width for width in options.widths if self._groups.get(width) == []],
             "skipped": first.skipped,
-            **self._circumstances(first),
-            "turns": "both" if self._options.both_turns else "first",
-        }
-
-    def _circumstances(self, first: Round) -> dict[str, Any]:
-        """Return what figures depend on, and whether all was measured.
-
-        Args:
-            first: of the rounds.
-        """
-        return {
             **self._interruption(len(first.turns)),
             **circumstances(self._language_model),
             "cost_curve": _curve(first.surface),
-            "max_new_tokens": self._options.max_new_tokens,
-            "repeat": self._options.repeat,
+            "max_new_tokens": options.max_new_tokens,
+            "repeat": options.repeat,
             "warm": first.warm,
             "generations": "warm: drafters remember their answers to earlier prompts of the run",
+            "turns": "both" if options.both_turns else "first",
         }
 
-    def _heats(self) -> list[Heat]:
-        return [Heat(setting) for setting in self._options.settings]
-
-    def _go_through(self, lineup: Lineup, place: Place) -> None:
-        """Go through all prompts once: answer those to warm with, then decode each in every way."""
-        language_model, options = self._language_model, self._options
-        cases = self._fitting(lineup.target, self._prompts)
-        if not cases:
-            raise InvalidPromptError(f"the model can take none of the {len(self._prompts)} prompts")
-        self._prepare(lineup.target, cases, place)
-        warm = self._warm_up(lineup, place)
-        turns = [1 + len(case.prompt.later) if options.both_turns else 1 for case in cases]
-        found = self._begun(place, turns, len(self._prompts) - len(cases), warm, lineup.surface)
-        shown = self._shown(cases, f"{place}, measuring", lambda: _standing(found.comparisons))
-        for number, case in enumerate(shown):
-            answered = list(_turns(language_model, lineup, case, place.round - 1 + number, options))
+    def _go_through(self, lineup: Lineup, heat: Heat, turn: int) -> None:
+        """Go through all groups once: answer what to warm with, then decode each in every way."""
+        groups = self._groups_of(lineup.target, heat.parallel)
+        if not groups:
+            return
+        if lineup.target.pads_passes:  # captured before any is timed, on a device where they are
+            longest = max(len(case.token_ids) for case in self._cases)
+            lineup.target.prepare(longest + self._options.max_new_tokens, heat.parallel)
+        warm = self._warm_up(lineup, heat)
+        turns = [1 + len(group[0].prompt.later) if self._goes_on(group) else 1 for group in groups]
+        num_refused = len(self._prompts) - len(self._cases)
+        self._found = found = Round(turns, num_refused, warm, lineup.surface)
+        self._rounds.setdefault(heat, []).append(found)
+        stage = f"{self._where}, measuring"
+        shown = self._shown(groups, stage, heat.unit, lambda: _standing(found.comparisons))
+        for number, group in enumerate(shown):
+            answered = list(self._turns(lineup, group, heat.parallel, turn + number))
             # All turns of a prompt at once: an interruption leaves it whole or out.
-            found.comparisons.extend([replace(each, prompt=number) for each in answered])
+            found.comparisons.extend([replace(each, group=number) for each in answered])
 
-    def _begun(
-        self,
-        place: Place,
-        turns: Sequence[int],
-        num_refused: int,
-        warm: dict[str, int],
-        surface: CostSurface | None,
-    ) -> Round:
-        """Return a round in which nothing is measured yet."""
-        self._found = found = Round(turns, num_refused, warm, surface)
-        self._rounds.setdefault(place.heat, []).append(found)
-        return found
+    def _groups_of(self, target: Target, parallel: int) -> list[Group]:
+        """Return the groups of a width, none where there are too few prompts.
 
-    def _prepare(self, target: Target, cases: Sequence[BenchPrompt], place: Place) -> None:
-        """Have passes captured before any is timed, on a device where they are."""
-        if target.pads_passes:
-            longest = max(len(case.token_ids) for case in cases)
-            num_tokens = longest + self._options.max_new_tokens
-            target.prepare(num_tokens, place.heat.parallel or 1)
-
-    def _finish(self) -> None:
-        """Do what is left when all rounds are over."""
+        Raises:
+            InvalidPromptError: there are too few for every width.
+        """
+        widths = self._options.widths
+        if self._target is None:
+            self._target = target
+            self._cases = self._fitting(target, self._prompts)
+        if not self._cases and max(widths) == 1:
+            raise InvalidPromptError(f"the model can take none of the {len(self._prompts)} prompts")
+        if len(self._cases) < min(widths):
+            raise InvalidPromptError(
+                f"{min(widths)} in parallel need as many prompts: of {len(self._prompts)} the "
+                f"model takes {len(self._cases)}, with room for the output"
+            )
+        if parallel not in self._groups:
+            self._groups[parallel] = grouped(self._cases, parallel)
+        return self._groups[parallel]
 
     def _fitting(self, target: Target, prompts: Iterable[Prompt]) -> list[BenchPrompt]:
-        """Return the prompts that can be measured."""
-        return fitting(self._language_model, target, prompts)
+        """Return the prompts that can be measured; a batch needs room for the whole output."""
+        cases, wanted = fitting(self._language_model, target, prompts), self._options.max_new_tokens
+        if max(self._options.widths) == 1:
+            return cases
+        return [each for each in cases if target.room(len(each.token_ids), wanted) == wanted]
 
-    def _warm_up(self, lineup: Lineup, place: Place) -> dict[str, int]:
+    def _warm_up(self, lineup: Lineup, heat: Heat) -> dict[str, int]:
         """Have all that draft answer prompts that are not measured, and all decode once.
 
         Returns:
             How many prompts, and the tokens of one contender's answers.
         """
-        cases, left_out = self._warming(lineup.target)
+        parallel, measured = heat.parallel, {(p.text.strip(), p.turns) for p in self._prompts}
+        others = [p for p in self._options.warm if (p.text.strip(), p.turns) not in measured]
+        cases = self._fitting(lineup.target, others)[: self._options.warm_limit]
+        warming = [case.token_ids for case in cases]
+        parts = [warming[at : at + parallel] for at in range(0, len(warming), parallel)]
         num_tokens = 0
-        for case in self._shown(cases, f"{place}, warm-up"):
-            answers = [way(case.token_ids, remember=True) for way in lineup.drafting.values()]
-            num_tokens += len(answers[-1].token_ids) if answers else 0
-        for contender in lineup.ways.values():
-            contender(self._language_model.encode(WARM_UP_TEXT), remember=False)
-        return warmed(cases, num_tokens, left_out)
+        for part in self._shown(parts, f"{self._where}, warm-up", heat.unit):
+            runs = [way(part, parallel, remember=True) for way in lineup.drafting.values()]
+            num_tokens += len(runs[-1].token_ids) if runs else 0
+        short = [self._language_model.encode(WARM_UP_TEXT)] * parallel
+        # Prompts to warm with are not for those that draft: they have answered them already.
+        for name, way in lineup.ways.items():
+            prompts = short if name in lineup.drafting else [*warming, *short][:parallel]
+            way(prompts, parallel, remember=False)
+        return {
+            "num_prompts": len(warming),
+            "num_tokens": num_tokens,
+            "left_out_as_measured": len(self._options.warm) - len(others),
+        }
 
-    def _warming(self, target: Target) -> tuple[list[BenchPrompt], int]:
-        """Return the prompts to warm with, and how many are left out as they are measured."""
-        asked = {(prompt.text.strip(), prompt.turns) for prompt in self._prompts}
-        others = [
-            each for each in self._options.warm if (each.text.strip(), each.turns) not in asked
-        ]
-        cases = self._fitting(target, others)[: self._options.warm_limit]
-        return cases, len(self._options.warm) - len(others)
+    def _turns(
+        self, lineup: Lineup, group: Group, parallel: int, number: int
+    ) -> Iterator[Comparison]:
+        """Decode a group in every way, and what the user says next behind the plain answer.
+
+        All contenders are asked the same: the conversation goes on from the answer of the one that
+        outputs are compared with.
+        """
+        model = self._language_model
+        while group:
+            prompts = [case.token_ids for case in group]
+            ways = {
+                name: partial(way, prompts, parallel, remember=True)
+                for name, way in lineup.ways.items()
+            }
+            runs = in_turn(ways, number)
+            category = group[0].category if len(group) == 1 else ""
+            yield Comparison(category, runs, asked=prompts)
+            if not self._goes_on(group):
+                return
+            answer = runs[reference_of(runs)].token_ids
+            said = str(model.tokenizer.decode(answer, skip_special_tokens=True))
+            group = fitting(model, lineup.target, [group[0].prompt.answered(said)])
+            number += 1
+
+    def _goes_on(self, group: Group) -> bool:
+        return self._options.both_turns and len(group) == 1 and bool(group[0].prompt.later)
 
     def _shown(
         self,
         cases: Sequence[Case],
         stage: str,
+        unit: str,
         standing: Callable[[], str] = lambda: "",
-        unit: str = "prompt",
     ) -> Iterator[Case]:
         """Pass prompts or groups through, and tell how many are done and how it stands."""
 
@@ -347,6 +380,43 @@ class Benchmark:
         if cases:
             tell(len(cases))
 
+    def _decode_alone(self) -> None:
+        """Have each prompt alone decoded plainly, where that is not known or measured."""
+        greedy = self._greedy()
+        measured = {
+            tuple(prompt): output
+            for width, each in greedy
+            if width == 1 and PLAIN in each.runs
+            for prompt, output in zip(each.asked, each.runs[PLAIN].outputs, strict=True)
+        }
+        alone = measured | self._known
+        wanted = dict.fromkeys(tuple(prompt) for _, each in greedy for prompt in each.asked)
+        self._plain = {prompt: alone[prompt] for prompt in wanted if prompt in alone}
+        missing = [prompt for prompt in wanted if prompt not in alone]
+        if missing and self._target is not None:
+            self._where, self._found = "plain outputs, one prompt at a time", None
+            plain = LibraryContender(
+                self._language_model, self._target, self._options.max_new_tokens
+            )
+            for prompt in self._shown(missing, self._where, "prompt"):
+                self._plain[prompt] = plain([list(prompt)], remember=False).token_ids
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether outputs are judged, and rounding leaves all but ties as they are."""
+        dtype = next(self._language_model.model.parameters()).dtype
+        return self._options.is_judged and dtype in {torch.float32, torch.float64}
+
+    def _greedy(self) -> list[tuple[int, Comparison]]:
+        """Return all that was decoded without sampling, in every round, with its width."""
+        return [
+            (heat.parallel, comparison)
+            for heat, rounds in self._rounds.items()
+            if heat.setting.temperature == 0
+            for each in rounds
+            for comparison in each.comparisons
+        ]
+
     def _counted(self) -> dict[Heat, list[Round]]:
         """Return the rounds that count: whole ones, or what there is where none is whole."""
         chosen = {
@@ -354,6 +424,63 @@ class Benchmark:
             for heat, rounds in self._rounds.items()
         }
         return {heat: rounds for heat, rounds in chosen.items() if rounds[0].comparisons}
+
+    def _under(
+        self, setting: Setting, seeds: Sequence[Setting], rounds: dict[Heat, list[Round]]
+    ) -> dict[str, Any]:
+        """Return all figures under a setting, over its seeds."""
+        heats = [heat for heat in rounds if heat.setting in seeds]
+        names = rounds[heats[0]][0].comparisons[0].runs
+        reference = reference_of(names, is_greedy=setting.temperature == 0)
+        return {
+            "nodes": setting.nodes,
+            "temperature": setting.temperature,
+            "num_seeds": len(seeds),
+            "reference": reference,
+            "widths": [
+                self._at_width(members, rounds, reference)
+                for width in self._options.widths
+                if (members := [heat for heat in heats if heat.parallel == width])
+            ],
+        }
+
+    def _at_width(
+        self, heats: Sequence[Heat], rounds: dict[Heat, list[Round]], reference: str
+    ) -> dict[str, Any]:
+        """Return all contenders' figures under a setting at a width, over its seeds."""
+        comparisons = [each for heat in heats for each in _fastest(rounds[heat])]
+        decoded = [
+            each for heat in heats for found in self._rounds[heat] for each in found.comparisons
+        ]
+        compared_with = reference if not self._options.is_judged else self._judged_by(heats[0])
+        known = [
+            (each, expected)
+            for each in decoded
+            if (expected := self._expected(compared_with, each))
+        ]
+        figures = standings(comparisons, reference)
+        _count_identical(figures, known)
+        for name, of_category in figures["categories"].items():
+            found = [pair for pair in known if column_of(pair[0].category) == name]
+            _count_identical(of_category, found)
+        return {
+            "parallel": heats[0].parallel,
+            "num_prompts": sum({each.group: len(each.asked) for each in comparisons}.values()),
+            "compared_with": compared_with if known else None,
+            **figures,
+        }
+
+    def _judged_by(self, heat: Heat) -> str:
+        """Return what outputs are compared with: our own loop, where rounding changes them."""
+        return ONE_BY_ONE if self._is_exact and heat.setting.temperature == 0 else UNDRAFTED
+
+    def _expected(self, compared_with: str, each: Comparison) -> list[list[int]]:
+        """Return what a group's outputs are to be; empty where that is not known."""
+        if compared_with != ONE_BY_ONE:
+            return each.runs[compared_with].outputs if compared_with in each.runs else []
+        prompts = [tuple(prompt) for prompt in each.asked]
+        is_known = all(prompt in self._plain for prompt in prompts)  # or interrupted before
+        return [self._plain[prompt] for prompt in prompts] if is_known else []
 
     def _interruption(self, num_units: int) -> dict[str, Any]:
         """Return where not all was measured, if that is so."""
@@ -363,62 +490,38 @@ class Benchmark:
         rounds = [each for members in self._counted().values() for each in members]
         at = {
             "where": self._where,
-            f"{self._unit}s": 0 if found is None else found.num_done,
-            f"of_{self._unit}s": num_units if found is None else len(found.turns),
+            "unit": self._unit,
+            "done": 0 if found is None else found.num_done,
+            "of": num_units if found is None else len(found.turns),
             "counted": any(each is found for each in rounds),
         }
         return {"interrupted": True, "interrupted_at": at}
 
 
-def warmed(cases: Sequence[BenchPrompt], num_tokens: int, left_out: int) -> dict[str, int]:
-    """Return what was answered beforehand, as a report says it."""
-    return {
-        "num_prompts": len(cases),
-        "num_tokens": num_tokens,
-        "left_out_as_measured": left_out,
-    }
+def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
+    """Return prompts in groups that fill all places; those that are left over are left out.
 
-
-def run_benchmark(
-    language_model: LanguageModel,
-    opened: Opened,
-    prompts: Sequence[Prompt],
-    options: BenchOptions,
-    watcher: Watcher = unwatched,
-) -> dict[str, Any]:
-    """Measure all of a benchmark, and return its report; see `Benchmark`.
-
-    Raises:
-        InvalidPromptError: the model can take none of the prompts.
+    A group has twice as many prompts as are decoded in parallel where that leaves some groups, else
+    as many; of those that are decoded one by one, each is a group.
     """
-    benchmark = Benchmark(language_model, opened, prompts, options, watcher)
-    benchmark.run()
-    return benchmark.report()
+    size = parallel * _ROUNDS
+    if parallel == 1 or len(cases) // size < _FEW_GROUPS:
+        size = parallel
+    return [cases[start : start + size] for start in range(0, len(cases) - size + 1, size)]
 
 
-def _turns(
-    language_model: LanguageModel,
-    lineup: Lineup,
-    case: BenchPrompt,
-    number: int,
-    options: BenchOptions,
-) -> Iterator[Comparison]:
-    """Decode a prompt in every way, and what the user says next behind the plain answer.
-
-    All contenders are asked the same: the conversation goes on from the answer of the one that
-    outputs are compared with.
-    """
-    asked: BenchPrompt | None = case
-    turn = 0
-    while asked is not None:
-        runs = in_turn(_decoding(lineup.ways, asked.token_ids), number + turn)
-        yield Comparison(asked.category, runs, turn=turn)
-        prompt, asked, turn = asked.prompt, None, turn + 1
-        if options.both_turns and prompt.later:
-            answer = runs[reference_of(runs)].token_ids
-            said = str(language_model.tokenizer.decode(answer, skip_special_tokens=True))
-            following = fitting(language_model, lineup.target, [prompt.answered(said)])
-            asked = following[0] if following else None
+def _count_identical(
+    figures: dict[str, Any], known: Sequence[tuple[Comparison, list[list[int]]]]
+) -> None:
+    """Add to figures how many outputs are known, and how many of each contender are the same."""
+    figures["num_answers"] = sum(len(expected) for _, expected in known)
+    for name, each in figures["contenders"].items():
+        same = (
+            output == other
+            for comparison, expected in known
+            for output, other in zip(comparison.runs[name].outputs, expected, strict=True)
+        )
+        each["identical"] = sum(same) if known else None
 
 
 def reference_of(names: Iterable[str], *, is_greedy: bool = True) -> str:
@@ -433,14 +536,14 @@ def reference_of(names: Iterable[str], *, is_greedy: bool = True) -> str:
 
 
 def _standing(comparisons: Sequence[Comparison]) -> str:
-    """Return the last contender's accepted tokens of a pass so far; nothing before the first."""
+    """Return the last contender's pace so far; nothing before the first group is done."""
     if not comparisons:
         return ""
     name = list(comparisons[0].runs)[-1]
-    runs = [comparison.runs[name] for comparison in comparisons]
-    steps = sum(max(run.num_passes - 1, 0) for run in runs)
-    tokens = sum(max(len(run.token_ids) - 1, 0) for run in runs)
-    return f"{name} {tokens / steps:.2f} tokens a pass" if steps else ""
+    accounts = [comparison.runs[name].account for comparison in comparisons]
+    seconds, tokens, steps, step_tokens = (sum(part) for part in zip(*accounts, strict=True))
+    words = [f"{step_tokens / steps:.2f} tokens a pass"] if steps else []
+    return f"{name} " + ", ".join([*words, f"{tokens / seconds:.1f} tokens/s"])
 
 
 def fitting(
@@ -456,33 +559,6 @@ def fitting(
     return cases
 
 
-def compare(
-    language_model: LanguageModel,
-    ways: dict[str, Contender],
-    cases: Iterable[BenchPrompt],
-    repeat: int = 1,
-) -> list[Comparison]:
-    """Decode every case in every way, in an order that rotates from round to round.
-
-    Of several rounds the fastest run of each way is kept. Answers are remembered in the last
-    alone, so that no way drafts from an answer to the same prompt; what a target's logits taught
-    is kept all the same.
-    """
-    for contender in ways.values():
-        contender(language_model.encode(WARM_UP_TEXT), remember=False)
-    comparisons = []
-    for number, case in enumerate(cases):
-        rounds = [
-            in_turn(
-                _decoding(ways, case.token_ids, remember=turn == repeat - 1),
-                number * repeat + turn,
-            )
-            for turn in range(repeat)
-        ]
-        comparisons.append(Comparison(case.category, _fastest_runs(rounds), number))
-    return comparisons
-
-
 def circumstances(language_model: LanguageModel) -> dict[str, Any]:
     """Return the circumstances of figures: day, model, precision, versions and machine."""
     parameter = next(language_model.model.parameters())
@@ -496,12 +572,17 @@ def circumstances(language_model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def fastest(rounds: Sequence[Round]) -> list[Comparison]:
-    """Return comparisons of several rounds as one, of each contender's fastest runs."""
-    return [
-        replace(same[0], runs=_fastest_runs([each.runs for each in same]))
-        for same in zip(*(each.comparisons for each in rounds), strict=True)
-    ]
+def fastest(rounds: Sequence[Comparison]) -> Comparison:
+    """Return what several rounds made of a group as one, of each contender's fastest runs."""
+    names, first = rounds[0].runs, rounds[0]
+    runs = {
+        name: min((r.runs[name] for r in rounds), key=lambda run: run.seconds) for name in names
+    }
+    return replace(first, runs=runs)
+
+
+def _fastest(rounds: Sequence[Round]) -> list[Comparison]:
+    return [fastest(same) for same in zip(*(each.comparisons for each in rounds), strict=True)]
 
 
 def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run]:
@@ -512,19 +593,6 @@ def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run
     return {name: runs[name] for name in names}
 
 
-def _decoding(
-    ways: Mapping[str, Contender], tokens: list[int], *, remember: bool = True
-) -> dict[str, Callable[[], Run]]:
-    return {name: partial(way, tokens, remember=remember) for name, way in ways.items()}
-
-
-def _fastest_runs(rounds: Sequence[dict[str, Run]]) -> dict[str, Run]:
-    return {
-        name: min((runs[name] for runs in rounds), key=lambda run: run.seconds)
-        for name in rounds[0]
-    }
-
-
 def pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
     """Return settings that differ in their seed under one of them."""
     pooled: dict[Setting, list[Setting]] = {}
@@ -533,17 +601,24 @@ def pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
     return pooled
 
 
-def _figures(setting: Setting, seeds: Sequence[list[Comparison]]) -> dict[str, Any]:
-    """Return all contenders' figures under a setting, over its seeds."""
-    comparisons = [comparison for each in seeds for comparison in each]
-    is_greedy = setting.temperature == 0
-    reference = reference_of(comparisons[0].runs, is_greedy=is_greedy)
-    return {
-        "nodes": setting.nodes,
-        "temperature": setting.temperature,
-        "num_seeds": len(seeds),
-        **standings(comparisons, reference),
-    }
+def _below_one(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return where ours are slower than plain generation or than decoding without drafts."""
+    return [
+        {
+            "nodes": setting["nodes"],
+            "temperature": setting["temperature"],
+            "parallel": width["parallel"],
+            "contender": name,
+            "over": base,
+            "ratio": ratio,
+        }
+        for setting in settings
+        for width in setting["widths"]
+        for name, figures in width["contenders"].items()
+        if name not in THEIRS
+        for base, ratio in figures["over"].items()
+        if ratio[0] < 1
+    ]
 
 
 def _curve(surface: CostSurface | None) -> dict[str, dict[str, float]]:

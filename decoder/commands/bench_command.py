@@ -13,7 +13,7 @@ from decoder.assembly import DrafterSettings
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.bench import Benchmark, BenchOptions
-from decoder.commands.bench_report import draw_standings, notes_of, table_of, tables_of
+from decoder.commands.bench_report import conclusions_of, draw, notes_of, table_of, tables_of
 from decoder.commands.generate import Interruption
 from decoder.commands.options import (
     AskedTurns,
@@ -22,13 +22,7 @@ from decoder.commands.options import (
     MeasuredPrompts,
     ModelSettings,
 )
-from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs
-from decoder.commands.parallel.parallel_report import (
-    conclusions_of,
-    draw_widths,
-    notes_of_widths,
-    tables_of_widths,
-)
+from decoder.commands.plain_comparison import wrong_outputs
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
@@ -70,8 +64,8 @@ class ContestSettings(ContestOptions):
 
     @property
     def widths(self) -> list[int]:
-        """How many prompts at a time; empty for one by one."""
-        return list(dict.fromkeys(self.parallel))
+        """How many prompts at a time."""
+        return list(dict.fromkeys(self.parallel)) or [1]
 
     @property
     def settings(self) -> list[Setting]:
@@ -149,7 +143,7 @@ class ContestSettings(ContestOptions):
 
     def _check_apart(self, drafts: DrafterSettings, repeat: int) -> None:
         """Refuse runs in which what one round or contender remembers is drafted from in another."""
-        rounds = len(self.settings) * repeat * max(len(self.widths), 1)
+        rounds = len(self.settings) * repeat * len(self.widths)
         if (drafts.state is not None or drafts.server) and rounds > 1:
             raise ContradictoryOptionsError(
                 "--state and --server keep answers from round to round, which would be drafted "
@@ -207,6 +201,7 @@ def measure(
         contest.turns is AskedTurns.BOTH,
         contest.settings,
         contest.widths,
+        is_judged=bool(contest.parallel),
     )
     prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)
@@ -215,18 +210,16 @@ def measure(
     field = Contest(language_model, contest.names(drafts), drafts, output.max_new_tokens, costs)
     interruption = Interruption()
     with interruption.handled(), watching() as watcher:
-        kind = ParallelBenchmark if contest.parallel else Benchmark
-        benchmark = kind(language_model, field.opened, selected, bench_options, watcher)
+        benchmark = Benchmark(language_model, field.opened, selected, bench_options, watcher)
         is_interrupted = not _measured(benchmark)
     report = benchmark.report()
     report["drafter"] = drafts.describe()
     _print(report, contest, as_json=as_json)
     if contest.plot is not None:
-        draw = draw_widths if contest.parallel else draw_standings
         draw(report, contest.plot)
     if is_interrupted:
         raise typer.Exit(interruption.status)
-    if contest.parallel and wrong_outputs(report):
+    if wrong_outputs(report):
         raise typer.Exit(1)
 
 
@@ -249,14 +242,11 @@ def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -
     """Print a report as JSON, or as tables with their notes."""
     if as_json:
         typer.echo(json.dumps(report, indent=2))
-    elif contest.parallel:
-        typer.echo("\n".join(conclusions_of(report)))
-        for table in tables_of_widths(report, contest.over):
-            print_table(table)
-        typer.echo("\n".join(notes_of_widths(report)))
     elif _is_default(contest):
         print_table(table_of(report))
     else:
+        if contest.parallel:
+            typer.echo("\n".join(conclusions_of(report)))
         for table in tables_of(report, contest.over):
             print_table(table)
         typer.echo("\n".join(notes_of(report)))
@@ -264,4 +254,5 @@ def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -
 
 def _is_default(contest: ContestSettings) -> bool:
     """Return whether our own decoder's figures alone are asked for."""
-    return not (contest.contender or contest.nodes or contest.temperature or contest.over)
+    given = (contest.contender, contest.nodes, contest.temperature, contest.over, contest.parallel)
+    return not any(given)

@@ -1,6 +1,8 @@
-"""Reports of a benchmark: our own decoder's figures, and the tables and the plot of contenders."""
+"""Reports of a benchmark: where ours lose, tables, notes and plots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -8,13 +10,16 @@ from typing import Any, Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
-from decoder.contenders.standings import Comparison
+from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, total_of
+from decoder.contenders.standings import Comparison, in_brackets
 from decoder.estimate.estimate_plot import figure_class, save
 from decoder.observation import Statistics, counted
 
 _KEYS: Final = {PROMPT_LOOKUP: "prompt_lookup"}
 """Names of contenders in keys of the default report, where they differ."""
+
+_OTHERS: Final = (PLAIN, _KEYS[PROMPT_LOOKUP], UNDRAFTED)
+"""Keys of what our own decoder is set against there."""
 
 
 def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
@@ -59,93 +64,228 @@ def time_per_step(drafted: Statistics, undrafted: Statistics) -> dict[str, Any]:
 
 
 def _figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Return one category's figures; ratios are of seconds per token, sums over sums."""
-    runs = {name: [c.runs[name] for c in comparisons] for name in comparisons[0].runs}
-    pace = {name: _seconds_per_token(members) for name, members in runs.items()}
-    others = {_KEYS.get(name, name): name for name in (PLAIN, PROMPT_LOOKUP, UNDRAFTED)}
-    drafted, undrafted = _total(runs[FOREDRAFT]), _total(runs[UNDRAFTED])
+    """Return one category's figures; ratios are of tokens per second, sums over sums."""
+    runs = {
+        _KEYS.get(name, name): [comparison.runs[name] for comparison in comparisons]
+        for name in comparisons[0].runs
+    }
+    num_tokens = {key: sum(len(run.token_ids) for run in each) for key, each in runs.items()}
+    num_passes = {key: sum(run.num_passes for run in each) for key, each in runs.items()}
+    pace = {key: num_tokens[key] / sum(run.seconds for run in each) for key, each in runs.items()}
+    paces = {key: [len(run.token_ids) / run.seconds for run in each] for key, each in runs.items()}
+    identical = {
+        key: sum(
+            run.token_ids == plain.token_ids for run, plain in zip(each, runs[PLAIN], strict=True)
+        )
+        for key, each in runs.items()
+    }
+    lookup = _KEYS[PROMPT_LOOKUP]
+    drafted, undrafted = total_of(runs[FOREDRAFT]), total_of(runs[UNDRAFTED])
     return {
         "num_prompts": len(comparisons),
-        **{f"speedup_over_{key}": pace[name] / pace[FOREDRAFT] for key, name in others.items()},
+        **{f"speedup_over_{key}": pace[FOREDRAFT] / pace[key] for key in _OTHERS},
         **{
-            f"median_speedup_over_{key}": median(c.speedup(name) for c in comparisons)
-            for key, name in others.items()
+            f"median_speedup_over_{key}": median(map(truediv, paces[FOREDRAFT], paces[key]))
+            for key in _OTHERS
         },
-        "prompt_lookup_speedup_over_plain": pace[PLAIN] / pace[PROMPT_LOOKUP],
-        "mean_accepted_tokens": _tokens_per_pass(runs[FOREDRAFT]),
-        "prompt_lookup_mean_accepted_tokens": _tokens_per_pass(runs[PROMPT_LOOKUP]),
-        "identical": _num_identical(runs[FOREDRAFT], runs[PLAIN]),
-        "undrafted_identical": _num_identical(runs[UNDRAFTED], runs[PLAIN]),
-        "prompt_lookup_identical": _num_identical(runs[PROMPT_LOOKUP], runs[PLAIN]),
-        "tokens_per_second": _keyed({name: 1 / seconds for name, seconds in pace.items()}),
-        "num_tokens": _keyed({name: _num_tokens(members) for name, members in runs.items()}),
-        "num_passes": _keyed(
-            {name: sum(r.num_passes for r in members) for name, members in runs.items()}
-        ),
+        "prompt_lookup_speedup_over_plain": pace[lookup] / pace[PLAIN],
+        "mean_accepted_tokens": num_tokens[FOREDRAFT] / num_passes[FOREDRAFT],
+        "prompt_lookup_mean_accepted_tokens": num_tokens[lookup] / num_passes[lookup],
+        "identical": identical[FOREDRAFT],
+        "undrafted_identical": identical[UNDRAFTED],
+        "prompt_lookup_identical": identical[lookup],
+        "tokens_per_second": pace,
+        "num_tokens": num_tokens,
+        "num_passes": num_passes,
         "time_per_step": time_per_step(drafted, undrafted),
         "foredraft": drafted.report(),
     }
 
 
-def _keyed(figures: Mapping[str, float]) -> dict[str, float]:
-    return {_KEYS.get(name, name): figure for name, figure in figures.items()}
+PARTS: Final = {"target": "model", "draft": "drafter", "host": "loop"}
+"""Of a step's time, in words."""
+
+_BASES: Final = {PLAIN: "plain batches", UNDRAFTED: "undrafted"}
 
 
-def _total(runs: list[Run]) -> Statistics:
-    total = Statistics()
-    for run in runs:
-        total.add(run.statistics)
-    return total
+def conclusions_of(report: dict[str, Any]) -> list[str]:
+    """Return what is to be read first: where ours are slower, or may be, and wrong outputs."""
+    ratios = list(_ratios(report["settings"]))
+    lines = [f"slower: {words}" for words, figure in ratios if figure[0] < 1]
+    if ratios and not lines:
+        lines = ["slower nowhere: at no width is a ratio of ours below 1"]
+    lines += [
+        f"uncertain: {words}"
+        for words, (ratio, low, _) in ratios
+        if ratio >= 1 and (low is None or low < 1)
+    ]
+    return [*lines, *_exactness(report["exactness"])]
 
 
-def _num_tokens(runs: list[Run]) -> int:
-    return sum(len(run.token_ids) for run in runs)
+def _ratios(settings: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield each ratio of ours, in words and as `[value, low, high]`."""
+    for setting in settings:
+        place = f", {described(setting)}" if len(settings) > 1 else ""
+        for width in setting["widths"]:
+            ours = {name: each for name, each in width["contenders"].items() if name != PLAIN}
+            for name, figures in ours.items():
+                whose = f"{name}, {width['parallel']} in parallel{place}"
+                for base, figure in figures["over"].items():
+                    yield (
+                        f"{whose}: {in_brackets(figure)} times {_BASES[base]}{_doubt(figure)}",
+                        figure,
+                    )
 
 
-def _seconds_per_token(runs: list[Run]) -> float:
-    return sum(run.seconds for run in runs) / _num_tokens(runs)
+def _doubt(figure: Sequence[Any]) -> str:
+    """Return why a ratio may as well be 1, in words; nothing where it may not."""
+    _, low, high = figure
+    if low is None:
+        return ", one group alone"
+    return ", the interval has 1 in it" if low < 1 <= high else ""
 
 
-def _tokens_per_pass(runs: list[Run]) -> float:
-    return _num_tokens(runs) / sum(run.num_passes for run in runs)
+def _exactness(found: dict[str, Any] | None) -> Iterator[str]:
+    """Yield lines about outputs that were to be the same."""
+    if found is None:
+        return
+    different = found["different"]
+    num_ties = sum(each["is_tie"] for each in different)
+    prompts = counted(found["num_prompts"], "prompt")
+    compared = f"outputs of {prompts}, compared with {found['compared_with']}"
+    if not different:
+        yield f"{compared}: all are the same"
+        return
+    yield f"{compared}: {len(different)} differ, {num_ties} of them where two logits tie"
+    for each in different:
+        if not each["is_tie"]:
+            yield (
+                f"DIFFERENT: {each['contender']}, {each['parallel']} in parallel, prompt "
+                f"{each['prompt']}, token {each['position']}: {each['drafted']}, not "
+                f"{each['plain']}; the two best logits are {each['gap']:.2g} apart"
+            )
 
 
-def _num_identical(runs: list[Run], plain: list[Run]) -> int:
-    pairs = zip(runs, plain, strict=True)
-    return sum(run.token_ids == reference.token_ids for run, reference in pairs)
+def rows_of(setting: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of a table, a row for each width and contender."""
+    widths = setting["widths"]
+    found = [figures for width in widths for figures in width["contenders"].values()]
+    bases = [base for base in _BASES if any(base in figures["over"] for figures in found)]
+    headings = ["parallel", "contender", "tokens/s", *(f"x {base}" for base in bases)]
+    headings += ["accepted", "nodes", "drafting", *(f"{part}, ms" for part in PARTS.values())]
+    rows = [
+        [str(width["parallel"]), name, *_cells_of(figures, bases, width["num_answers"])]
+        for width in widths
+        for name, figures in width["contenders"].items()
+    ]
+    return [*headings, "equal"], rows
 
 
-_HEADINGS: Final = (
-    "prompts",
-    "tokens/s",
-    "x plain",
-    "x lookup",
-    "x undrafted",
-    "tokens",
-    "lookup",
-    "equal",
-)
+def _cells_of(figures: dict[str, Any], bases: Sequence[str], num_answers: int) -> list[str]:
+    over, steps, identical = figures["over"], figures["step_ms"], figures["identical"]
+    return [
+        f"{figures['tokens_per_second']:.1f}",
+        *(in_brackets(over[base]) if base in over else "" for base in bases),
+        in_brackets(figures["accepted_tokens"]),
+        f"{figures['nodes_per_step']:.1f}" if steps else "",
+        f"{figures['draft_share']:.0%}" if steps else "",
+        *(f"{steps[part]:.2f}" if steps else "" for part in PARTS),
+        "" if identical is None else f"{identical}/{num_answers}",
+    ]
 
 
 def tables_of(report: dict[str, Any], over: str | None = None) -> list[Table]:
-    """Return the tables of all contenders, as papers have them: for all prompts, by category.
+    """Return the tables of all contenders: at all widths, and one by one by category, as papers.
 
     Args:
-        report: of `run_benchmark`, with `drafter`.
+        report: of `Benchmark`, with `drafter`.
         over: a contender that the others are set against in a table of their own.
     """
     tables = []
     for setting in report["settings"]:
-        tables.append(_standings_table(report, setting))
+        prompts = counted(max(width["num_prompts"] for width in setting["widths"]), "prompt")
+        title = f"{title_of(report)}\n{described(setting)}; {prompts}"
+        tables.append(_table(title, *rows_of(setting)))
         if over is not None:
-            tables.append(_ratio_table(setting, over))
-        tables += _category_tables(setting)
+            tables.append(_over(setting, over))
+        if is_one_by_one(report):
+            tables += _by_category(setting)
     return tables
+
+
+def is_one_by_one(report: dict[str, Any]) -> bool:
+    """Return whether prompts were never decoded in parallel."""
+    widths = [width for setting in report["settings"] for width in setting["widths"]]
+    return all(width["parallel"] == 1 for width in widths)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table with a section for each width, where its first column has these."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for heading in headings:
+        is_name = heading == "contender"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
+    for row, following in zip_longest(rows, rows[1:], fillvalue=("",)):
+        is_last = headings[0] == "parallel" and row[0] != following[0]
+        table.add_row(*row, end_section=is_last)
+    return table
+
+
+def _over(setting: dict[str, Any], over: str) -> Table:
+    """Return how many times one contender's speed and accepted tokens the others have."""
+    rows = [
+        [str(width["parallel"]), name, *map(in_brackets, against[over].values())]
+        for width in setting["widths"]
+        for name, against in width["against"].items()
+        if name != over
+    ]
+    headings = ["parallel", "contender", "speed", "accepted"]
+    return _table(f"over {over}, {described(setting)}", headings, rows)
+
+
+def _by_category(setting: dict[str, Any]) -> Iterator[Table]:
+    """Yield speed-up and accepted tokens, a row for each contender, a column for each category."""
+    (width,) = setting["widths"]
+    parts = {**width["categories"], "overall": width}
+    speedup = f"speed-up over {setting['reference']}"
+    for figure, title in (("speedup", speedup), ("accepted_tokens", "accepted tokens")):
+        rows = [
+            [name, *(in_brackets(each["contenders"][name][figure]) for each in parts.values())]
+            for name in width["contenders"]
+        ]
+        yield _table(f"{title}, {described(setting)}", ["contender", *parts], rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
     """Return the lines below the tables of contenders."""
-    return [*_standings_notes(report), *common_notes(report)]
+    settings = report["settings"]
+    widths = [width for setting in settings for width in setting["widths"]]
+    groups = ", ".join(
+        f"{width['parallel']}: {counted(width['num_prompts'], 'prompt')} in "
+        f"{counted(width['num_groups'], 'group')}"
+        for width in widths
+    )
+    resampled = "prompts" if is_one_by_one(report) else f"groups of prompts; {groups}"
+    notes = [
+        "x: in tokens per second, prompts included; undrafted: our own loop without drafts",
+        "plain: model.generate, several prompts in batches that are padded on the left",
+        f"[]: 90% intervals by bootstrap, alike for all, which decode in turn, over {resampled}",
+        "accepted: tokens of a pass and sequence after the prompt's pass, the model's own included",
+        "nodes: of a pass, all sequences together; drafting: its share of the time",
+        "ms: medians of passes, without the prompts",
+    ]
+    compared = sorted({width["compared_with"] or "" for width in widths} - {""})
+    if compared:
+        notes.append(f"equal: outputs that are those of {' or '.join(compared)}")
+    if any(each["temperature"] for each in settings):
+        notes.append(
+            "sampled: ours draw with the numbers of a prompt's positions, so each writes what "
+            "undrafted writes; transformers' own draw with others"
+        )
+    if report["left_out"]:
+        shown = ", ".join(map(str, report["left_out"]))
+        notes.append(f"left out for want of prompts that the model takes: {shown} in parallel")
+    return [*notes, *_common_notes(report)]
 
 
 def title_of(report: dict[str, Any]) -> str:
@@ -158,10 +298,19 @@ def table_of(report: dict[str, Any]) -> Table:
     title = title_of(report)
     table = Table(title=title, caption="\n".join(_notes(report)), box=SIMPLE_HEAD)
     table.add_column("category", no_wrap=True)
-    for heading in _HEADINGS:
+    headings = ("prompts", "tokens/s", "x plain", "x lookup", "x undrafted", "tokens", "lookup")
+    for heading in (*headings, "equal"):
         table.add_column(heading, justify="right")
     for name, figures in [*report["categories"].items(), ("overall", report["overall"])]:
-        table.add_row(name, *_cells(figures))
+        table.add_row(
+            name,
+            str(figures["num_prompts"]),
+            f"{figures['tokens_per_second']['foredraft']:.1f}",
+            *(f"{figures[f'speedup_over_{key}']:.2f}" for key in _OTHERS),
+            f"{figures['mean_accepted_tokens']:.2f}",
+            f"{figures['prompt_lookup_mean_accepted_tokens']:.2f}",
+            f"{figures['identical']}/{figures['num_prompts']}",
+        )
     return table
 
 
@@ -177,10 +326,10 @@ def _notes(report: dict[str, Any]) -> list[str]:
             for name, ms in times["ms"].items()
         )
         notes.append(f"a step: {parts}; a plain one: {times['plain_step_ms']:.2f} ms")
-    return [*notes, *common_notes(report)]
+    return [*notes, *_common_notes(report)]
 
 
-def common_notes(report: dict[str, Any]) -> list[str]:
+def _common_notes(report: dict[str, Any]) -> list[str]:
     """Return the lines below any tables: what was interrupted, warmed with and skipped."""
     notes = [_interruption(report["interrupted_at"])] if report["interrupted"] else []
     if report["warm"]["num_prompts"]:
@@ -196,24 +345,10 @@ def common_notes(report: dict[str, Any]) -> list[str]:
 
 def _interruption(at: dict[str, Any]) -> str:
     """Return the line about an interruption; see `Benchmark.report`."""
-    unit = "group" if "groups" in at else "prompt"
-    num_done, num_units = at[f"{unit}s"], at[f"of_{unit}s"]
-    place = f"interrupted: {at['where']}, {num_done} of {counted(num_units, unit)}"
+    num_done = at["done"]
+    place = f"interrupted: {at['where']}, {num_done} of {counted(at['of'], at['unit'])}"
     uncounted = "" if at["counted"] or not num_done else ", which are left out"
     return f"{place}{uncounted}; nothing was measured behind that"
-
-
-def _cells(figures: dict[str, Any]) -> list[str]:
-    return [
-        str(figures["num_prompts"]),
-        f"{figures['tokens_per_second']['foredraft']:.1f}",
-        f"{figures['speedup_over_plain']:.2f}",
-        f"{figures['speedup_over_prompt_lookup']:.2f}",
-        f"{figures['speedup_over_undrafted']:.2f}",
-        f"{figures['mean_accepted_tokens']:.2f}",
-        f"{figures['prompt_lookup_mean_accepted_tokens']:.2f}",
-        f"{figures['identical']}/{figures['num_prompts']}",
-    ]
 
 
 def described(setting: dict[str, Any]) -> str:
@@ -232,94 +367,37 @@ def in_words(nodes: int | None, temperature: float) -> list[str]:
     return words
 
 
-def _standings_table(report: dict[str, Any], setting: dict[str, Any]) -> Table:
-    """Return a row for each contender, over all prompts."""
-    overall = setting["overall"]
-    prompts = counted(overall["num_prompts"], "prompt")
-    title = f"{title_of(report)}\n{described(setting)}; {prompts}"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    table.add_column("contender", no_wrap=True)
-    for heading in ("speed-up", "90%", "accepted", "90%", "nodes", "tokens/s", "drafting", "equal"):
-        table.add_column(heading, justify="right")
-    for name, figures in overall["contenders"].items():
-        table.add_row(
-            name,
-            *_with_interval(figures["speedup"]),
-            *_with_interval(figures["accepted_tokens"]),
-            f"{figures['nodes_per_step']:.1f}",
-            f"{figures['tokens_per_second']:.1f}",
-            f"{figures['draft_share']:.0%}",
-            f"{figures['identical']}/{overall['num_answers']}",
-        )
-    return table
-
-
-def _ratio_table(setting: dict[str, Any], over: str) -> Table:
-    """Return how many times one contender's speed and accepted tokens the others have."""
-    table = Table(title=f"over {over}, {described(setting)}", box=SIMPLE_HEAD)
-    table.add_column("contender", no_wrap=True)
-    for heading in ("speed", "90%", "accepted", "90%"):
-        table.add_column(heading, justify="right")
-    for name, against in setting["against"].items():
-        if name != over:
-            ratios = against[over]
-            cells = (*_with_interval(ratios["speed"]), *_with_interval(ratios["accepted_tokens"]))
-            table.add_row(name, *cells)
-    return table
-
-
-def _category_tables(setting: dict[str, Any]) -> list[Table]:
-    """Return speed-up and accepted tokens, a row for each contender, a column for each category."""
-    tables = []
-    for figure, title in (("speedup", "speed-up"), ("accepted_tokens", "accepted tokens")):
-        table = Table(title=f"{title}, {described(setting)}", box=SIMPLE_HEAD)
-        table.add_column("contender", no_wrap=True)
-        parts = {**setting["categories"], "overall": setting["overall"]}
-        for name in parts:
-            table.add_column(name, justify="right")
-        for contender in setting["overall"]["contenders"]:
-            cells = [each["contenders"][contender][figure] for each in parts.values()]
-            table.add_row(
-                contender, *(f"{v:.2f} [{low:.2f}, {high:.2f}]" for v, low, high in cells)
-            )
-        tables.append(table)
-    return tables
-
-
-def _with_interval(figure: Sequence[float]) -> tuple[str, str]:
-    value, low, high = figure
-    return f"{value:.2f}", f"{low:.2f}-{high:.2f}"
-
-
-def _standings_notes(report: dict[str, Any]) -> list[str]:
-    reference = report["settings"][0]["reference"]
-    notes = [
-        f"speed-up: in tokens per second over {reference}; nodes: of a draft; drafting: its share",
-        "accepted: tokens of a pass after the prompt's, the model's own token included",
-        "90%: intervals by bootstrap over prompts, which are resampled alike for all contenders",
-        f"equal: answers that are those of {reference}",
-    ]
-    if any(each["temperature"] for each in report["settings"]):
-        notes.append(
-            "sampled: ours draw with the numbers of a prompt's positions, so each writes what "
-            "undrafted writes; transformers' own draw with others"
-        )
-    return notes
-
+_PART_COLOURS: Final = ("#56b4e9", "#e69f00", "0.6")
 
 MARKS: Final = ("o", "s", "^", "D", "v", "P")
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """Told apart by readers who see few colours (Okabe and Ito, 2008)."""
 
 
-def draw_standings(report: dict[str, Any], path: Path) -> None:
-    """Write a plot: speed-up and accepted tokens of each contender, with their intervals.
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write a plot of all contenders.
+
+    One by one: speed-up and accepted tokens, with their intervals. Else tokens per second over how
+    many prompts share the passes, and a step's time by part.
 
     Raises:
         PlotError: the file cannot be written, or matplotlib is missing.
     """
     settings = report["settings"]
-    names = list(settings[0]["overall"]["contenders"])
+    if is_one_by_one(report):
+        figure, title = _draw_standings(settings), "; 90% intervals over prompts"
+    else:
+        figure, title = _draw_widths(settings), ""
+    title = f"{title_of(report)}{title}"
+    if report["interrupted"]:
+        title += "; interrupted"
+    figure.suptitle(title, fontsize="medium", wrap=True)
+    save(figure, path)
+
+
+def _draw_standings(settings: Sequence[dict[str, Any]]) -> Any:
+    """Return a plot of speed-up and accepted tokens of each contender, with their intervals."""
+    names = list(settings[0]["widths"][0]["contenders"])
     size = (9.6, 1.6 + 0.24 * len(names) * max(len(settings), 2))
     figure = figure_class()(figsize=size, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -335,18 +413,18 @@ def draw_standings(report: dict[str, Any], path: Path) -> None:
     if len(settings) > 1:
         lines, labels = axes[0].get_legend_handles_labels()
         figure.legend(lines, labels, loc="outside lower center", ncols=min(len(settings), 4))
-    title = f"{title_of(report)}; 90% intervals over prompts"
-    if report["interrupted"]:
-        title += "; interrupted"
-    figure.suptitle(title, fontsize="medium", wrap=True)
-    save(figure, path)
+    return figure
 
 
 def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str], key: str) -> None:
     """Draw a dot with its interval for each contender, a little lower for each further setting."""
     for number, setting in enumerate(settings):
         offset = 0.6 * (number - (len(settings) - 1) / 2) / len(settings)
-        figures = [setting["overall"]["contenders"][name][key] for name in names]
+        found = [setting["widths"][0]["contenders"][name][key] for name in names]
+        # Of one prompt there is no interval.
+        figures = [
+            (v, v if low is None else low, v if low is None else high) for v, low, high in found
+        ]
         axes.errorbar(
             [value for value, _, _ in figures],
             [place + offset for place in range(len(names))],
@@ -360,3 +438,64 @@ def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str]
             capsize=2,
             label=described(setting),
         )
+
+
+def _draw_widths(settings: Sequence[dict[str, Any]]) -> Any:
+    """Return a plot of tokens per second over the width, and of a step's time by part."""
+    num_bars = max(len(list(_bars(setting))) for setting in settings)
+    size = (max(5.2 * len(settings), 7.2), 4.4 + 0.22 * num_bars)
+    figure = figure_class()(figsize=size, layout="constrained")
+    ratios = {"height_ratios": [3.2, max(0.22 * num_bars, 0.8)]}
+    axes = figure.subplots(2, len(settings), squeeze=False, gridspec_kw=ratios)
+    for column, setting in enumerate(settings):
+        _draw_speed(axes[0, column], setting)
+        _draw_parts(axes[1, column], setting)
+        axes[0, column].set_title(described(setting), fontsize="medium")
+    axes[0, 0].set_ylabel("tokens per second")
+    return figure
+
+
+def _draw_speed(axes: Any, setting: dict[str, Any]) -> None:
+    """Draw a line for each contender, whatever order the widths were measured in."""
+    widths = sorted(setting["widths"], key=lambda width: int(width["parallel"]))
+    shown = [width["parallel"] for width in widths]
+    for number, name in enumerate(widths[0]["contenders"]):
+        axes.plot(
+            shown,
+            [width["contenders"][name]["tokens_per_second"] for width in widths],
+            label="plain batches" if name == PLAIN else name,
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKS[number % len(MARKS)],
+            markersize=5,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [str(width) for width in shown])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("sequences in parallel")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _bars(setting: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the name and the parts of each bar: a step of a contender at a width."""
+    for width in setting["widths"]:
+        for name, figures in width["contenders"].items():
+            if figures["step_ms"]:
+                yield f"{width['parallel']}, {name}", figures["step_ms"]
+
+
+def _draw_parts(axes: Any, setting: dict[str, Any]) -> None:
+    """Draw a bar for each width and contender of ours, divided by where the time goes."""
+    bars = list(_bars(setting))
+    left = [0.0] * len(bars)
+    for (part, words), colour in zip(PARTS.items(), _PART_COLOURS, strict=True):
+        lengths = [parts[part] for _, parts in bars]
+        axes.barh(range(len(bars)), lengths, left=left, color=colour, label=words)
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel("median time of a pass by part, ms")
+    axes.grid(axis="x", alpha=0.3)
+    if bars:
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PARTS), frameon=False)

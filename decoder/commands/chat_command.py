@@ -13,8 +13,8 @@ import typer
 
 from decoder.assembly import DrafterSettings, assemble, own_rule
 from decoder.budget.cost_store import store_at
-from decoder.commands.answers import FORESEEN, painted_answer
-from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption
+from decoder.commands.answers import FORESEEN, painted
+from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
 from decoder.commands.options import (
     ChatSettings,
     ChoiceSettings,
@@ -193,18 +193,14 @@ class Chat:
     def _decoded(self, tokens: list[int], worth: Worth, status: "StatusLine | None") -> Answer:
         messages = self._messages
         painter = Painter(messages.language_model.tokenizer, self._write, self._palette)
+        observers = [] if status is None else [Pace(worth, status).observe]
+        task = painted(messages.decoder, tokens, painter, worth, observers)
         self._interruption = Interruption()
         with self._interruption.handled():
-            return painted_answer(
-                messages.decoder,
-                messages.language_model,
-                tokens,
-                self._options,
-                painter=painter,
-                worth=worth,
-                observers=[] if status is None else [Pace(worth, status).observe],
-                interruption=self._interruption,
-            )
+            model = messages.language_model
+            result = answer(messages.decoder, model, task, self._options, self._interruption)
+            painter.finish()
+        return result
 
     def _write(self, text: str) -> None:
         typer.echo(text, nl=False, color=None if self._palette is None else True)

@@ -1,6 +1,7 @@
-"""Answering one prompt: text as it comes, and figures at the end."""
+"""Answering prompts: text as it comes, and figures at the end."""
 
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -138,51 +139,9 @@ class AnswerOptions:
     kin: Kin = ALONE
 
 
-def answer(
-    decoder: Decoder,
-    language_model: LanguageModel,
-    prompt: str | Sequence[int],
-    options: AnswerOptions,
-    *,
-    on_text: Callable[[str], object] = lambda _: None,
-    observer: Observer | None = None,
-    interruption: Interruption | None = None,
-) -> Answer:
-    """Generate an answer to a prompt; what ends it early leaves the text so far.
-
-    Args:
-        decoder: made for this model.
-        language_model: whose tokenizer reads the prompt and writes the answer.
-        prompt: a user's message, or the beginning of a text where there is no chat template; or
-            its tokens.
-        options: when to stop.
-        on_text: is called with each piece of text as soon as it is certain.
-        observer: is shown every pass.
-        interruption: ends the answer between two passes.
-
-    Raises:
-        InvalidPromptError: the prompt is empty or too long for the model.
-    """
-    text = StoppableText(
-        language_model.tokenizer, options.stop_strings, include=options.include_stop
-    )
-    generation = decoder.generate(
-        language_model.encode(prompt) if isinstance(prompt, str) else prompt,
-        options.max_new_tokens,
-        remember=options.remember,
-        stop_rule=text,
-        observer=observer,
-        predictions=options.predictions,
-        kin=options.kin,
-    )
-    answering = _Answering(decoder, text, on_text, interruption or Interruption())
-    error = answering.run(generation)
-    return answering.result(generation, error)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One of many prompts to answer.
+    """A prompt to answer.
 
     Attributes:
         tokens: the prompt's.
@@ -195,6 +154,18 @@ class Task:
     observer: Observer | None = None
 
 
+def answer(
+    decoder: Decoder,
+    language_model: LanguageModel,
+    task: Task,
+    options: AnswerOptions,
+    interruption: Interruption,
+) -> Answer:
+    """Generate an answer to one prompt; see `answer_many`."""
+    ((_, result),) = answer_many(decoder, language_model, [task], options, 1, interruption)
+    return result
+
+
 def answer_many(
     decoder: Decoder,
     language_model: LanguageModel,
@@ -203,117 +174,123 @@ def answer_many(
     parallel: int,
     interruption: Interruption,
 ) -> Iterator[tuple[int, Answer]]:
-    """Generate answers to many prompts, some at a time; yield each with its number, from 0.
+    """Generate answers to prompts, some at a time; yield each with its number, from 0.
 
-    They come as they are done. Once interrupted, those that had begun come with what they have.
+    They come as they are done. What ends one early is its error, and leaves the text so far. Once
+    interrupted, between two passes or in the first one, those that had begun come with what they
+    have; an error that ends the decoding is that of all that are left.
+
+    Args:
+        decoder: made for this model.
+        language_model: whose tokenizer writes the answers.
+        tasks: what to answer.
+        options: when to stop.
+        parallel: answers at a time.
+        interruption: ends the answers.
+
+    Raises:
+        BrokenPipeError: the reader of a text is gone.
     """
-    begun: dict[int, tuple[_Answering, Generation | None]] = {}
+    begun: dict[int, _Answering] = {}
+    error: Exception | KeyboardInterrupt | None = None
+    requests = _requests(language_model, tasks, options, begun)
+    many: Any = decoder.generate_many(requests, parallel)
+    over: int | None = None
+    try:
+        with closing(many), interruption.between_steps():
+            for generation, tokens in many:
+                interruption.is_deferred = True  # a prompt's pass may take long
+                if over is not None and over != generation.number:  # its last pass was observed
+                    yield over, begun.pop(over).result(decoder)
+                begun[generation.number].take(generation, tokens)
+                over = generation.number if generation.is_over else None
+                if interruption.is_requested:
+                    break
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  is told with the text
+        error = failure
+        if isinstance(error, Exception):
+            deque(requests, maxlen=0)
+    is_interrupted = interruption.is_requested or isinstance(error, KeyboardInterrupt)
+    for number, answering in begun.items():
+        yield number, answering.result(decoder, error, is_interrupted=is_interrupted)
 
-    def requests() -> Iterator[Request]:
-        for number, task in enumerate(tasks):
-            text = StoppableText(
-                language_model.tokenizer, options.stop_strings, include=options.include_stop
-            )
-            begun[number] = _Answering(decoder, text, task.on_text, interruption), None
-            yield Request(
-                task.tokens,
-                options.max_new_tokens,
-                options.remember,
-                text,
-                observer=task.observer,
-                predictions=options.predictions,
-                kin=options.kin,
-            )
 
-    many: Any = decoder.generate_many(requests(), parallel)
-    with closing(many), interruption.between_steps():
-        for generation, tokens in many:
-            interruption.is_deferred = True
-            answering, _ = begun[generation.number]
-            begun[generation.number] = answering, generation
-            answering.take(tokens)
-            if generation.is_over:
-                del begun[generation.number]
-                answering.finish()
-                yield generation.number, answering.result(generation, generation.error)
-            if interruption.is_requested:
-                break
-    for number, (answering, generation) in begun.items():
-        if generation is not None:
-            answering.finish()
-            yield number, answering.result(generation, None)
+def _requests(
+    language_model: LanguageModel,
+    tasks: Iterable[Task],
+    options: AnswerOptions,
+    begun: dict[int, "_Answering"],
+) -> Iterator[Request]:
+    for number, task in enumerate(tasks):
+        text = StoppableText(
+            language_model.tokenizer, options.stop_strings, include=options.include_stop
+        )
+        begun[number] = _Answering(text, task.on_text)
+        yield Request(
+            task.tokens,
+            options.max_new_tokens,
+            options.remember,
+            text,
+            observer=task.observer,
+            predictions=options.predictions,
+            kin=options.kin,
+        )
 
 
 class _Answering:
     """A generation on its way to text."""
 
-    def __init__(
+    def __init__(self, text: StoppableText, on_text: Callable[[str], object]) -> None:
+        self._text = text
+        self._on_text = on_text
+        self._generation: Generation | None = None
+        self._token_ids: list[int] = []
+        self._pieces: list[str] = []
+
+    def take(self, generation: Generation, tokens: Sequence[int]) -> None:
+        """Take in the next tokens, and show the text that is certain."""
+        self._generation = generation
+        self._token_ids.extend(tokens)
+        self._emit(self._text.take())
+
+    def result(
         self,
         decoder: Decoder,
-        text: StoppableText,
-        on_text: Callable[[str], object],
-        interruption: Interruption,
-    ) -> None:
-        self._decoder = decoder
-        self._on_text = on_text
-        self.text = text
-        self.interruption = interruption
-        self.token_ids: list[int] = []
-        self.pieces: list[str] = []
+        failure: BaseException | None = None,
+        *,
+        is_interrupted: bool = False,
+    ) -> Answer:
+        """Show the rest of the text; return the answer, whole or as far as it came.
 
-    def run(self, generation: Generation) -> Exception | KeyboardInterrupt | None:
-        """Go on to the end, and return what brought it about if it came too early."""
-        error: Exception | KeyboardInterrupt | None = None
-        try:
-            self._decode(generation)
-        except BrokenPipeError:
-            raise  # the reader is gone
-        except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  is told with the text
+        Args:
+            decoder: whose stop tokens end it.
+            failure: what ended all answers.
+            is_interrupted: whether it may have been ended by that.
+        """
+        self._emit(self._text.finish())
+        generation = self._generation
+        is_whole = generation is not None and not generation.is_wanted
+        error = None if generation is None else generation.error
+        if error is None and isinstance(failure, Exception):
             error = failure
-        self.finish()
-        return error
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens, and show the text that is certain."""
-        self.token_ids.extend(tokens)
-        self._emit(self.text.take())
-
-    def finish(self) -> None:
-        """Show the rest of the text."""
-        self._emit(self.text.finish())
-
-    def result(self, generation: Generation, error: BaseException | None) -> Answer:
-        """Return the answer, whole or as far as it came."""
+        reason = FinishReason.LENGTH
+        if error is not None:
+            reason = FinishReason.ERROR
+        elif is_interrupted and not is_whole:
+            reason = FinishReason.INTERRUPTED
+        elif self._text.found is not None or decoder.stop_ids.intersection(self._token_ids[-1:]):
+            reason = FinishReason.STOP
         return Answer(
-            "".join(self.pieces),
-            self.token_ids,
-            generation.statistics,
-            _reason(self, self._decoder, error, is_whole=not generation.is_wanted),
-            self.text.found,
-            error if isinstance(error, Exception) else None,
+            "".join(self._pieces),
+            self._token_ids,
+            Statistics() if generation is None else generation.statistics,
+            reason,
+            self._text.found,
+            error,
         )
 
-    def _decode(self, generation: Generation) -> None:
-        steps: Any = iter(generation)
-        with closing(steps), self.interruption.between_steps():
-            for tokens in steps:
-                self.interruption.is_deferred = True  # the prompt's pass may take long
-                self.take(tokens)
-                if self.interruption.is_requested:
-                    break
-
     def _emit(self, piece: str) -> None:
-        self.pieces.append(piece)
+        self._pieces.append(piece)
         self._on_text(piece)
-
-
-def _reason(
-    answering: _Answering, decoder: Decoder, error: BaseException | None, *, is_whole: bool
-) -> FinishReason:
-    if isinstance(error, Exception):
-        return FinishReason.ERROR
-    if error is not None or (answering.interruption.is_requested and not is_whole):
-        return FinishReason.INTERRUPTED
-    if answering.text.found is not None or decoder.stop_ids.intersection(answering.token_ids[-1:]):
-        return FinishReason.STOP
-    return FinishReason.LENGTH

@@ -20,7 +20,7 @@ from decoder.commands.options import (
     ModelSettings,
     ShownSettings,
 )
-from decoder.commands.plain_comparison import Comparison
+from decoder.commands.plain_comparison import PlainAnswers
 from decoder.commands.prompts import (
     DEFAULT_CATEGORY,
     Prompt,
@@ -114,7 +114,7 @@ def answer_prompts(
             writer=writer,
             interruption=interruption,
             pattern=pattern,
-            comparison=Comparison(decoder, language_model, options) if output.compare else None,
+            comparison=PlainAnswers(decoder, language_model, options) if output.compare else None,
             parallel=given.parallel,
         )
         answerer.run(selected)

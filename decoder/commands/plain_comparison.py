@@ -1,7 +1,7 @@
 """Answers decoded plainly beside those with drafts: what drafts are worth, and where they part."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
@@ -9,7 +9,9 @@ from typing import Any, Final
 import torch
 
 from decoder.budget.budget import FixedBudget
-from decoder.commands.generate import Answer, AnswerOptions, Interruption, answer
+from decoder.commands.generate import Answer, AnswerOptions, Interruption, Task, answer
+from decoder.contenders.contender import THEIRS
+from decoder.contenders.standings import Comparison
 from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
@@ -20,7 +22,11 @@ TIE: Final = 1e-4
 round in other places."""
 
 
-class Comparison:
+ONE_BY_ONE: Final = "model.generate, one prompt at a time"
+"""What outputs are compared with where they are to be the same."""
+
+
+class PlainAnswers:
     """Decodes prompts plainly, as a decoder does it with drafts: the same choices, no drafts.
 
     Args:
@@ -39,17 +45,11 @@ class Comparison:
         self._options = replace(options, remember=False)
 
     def worth(
-        self, prompt: str | Sequence[int], result: Answer, interruption: Interruption
+        self, tokens: Sequence[int], result: Answer, interruption: Interruption
     ) -> Worth | None:
         """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
         self._plain.target.forget()  # or else its prompt would be read already
-        plain = answer(
-            self._plain,
-            self._language_model,
-            prompt,
-            self._options,
-            interruption=interruption,
-        )
+        plain = answer(self._plain, self._language_model, Task(tokens), self._options, interruption)
         self._plain.target.forget()
         if plain.error is not None:
             raise plain.error
@@ -142,6 +142,53 @@ def differences(language_model: LanguageModel, pairs: Iterable[Outputs]) -> list
         )
         found.append(Difference(position, plain, drafted, tokens, gap))
     return found
+
+
+def exactness(
+    language_model: LanguageModel,
+    decoded: Iterable[tuple[int, Comparison]],
+    plain: Mapping[tuple[int, ...], list[int]],
+) -> dict[str, Any] | None:
+    """Return where greedy outputs are not those of each prompt alone, and by how much.
+
+    Args:
+        language_model: that wrote them.
+        decoded: groups of prompts decoded in every way, and how many prompts at a time.
+        plain: what `model.generate` writes for prompts alone, by their tokens; others are not
+            judged.
+
+    Returns:
+        Values for JSON; `None` where nothing is judged.
+    """
+    if not plain:
+        return None
+    seen: dict[tuple[int, int, str, tuple[int, ...]], Outputs] = {}
+    num_answers = 0
+    for width, each in decoded:
+        for name, run in each.runs.items():
+            for at, (prompt, output) in enumerate(zip(each.asked, run.outputs, strict=True)):
+                expected = plain.get(tuple(prompt))
+                num_answers += expected is not None
+                if expected is not None and output != expected:
+                    number = each.group * len(each.asked) + at
+                    seen[number, width, name, tuple(output)] = Outputs(prompt, expected, output)
+    parted = differences(language_model, seen.values())
+    return {
+        "compared_with": ONE_BY_ONE,
+        "num_answers": num_answers,
+        "num_prompts": len(plain),
+        "different": [
+            {"prompt": number, "parallel": width, "contender": name, **found.as_json()}
+            for (number, width, name, _), found in zip(seen, parted, strict=True)
+            if found is not None
+        ],
+    }
+
+
+def wrong_outputs(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the outputs of our own in a report that are wrong: not even a tie explains them."""
+    different = (report["exactness"] or {"different": []})["different"]
+    return [each for each in different if not each["is_tie"] and each["contender"] not in THEIRS]
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from decoder.commands.options import (
 from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
 from decoder.contenders.fused_gain import MAX_PROMPTS, FusedGain, fused_gains
+from decoder.contenders.standings import in_brackets
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
@@ -203,17 +204,15 @@ def _print_gains(gains: list[FusedGain] | None, outcome: Outcome) -> None:
         return
     table = Table(title="tokens per pass of held-out prompts", box=SIMPLE_HEAD)
     table.add_column("nodes")
-    for heading in ("prompts", "without", "with the head", "ratio", "90%", "draft", "of a pass"):
+    for heading in ("prompts", "without", "with the head", "ratio, 90%", "draft", "of a pass"):
         table.add_column(heading, justify="right")
     for each in gains:
-        ratio, low, high = each.ratio
         table.add_row(
             str(each.nodes),
             str(each.num_prompts),
             f"{each.without[0]:.2f}",
             f"{each.with_head[0]:.2f}",
-            f"{ratio:.2f}",
-            f"{low:.2f}-{high:.2f}",
+            in_brackets(each.ratio),
             f"{each.draft_ms:.1f} ms",
             f"{each.draft_share:.0%}",
         )

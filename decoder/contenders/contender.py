@@ -3,11 +3,11 @@
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -34,6 +34,8 @@ PROMPT_LOOKUP: Final = "transformers-lookup"
 FOREDRAFT: Final = "foredraft"
 UNDRAFTED: Final = "undrafted"
 """This package's own loop and target without drafts, so that drafting alone can be credited."""
+THEIRS: Final = frozenset({PLAIN, PROMPT_LOOKUP})
+"""Contenders that are not ours."""
 PROMPT_LOOKUP_TOKENS: Final = 10
 """Tokens that prompt lookup proposes; transformers' documentation uses 3 and 10, 10 is faster."""
 
@@ -56,8 +58,8 @@ class Run:
             sequence that they served.
         statistics: this decoder's own figures, empty for the others.
         lengths: tokens of each output, where there are several prompts.
-        steps: where passes spent their time that served several, those that read prompts alone and
-            what others spent on reading prompts left out; empty for transformers' own.
+        steps: where passes spent their time, those that read prompts alone and what others spent on
+            reading prompts left out; empty for transformers' own.
     """
 
     token_ids: list[int]
@@ -82,20 +84,25 @@ class Run:
         return self.seconds, num_tokens, max(steps, 0), max(step_tokens, 0)
 
 
+def total_of(runs: Iterable[Run]) -> Statistics:
+    """Return the figures of several runs together."""
+    total = Statistics()
+    for run in runs:
+        total.add(run.statistics)
+    return total
+
+
 class Contender(Protocol):
     """A way of decoding."""
 
-    def __call__(self, prompt: list[int], *, remember: bool) -> Run:
-        """Decode a prompt, and let later ones draw on the output if `remember` says so."""
-        ...
+    def __call__(self, prompts: Sequence[list[int]], parallel: int = 1, *, remember: bool) -> Run:
+        """Decode prompts, at most `parallel` at a time.
 
-
-@runtime_checkable
-class ParallelContender(Contender, Protocol):
-    """A way of decoding that takes several prompts at a time."""
-
-    def decode_many(self, prompts: Sequence[list[int]], parallel: int, *, remember: bool) -> Run:
-        """Decode prompts, at most `parallel` at a time; `remember` as for one."""
+        Args:
+            prompts: tokens of each.
+            parallel: most of them at a time.
+            remember: whether later prompts may draw on the outputs.
+        """
         ...
 
 
@@ -130,16 +137,7 @@ class OwnContender:
         """Whether there are drafts, and so something to remember answers."""
         return not isinstance(self.decoder.drafter, NoDrafter)
 
-    def __call__(self, prompt: list[int], *, remember: bool) -> Run:
-        """Decode a prompt, and read all of it."""
-        self.decoder.target.forget()
-        start = time.perf_counter()
-        generation = self.decoder.generate(prompt, self.max_new_tokens, remember=remember)
-        tokens = [token for step in generation for token in step]
-        seconds = time.perf_counter() - start
-        return Run(tokens, seconds, generation.statistics.num_passes, generation.statistics)
-
-    def decode_many(self, prompts: Sequence[list[int]], parallel: int, *, remember: bool) -> Run:
+    def __call__(self, prompts: Sequence[list[int]], parallel: int = 1, *, remember: bool) -> Run:
         """Decode prompts in shared passes; one begins when another is over.
 
         Raises:
@@ -230,21 +228,12 @@ class LibraryContender:
     temperature: float = 0.0
     seed: int = 0
 
-    def __call__(self, prompt: list[int], *, remember: bool) -> Run:  # noqa: ARG002  keeps nothing
-        """Decode a prompt."""
-        room = self.target.room(len(prompt), self.max_new_tokens)
-        with self._measured([prompt]) as passes:
-            start = time.perf_counter()
-            generated = self._generated([prompt], room)[0]
-            seconds = time.perf_counter() - start
-        return Run(generated, seconds, passes.count)
-
-    def decode_many(
+    def __call__(
         self,
         prompts: Sequence[list[int]],
-        parallel: int,
+        parallel: int = 1,
         *,
-        remember: bool,  # noqa: ARG002  as above
+        remember: bool,  # noqa: ARG002  keeps nothing
     ) -> Run:
         """Decode prompts in batches of `parallel`, padded on the left; each waits for its longest.
 
@@ -255,7 +244,7 @@ class LibraryContender:
             remember: nothing is.
         """
         outputs: list[list[int]] = []
-        with self._measured(prompts):
+        with self._measured(prompts) as passes:
             start = time.perf_counter()
             for begin in range(0, len(prompts), parallel):
                 batch = prompts[begin : begin + parallel]
@@ -264,7 +253,8 @@ class LibraryContender:
             seconds = time.perf_counter() - start
         lengths = tuple(map(len, outputs))
         tokens = [token for output in outputs for token in output]
-        return Run(tokens, seconds, sum(lengths), lengths=lengths)
+        num_passes = passes.count if parallel == 1 else sum(lengths)  # a batch reads padding, too
+        return Run(tokens, seconds, num_passes, lengths=lengths)
 
     @contextmanager
     def _measured(self, prompts: Sequence[list[int]]) -> Iterator["_PassCount"]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from decoder.assembly import DrafterSettings
 from decoder.contenders.contender import FOREDRAFT, OwnContender, Run
 from decoder.contenders.registry import TABLES, Contest, Lineup, Setting
-from decoder.contenders.standings import Comparison, standings
+from decoder.contenders.standings import Comparison, Interval, standings
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Times, counted
 from retriever.drafter import TokenIds
@@ -33,7 +33,7 @@ _NAMES: Final = (TABLES, FOREDRAFT)
 
 @dataclass(frozen=True, slots=True)
 class FusedGain:
-    """What a head adds at one number of nodes; figures with an interval are [value, low, high].
+    """What a head adds at one number of nodes.
 
     Attributes:
         nodes: most nodes of each draft.
@@ -47,9 +47,9 @@ class FusedGain:
 
     nodes: int
     num_prompts: int
-    without: Sequence[float]
-    with_head: Sequence[float]
-    ratio: Sequence[float]
+    without: Interval
+    with_head: Interval
+    ratio: Interval
     draft_ms: float
     pass_ms: float
 
@@ -117,7 +117,7 @@ def _gain(nodes: int, lineup: Lineup, prompts: Sequence[TokenIds], told: Told) -
         if time.perf_counter() - start > _MOST_SECONDS:
             break
     found = standings(comparisons, TABLES)
-    figures = found["overall"]["contenders"]
+    figures = found["contenders"]
     return FusedGain(
         nodes,
         len(comparisons),

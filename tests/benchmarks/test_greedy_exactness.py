@@ -1,5 +1,6 @@
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,8 @@ def test_a_difference_is_found_where_it_is(
 ) -> None:
     decode = OwnContender.__call__
 
-    def wrong(self: OwnContender, prompt: list[int], *, remember: bool) -> Run:
-        run = decode(self, prompt, remember=remember)
+    def wrong(self: OwnContender, prompts: Sequence[list[int]], *, remember: bool) -> Run:
+        run = decode(self, prompts, remember=remember)
         if not isinstance(self.decoder.drafter, PromptLookup):
             run.token_ids[2:] = [run.token_ids[2] ^ 1]
         return run

@@ -146,7 +146,7 @@ def plain_outputs(
     contender = LibraryContender(language_model, target, max_new_tokens)
     outputs = []
     for number, prompt in enumerate(prompts, 1):
-        outputs.append(contender(prompt, remember=False).token_ids)
+        outputs.append(contender([prompt], remember=False).token_ids)
         typer.echo(f"{number} of {len(prompts)} plain outputs", err=True)
     return outputs
 

@@ -46,7 +46,7 @@ def test_every_rule_writes_what_decoding_without_drafts_writes_and_is_replayed_a
     prompts = [language_model.encode(text) for text in TEXTS]
     with contest.opened(Setting(NODES)) as lineup:
         runs = {
-            name: [way(prompt, remember=True) for prompt in prompts]
+            name: [way([prompt], remember=True) for prompt in prompts]
             for name, way in lineup.ways.items()
         }
         assert isinstance(lineup.drafting["rasd"].decoder.drafter, RasdDrafter)

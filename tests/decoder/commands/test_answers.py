@@ -19,7 +19,9 @@ from decoder.commands.generate import (
 )
 from decoder.commands.trace import TraceWriter
 from decoder.loop import Decoder
+from decoder.model.passes import Read, Reading
 from decoder.model.pretrained import LanguageModel
+from decoder.observation import ObservedPass
 from decoder.stopping import StopStrings, plain_text
 from indexer.launch import TERMINATED
 from retriever.drafter import DraftRequest
@@ -37,11 +39,15 @@ def truth(language_model: LanguageModel) -> list[int]:
 
 
 def answered(
-    language_model: LanguageModel, decoder: Decoder, stops: tuple[str, ...] = (), **options: Any
+    language_model: LanguageModel,
+    decoder: Decoder,
+    stops: tuple[str, ...] = (),
+    interruption: Interruption | None = None,
+    **watching: Any,
 ) -> Answer:
-    return answer(
-        decoder, language_model, PROMPT, AnswerOptions(NEW_TOKENS, StopStrings(stops)), **options
-    )
+    task = Task(language_model.encode(PROMPT), **watching)
+    options = AnswerOptions(NEW_TOKENS, StopStrings(stops))
+    return answer(decoder, language_model, task, options, interruption or Interruption())
 
 
 def check_part(
@@ -196,6 +202,47 @@ def test_ctrl_c_keeps_what_there_is_of_all_answers(
         assert result.token_ids == truth[: len(result.token_ids)]
         assert result.text
     assert not drafter.open_sessions
+
+
+def test_an_answer_is_given_once_its_last_pass_was_observed(language_model: LanguageModel) -> None:
+    """Of the second, the observer fails at that very pass."""
+    passes: list[list[int]] = [[], [], []]
+
+    def observing(number: int) -> Callable[[ObservedPass], None]:
+        def observe(step: ObservedPass) -> None:
+            passes[number] += step.tokens
+            if number == 1 and len(passes[number]) == 5:
+                raise InvalidRequestError("the last one")
+
+        return observe
+
+    decoder = decoder_with(language_model.model, ScriptedDrafter(nothing))
+    prompt = language_model.encode(PROMPT)
+    tasks = [Task(prompt, observer=observing(number)) for number in range(3)]
+    answers = answer_many(decoder, language_model, tasks, AnswerOptions(5), 2, Interruption())
+    for number, result in answers:
+        assert passes[number] == result.token_ids
+        assert len(result.token_ids) == 5
+        assert str(result.error or "") == ("the last one" if number == 1 else "")
+
+
+def test_an_error_that_ends_the_decoding_is_that_of_all_that_are_left(
+    language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_with(language_model.model, ScriptedDrafter(nothing))
+    read, calls = decoder.target.read, iter(range(99))
+
+    def failing(readings: Sequence[Reading]) -> list[Read]:
+        if next(calls) == 4:
+            raise RuntimeError("broken")
+        return read(readings)
+
+    monkeypatch.setattr(decoder.target, "read", failing)
+    tasks = [Task(language_model.encode(PROMPT)) for _ in range(3)]
+    options = AnswerOptions(NEW_TOKENS)
+    results = dict(answer_many(decoder, language_model, tasks, options, 2, Interruption()))
+    assert [str(result.error) for result in results.values()] == ["broken"] * 3
+    assert [bool(result.token_ids) for result in results.values()] == [True, True, False]
 
 
 def test_what_cannot_wait_ends_with_the_status_of_its_signal() -> None:

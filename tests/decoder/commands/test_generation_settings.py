@@ -104,7 +104,7 @@ def test_a_penalty_is_warned_of_and_put_aside_for_all_contenders(
     decoder = assemble(language_model, NoDrafter())
     assert "repetition_penalty=1.3, which is not applied" in caplog.text
     for name, contender in contenders(language_model, decoder, 40).items():
-        assert contender(prompt, remember=False).token_ids == without, name
+        assert contender([prompt], remember=False).token_ids == without, name
     assert model.generation_config.repetition_penalty == 1.3
 
 

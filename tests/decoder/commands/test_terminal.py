@@ -8,7 +8,7 @@ from rich.console import Console
 
 from decoder.commands import terminal
 from decoder.commands.answers import together
-from decoder.commands.generate import AnswerOptions, answer
+from decoder.commands.generate import AnswerOptions, Interruption, Task, answer
 from decoder.commands.options import Colouring
 from decoder.commands.terminal import Painter, Palette, sources_of, watching
 from decoder.model.pretrained import LanguageModel
@@ -70,10 +70,9 @@ def test_colours_follow_the_sources_and_change_no_text(
         result = answer(
             decoder_with(language_model.model, ScriptedDrafter(guess)),
             language_model,
-            PROMPT,
+            Task(prompt, painter.text, together([painter.observe, note])),
             AnswerOptions(40, StopStrings(stops)),
-            on_text=painter.text,
-            observer=together([painter.observe, note]),
+            Interruption(),
         )
         painter.finish()
         assert "".join(pieces) == painter.painted

@@ -11,13 +11,7 @@ from transformers import LlamaConfig
 from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
 from decoder.contenders import registry
-from decoder.contenders.contender import (
-    FOREDRAFT,
-    PLAIN,
-    PROMPT_LOOKUP,
-    UNDRAFTED,
-    ParallelContender,
-)
+from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED
 from decoder.contenders.drafting_rules import PROMPT_LOOKUP as LOOKUP_RULE
 from decoder.contenders.drafting_rules import drafting_rules
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen, possible
@@ -68,7 +62,7 @@ def answers(
     with contest.opened(setting) as lineup:
         assert list(lineup.ways) == names
         return {
-            name: [way(language_model.encode(text), remember=True).token_ids for text in PROMPTS]
+            name: [way([language_model.encode(text)], remember=True).token_ids for text in PROMPTS]
             for name, way in lineup.ways.items()
         }
 
@@ -94,15 +88,14 @@ def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
     assert set(ENTRIES) - set(names) == {PROMPT_LOOKUP}
     prompts = [language_model.encode(text) for text in [*PROMPTS, PROMPTS[0]]]
     with Contest(language_model, [UNDRAFTED], drafts, NEW_TOKENS).opened(setting) as lineup:
-        (*_, late) = lineup.ways[UNDRAFTED](prompts[0], remember=False).token_ids[:5]
+        (*_, late) = lineup.ways[UNDRAFTED]([prompts[0]], remember=False).token_ids[:5]
     stopping = replace(language_model, stop_ids=(*language_model.stop_ids, late))
     contest = Contest(stopping, names, drafts, NEW_TOKENS)
     with contest.opened(setting) as lineup:
-        alone = [lineup.ways[UNDRAFTED](prompt, remember=False).token_ids for prompt in prompts]
+        alone = [lineup.ways[UNDRAFTED]([prompt], remember=False).token_ids for prompt in prompts]
         assert {len(each) for each in alone} != {NEW_TOKENS}  # some stop
         for name, way in lineup.ways.items():
-            assert isinstance(way, ParallelContender)
-            run = way.decode_many(prompts, 3, remember=True)
+            run = way(prompts, 3, remember=True)
             if name != PLAIN or not setting.temperature:
                 assert run.outputs == alone, name
             assert run.account[1:] == (
@@ -122,7 +115,7 @@ def test_of_a_seed_every_contender_draws_what_decoding_without_drafts_draws(
         assert found[name] == found[UNDRAFTED], name
     with Contest(language_model, [UNDRAFTED], drafts, NEW_TOKENS).opened(Setting(16)) as lineup:
         way = lineup.ways[UNDRAFTED]
-        greedy = [way(language_model.encode(text), remember=True).token_ids for text in PROMPTS]
+        greedy = [way([language_model.encode(text)], remember=True).token_ids for text in PROMPTS]
     assert found[UNDRAFTED] != greedy
 
 
@@ -135,7 +128,7 @@ def test_a_seed_is_another_draw_and_the_order_of_prompts_is_not(
     for seed, order in ((0, prompts), (0, prompts[::-1]), (1, prompts)):
         with contest.opened(Setting(4, temperature=1.0, seed=seed)) as lineup:
             way = lineup.ways[UNDRAFTED]
-            written.append({tuple(p): way(p, remember=True).token_ids for p in order})
+            written.append({tuple(p): way([p], remember=True).token_ids for p in order})
     assert written[0] == written[1] != written[2]
 
 
@@ -155,7 +148,7 @@ def test_a_replay_counts_the_passes_of_the_loop(
     texts = [*PROMPTS, "a longer one, with one two abc", "x"]
     prompts = [language_model.encode(text) for text in texts * 2]
     with contest.opened(Setting(nodes)) as lineup:
-        runs = [lineup.ways[contender](prompt, remember=True) for prompt in prompts]
+        runs = [lineup.ways[contender]([prompt], remember=True) for prompt in prompts]
     assert sum(len(run.token_ids) - run.num_passes for run in runs) > 2
     log = [
         Record(str(n), Trace(np.array(prompt, np.int32), np.array(run.token_ids, np.int32)))

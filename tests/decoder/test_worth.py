@@ -6,8 +6,9 @@ import pytest
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.costs import CostSurface
-from decoder.commands.generate import AnswerOptions, Interruption, answer
-from decoder.commands.plain_comparison import Comparison, first_difference
+from decoder.commands.generate import Answer, AnswerOptions, Interruption, Task, answer
+from decoder.commands.plain_comparison import PlainAnswers, first_difference
+from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Times
 from decoder.sampling.rule import accept_rule
@@ -55,6 +56,11 @@ def test_beside_others_a_token_would_take_its_share_of_a_plain_pass() -> None:
     assert worth.plain_s == pytest.approx(7 + 3 * 2.0 / 4)
 
 
+def answered(decoder: Decoder, language_model: LanguageModel, text: str, most: int) -> Answer:
+    task = Task(language_model.encode(text))
+    return answer(decoder, language_model, task, AnswerOptions(most), Interruption())
+
+
 def sampled() -> AcceptRule:
     return accept_rule(SamplingSettings(temperature=1.0))
 
@@ -65,15 +71,14 @@ def test_a_comparison_decodes_the_same_without_drafts(
 ) -> None:
     accept = accept_greedy if rule == "greedy" else sampled()
     drafted = decoder_with(language_model.model, ScriptedDrafter(at_random()), accept=accept)
-    options = AnswerOptions(20)
-    comparison = Comparison(drafted, language_model, options)
-    interrupted = answer(drafted, language_model, "cab", options)  # its random numbers are used up
+    comparison = PlainAnswers(drafted, language_model, AnswerOptions(20))
+    interrupted = answered(drafted, language_model, "cab", 20)  # its random numbers are used up
     assert interrupted.token_ids
     comparison.skip()
     total = Worth()
     for _ in range(2):
-        result = answer(drafted, language_model, PROMPT, options)
-        worth = comparison.worth(PROMPT, result, Interruption())
+        result = answered(drafted, language_model, PROMPT, 20)
+        worth = comparison.worth(language_model.encode(PROMPT), result, Interruption())
         assert worth is not None
         assert (worth.num_compared, worth.num_different) == (1, 0)
         assert worth.own_s == result.statistics.total_s
@@ -84,10 +89,10 @@ def test_a_comparison_decodes_the_same_without_drafts(
 
 def test_a_comparison_says_where_outputs_differ(language_model: LanguageModel) -> None:
     decoder = decoder_with(language_model.model, ScriptedDrafter(nothing))
-    result = answer(decoder, language_model, PROMPT, AnswerOptions(20))
+    result = answered(decoder, language_model, PROMPT, 20)
     result.token_ids[7] += 1
-    worth = Comparison(decoder, language_model, AnswerOptions(20)).worth(
-        PROMPT, result, Interruption()
+    worth = PlainAnswers(decoder, language_model, AnswerOptions(20)).worth(
+        language_model.encode(PROMPT), result, Interruption()
     )
     assert worth is not None
     assert worth.summary().endswith("; the output differs from token 8 on")
@@ -99,7 +104,9 @@ def test_a_comparison_says_where_outputs_differ(language_model: LanguageModel) -
 def test_a_comparison_tells_no_drafter(language_model: LanguageModel) -> None:
     drafter = ScriptedDrafter(nothing)
     decoder = decoder_with(language_model.model, drafter)
-    result = answer(decoder, language_model, PROMPT, AnswerOptions(5))
+    result = answered(decoder, language_model, PROMPT, 5)
     before = list(drafter.closed)
-    Comparison(decoder, language_model, AnswerOptions(5)).worth(PROMPT, result, Interruption())
+    PlainAnswers(decoder, language_model, AnswerOptions(5)).worth(
+        language_model.encode(PROMPT), result, Interruption()
+    )
     assert drafter.closed == before
