@@ -450,7 +450,7 @@ class Generation:
     def show(self, row: "_Row") -> None:
         """Show a pass to the observer."""
         if self._watch.observer is not None:
-            path, times = row.path[: len(row.tokens)], self._clock.lap()
+            path, times = row.path[: len(row.tokens)], self._clock.split()
             num_sequences = max(row.num_verified, 1)
             self._watch.observer(
                 ObservedPass(row.drafted, row.tree, path, row.tokens, times, num_sequences)
@@ -490,7 +490,7 @@ def _decoded(
     """Decode; of processes that share a model the first does, and the others get its outputs."""
 
     def steps(waiting: Iterator[Generation]) -> Iterator[tuple[Generation, list[int]]]:
-        return _batch(decoder, waiting, num_places).steps()
+        return _Batch(decoder, waiting, num_places).steps()
 
     ranks = decoder.target.ranks
     return steps(waiting) if ranks is None else ranks.steps(steps, waiting, decoder.target)
@@ -570,6 +570,11 @@ class _Row:
         """Have it read its last token, and a tree behind it."""
         self._take(Reading.of(self.place, int(self.generation.tokens[-1]), tree))
 
+    @property
+    def may_go_on_drafted(self) -> bool:
+        """Whether a tree may be verified for it in the pass after this one."""
+        return self.generation.max_depth > 1 and self.generation.is_drafted
+
     def asking(self, *, selects: bool) -> Reading | None:
         """Return what it reads, and what the pass is to choose, where it can."""
         reading = self.reading
@@ -617,6 +622,7 @@ class _Batch:
 
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
         self._followers = decoder.followers
+        self._ahead = _Ahead(decoder) if decoder.num_ahead else None
         self._target, self._budget = decoder.target, decoder.budget
         self._waiting = waiting
         self._returned: deque[Generation] = deque()
@@ -672,6 +678,8 @@ class _Batch:
 
     def _draft(self, rows: Sequence[_Row], load: Load) -> float:
         """Give all whose prompt was read a tree of nodes that pay; return the seconds it took."""
+        if self._ahead is not None:
+            self._ahead.begin_drafting()
         going = [row for row in rows if row.is_going]
         for row in going:
             row.verify(DraftTree.empty())
@@ -681,7 +689,7 @@ class _Batch:
         if max_nodes == 0:
             return 0.0
         began_s = perf_counter()
-        num_nodes = self._nodes_to_ask(max_nodes)
+        num_nodes = max_nodes if self._ahead is None else self._ahead.nodes_to_ask(max_nodes)
         trees = draft_together(
             self._followers,
             [(row.generation.drafter, row.generation.nodes_within(num_nodes)) for row in asked],
@@ -697,15 +705,13 @@ class _Batch:
             row.verify(tree)
         return draft_s
 
-    def _nodes_to_ask(self, max_nodes: int) -> int:
-        """Return the nodes of a tree to ask for, where so many may be verified."""
-        return max_nodes
-
     def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
         """Read for all rows; while memory runs out, for less."""
+        if self._ahead is not None:
+            self._ahead.begin_pass(rows)
         while rows:
             try:
-                asked = (row.asking(selects=self._target.selects) for row in rows)
+                asked = (row.asking(selects=self._target.pads_passes) for row in rows)
                 reads = self._target.read([reading for reading in asked if reading is not None])
             except OutOfMemoryError as error:
                 rows = self._lightened(rows, error)
@@ -777,7 +783,7 @@ class _Batch:
 
     def _place_for(self, generation: Generation) -> int:
         """Take the free place that holds most of what a sequence begins with."""
-        place = self._target.likest(generation.tokens, self._free)
+        place = self._target.best_place(generation.tokens, self._free)
         self._free.remove(place)
         return place
 
@@ -822,49 +828,40 @@ class _Batch:
             generation.end()
 
 
-class _AheadBatch(_Batch):
-    """The same passes; while one runs, the drafter answers for what may come of it.
+class _Ahead:
+    """Has the drafter answer, while a pass runs, for what may come of it.
 
     Drafts for what came are then there when it ends: none of them waits for the drafter. What was
     not among the likeliest outcomes is asked for, as in any batch.
     """
 
-    def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
-        super().__init__(decoder, waiting, num_places)
-        self._num_ahead = decoder.num_ahead
+    def __init__(self, decoder: Decoder) -> None:
+        self._followers, self._num_outcomes = decoder.followers, decoder.num_ahead
         self._num_asked = 0
-        self._read_at_s: float | None = None
+        self._pass_began_s: float | None = None
         self._busy_s = 0.0
 
-    def _draft(self, rows: Sequence[_Row], load: Load) -> float:
-        if self._read_at_s is not None:
-            self._busy_s = perf_counter() - self._read_at_s
+    def begin_drafting(self) -> None:
+        """Note how long the last pass took, and forget what was asked before it."""
+        if self._pass_began_s is not None:
+            self._busy_s = perf_counter() - self._pass_began_s
         self._num_asked = 0
-        return super()._draft(rows, load)
 
-    def _nodes_to_ask(self, max_nodes: int) -> int:
+    def nodes_to_ask(self, max_nodes: int) -> int:
+        """Return the nodes of a tree to ask for, where so many may be verified."""
         self._num_asked = max(max_nodes, min(max_nodes + _SPARE, _MOST_ASKED))
         return self._num_asked
 
-    def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
+    def begin_pass(self, rows: Sequence[_Row]) -> None:
+        """Ask for what may come of a pass over these rows, if their drafter was asked before."""
         asked = [
-            (row.generation.drafter, self._num_asked, row.under_way(self._num_ahead))
+            (row.generation.drafter, self._num_asked, row.under_way(self._num_outcomes))
             for row in rows
-            if self._num_asked and row.is_verified and self._may_be_drafted_ahead(row)
+            if self._num_asked and row.is_verified and row.may_go_on_drafted
         ]
         if asked:
             ask_ahead(self._followers, asked, self._busy_s)
-        self._read_at_s = perf_counter()
-        return super()._read(rows)
-
-    @staticmethod
-    def _may_be_drafted_ahead(row: _Row) -> bool:
-        return row.generation.max_depth > 1 and row.generation.is_drafted
-
-
-def _batch(decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> _Batch:
-    kind = _AheadBatch if decoder.num_ahead else _Batch
-    return kind(decoder, waiting, num_places)
+        self._pass_began_s = perf_counter()
 
 
 def _room_to_read(num_unread: int, num_going: int, most_rows: int | None) -> int:

@@ -286,7 +286,7 @@ class Clock:
         self._statistics = statistics
         self._last = self._sums()
 
-    def lap(self) -> Times:
+    def split(self) -> Times:
         """Return the times since the last call."""
         sums, last = self._sums(), self._last
         self._last = sums

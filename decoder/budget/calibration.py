@@ -116,7 +116,7 @@ bins bring the same to 5% more, but each of them learns from fewer nodes."""
 _DECAY: Final = 0.98
 """Some fifty drafts: a cell has a node in each few drafts. In simulated decoding 0.995 loses 4%
 with a slow drafter. 0.95 gains 11% where the text turns every 100 steps, as it knows no cell that
-is seldom used; with several sources and real text there are many."""
+is rarely used; with several sources and real text there are many."""
 
 _PRIOR_NODES: Final = 3.0
 """Three sure nodes in a row that fail halve the trust in a bin. With 10 a drafter that changes

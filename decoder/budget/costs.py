@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 # Errors below are mean absolute errors of logarithms, for made-up passes whose time varies by 8%,
 # of which every 33rd takes thirty times as long, while the load doubles and halves every 200 steps
-# and some widths are 1.4 times as dear as was measured: 0.085 for the load, 0.025 for the shape.
+# and some widths are 1.4 times as expensive as measured: 0.085 for the load, 0.025 for the shape.
 
 _LOAD_RATE: Final = 0.1
 """Share of an error of the load that is corrected at once: some ten passes. With 0.03 the error of
@@ -31,12 +31,12 @@ _MOST_CONTRAST: Final = 0.15
 error of the shape is 0.04, without clipping 0.12."""
 
 _FADING: Final = 0.999
-"""What was learned of widths halves in 700 contrasts, so that a width that seemed dear is tried
-again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
+"""What was learned of widths halves in 700 contrasts, so that a width that seemed expensive is
+tried again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
 
 _MOST_SHAPE: Final = math.log(4)
-"""No width counts as more than four times as dear or as cheap as measured: a bound that no sound
-run comes near."""
+"""No width counts as more than four times as expensive or as cheap as measured: a bound that no
+sound run comes near."""
 
 _FRESH_PASSES: Final = 16
 """Passes that a table serves: making one takes as long as the rest of a step's decisions, some tens
@@ -96,7 +96,7 @@ class AdaptiveCosts:
     """A surface that follows what passes really take.
 
     Two things differ from what was measured: how busy the machine is, which slows passes of
-    every width alike, and how dear some widths are. Only passes that follow one another tell
+    every width alike, and how expensive some widths are. Only passes that follow one another tell
     widths apart, as they share the machine's load. Errors are taken as logarithms and clipped
     (Huber, 1964, doi:10.1214/aoms/1177703732), so one slow pass moves nothing by much, and what
     was learned of widths fades, so that a width is tried again.
@@ -210,8 +210,8 @@ class ObservedCosts(AdaptiveCosts):
 
     A width is known once three passes had about it. Between known widths costs are linear, and
     beyond the widest they rise as between the last two. What is narrower than all known ones counts
-    as cheap in proportion, and what is wider than the only known one as no dearer: so both are soon
-    tried, and known. From then on a width is adapted as `AdaptiveCosts` does.
+    as cheap in proportion, and what is wider than the only known one as no more expensive: so both
+    are soon tried, and known. From then on a width is adapted as `AdaptiveCosts` does.
 
     Args:
         max_width: of a pass, tokens of all its sequences together.

@@ -26,7 +26,7 @@ four times in that where a pass takes 35 ms."""
 
 _ENOUGH_ROUNDS: Final = 4
 """Passes of a kind before their two shortest may agree: the first warms caches, and of three more
-two are seldom disturbed."""
+two are rarely disturbed."""
 
 _MOST_ROUNDS: Final = 12
 """On a machine that never rests the two shortest may never agree: a dozen passes have to do."""

@@ -279,8 +279,8 @@ def split_over_keys(
     piece = max(_MOST_SCORES // (heads * places * width), 1)
     keys, values = (torch.split(each, piece, dim=2) for each in context)
     masks = torch.split(mask.context, piece, dim=2)
-    runs = [_Run.of(*each) for each in zip(keys, values, masks, strict=True)]
-    rows = _Run.of(own[0], own[1], mask.among)
+    runs = [_KeyRun.of(*each) for each in zip(keys, values, masks, strict=True)]
+    rows = _KeyRun.of(own[0], own[1], mask.among)
     divided = [*([run] for run in runs[:-1]), [runs[-1], rows]]
     attended = (
         _attended_to(divided[0], queries, scale)[0]
@@ -292,7 +292,7 @@ def split_over_keys(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _KeyRun:
     """Keys and values, [key heads * n, k, size] each, and what is seen of them, [n, 1 or w, k]."""
 
     keys: torch.Tensor
@@ -306,7 +306,7 @@ class _Run:
 
 
 def _attended_to(
-    runs: Sequence[_Run], queries: torch.Tensor, scale: float
+    runs: Sequence[_KeyRun], queries: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to some runs of keys by one softmax.
 
@@ -345,7 +345,7 @@ def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dty
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PassShape:
     """What is fixed in a captured pass.
 
     Attributes:
@@ -375,7 +375,7 @@ class Inputs:
             number of the drawing that chooses after it, 0 for none.
     """
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: PassShape, device: torch.device) -> None:
         self._shape = shape
         self.numbers = torch.zeros(
             4 * shape.num_rows + 2 * shape.num_places, dtype=torch.int64, device=device
@@ -425,7 +425,7 @@ def _upload(values: NDArray[np.int64], tensor: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Laid:
+class PassLayout:
     """The rows of a pass, laid out on the device.
 
     Attributes:
@@ -445,7 +445,7 @@ class Laid:
     is_used: torch.Tensor
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, shape: Shape, capacity: int) -> Self:
+    def of(cls, numbers: torch.Tensor, shape: PassShape, capacity: int) -> Self:
         """Lay out the numbers of a pass over places of `capacity` slots; see `Inputs`.
 
         Rows that are not needed go behind those of the last place, and nothing sees them. They
@@ -498,32 +498,32 @@ def _ancestors(parents: torch.Tensor) -> torch.Tensor:
     return seen
 
 
-def _walked(laid: Laid, choices: torch.Tensor) -> torch.Tensor:
+def _walked(layout: PassLayout, choices: torch.Tensor) -> torch.Tensor:
     """Return bool[rows], whether the target's choices lead to a row.
 
     Of two children with the same token, the later one is followed, as in
     `decoder.sampling.verification.follow`.
 
     Args:
-        laid: the pass.
+        layout: the pass.
         choices: int64[rows], the target's token after each row.
     """
-    grid = laid.grid
-    tokens, above = laid.tokens[grid.rows], laid.parents
+    grid = layout.grid
+    tokens, above = layout.tokens[grid.rows], layout.parents
     wanted = choices[grid.rows].gather(1, above.clamp(min=0))
     is_alike = (above[:, :, None] == above[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
     column = _counted(above.shape[1], above)
-    is_later = (column > column[:, None]) & laid.is_used[:, None, :]
+    is_later = (column > column[:, None]) & layout.is_used[:, None, :]
     is_right = (above < 0) | ((tokens == wanted) & ~(is_alike & is_later).any(2))
     is_reached = ~(grid.visible & ~is_right[:, None, :]).any(2)
     return is_reached.flatten()[grid.cells]
 
 
-def _choice_table(laid: Laid, logits: torch.Tensor) -> torch.Tensor:
+def _choice_table(layout: PassLayout, logits: torch.Tensor) -> torch.Tensor:
     """Return int32[rows, columns], what `ChoiceTable` reads."""
     choices = logits.argmax(dim=-1)
     values, tokens = logits.topk(min(NUM_FOUND, logits.shape[-1]), dim=-1)
-    columns = torch.stack([choices, _walked(laid, choices), torch.zeros_like(choices)], dim=1)
+    columns = torch.stack([choices, _walked(layout, choices), torch.zeros_like(choices)], dim=1)
     integers = torch.cat([columns, tokens], dim=1).to(torch.int32)
     return torch.cat([integers, values.float().view(torch.int32)], dim=1)
 
@@ -554,7 +554,7 @@ _log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
+class _CapturedPass:
     inputs: Inputs
     run: Callable[[], object]
 
@@ -607,10 +607,10 @@ class CapturedPasses:
     Rows of all places together, rows of the widest place and shown keys are padded to powers of
     two, rows up to 256. The tokens that commits move are padded, too. Wider passes, and those that
     only read prompts, run eagerly, on the same cache. Growing buffers make all captured shapes
-    void, and where weights have moved or the model is another one, everything is made anew. Where
-    capturing fails, all passes run eagerly from then on, and the log says so once. Python code of a
-    model runs when a shape is captured, not at every pass, so only models without code of others
-    are captured: `has_code_of_others`.
+    void, and where weights have moved or the model is another one, everything is captured again.
+    Where capturing fails, all passes run eagerly from then on, and the log says so once. A model's
+    Python code runs when a shape is captured, not at every pass, so only models without code of
+    others are captured: `has_code_of_others`.
 
     Args:
         model: the model to run.
@@ -730,7 +730,7 @@ class CapturedPasses:
         """Return whether what was captured is else out of date; to ask while a pass is computed."""
         return self._recorded.has_changed()
 
-    def _shape_of(self, readings: Sequence[Reading]) -> Shape | None:
+    def _shape_of(self, readings: Sequence[Reading]) -> PassShape | None:
         """Return the shape of a pass, with room in the cache for it; `None` if none is captured."""
         num_rows = _bucket(max(sum(len(each.tokens) for each in readings), self._fewest_rows))
         is_first_alone = readings[-1].place == 0
@@ -756,15 +756,15 @@ class CapturedPasses:
         """Return whether rows that pad would stand where a model knows no positions."""
         return self._max_length is not None and end > self._max_length
 
-    def _shape(self, num_places: int, num_rows: int, widest: int, context: int) -> Shape:
+    def _shape(self, num_places: int, num_rows: int, widest: int, context: int) -> PassShape:
         """Return the shape of passes behind up to `context` tokens; dense masks show rows, too."""
         num_shown = max(context if self._splits else context + num_rows, _FEWEST_KEYS)
         num_keys = min(_bucket(num_shown), self._cache.capacity)
         # Two shapes that differ little would be captured twice.
         width = max(_bucket(widest), 2 * num_rows // num_places)
-        return Shape(num_places, num_rows, min(width, num_rows), num_keys)
+        return PassShape(num_places, num_rows, min(width, num_rows), num_keys)
 
-    def _shapes(self, num_tokens: int, num_rows: int) -> Iterable[Shape]:
+    def _shapes(self, num_tokens: int, num_rows: int) -> Iterable[PassShape]:
         """Return the shapes of all passes behind sequences up to a length."""
         num_places = len(self._cache.lengths)
         for places in {1, num_places if self._splits else 1}:
@@ -773,25 +773,25 @@ class CapturedPasses:
                     for context in [*_buckets(num_tokens)[:-1], num_tokens]:
                         yield self._shape(places, rows, widest, context)
 
-    def _pass_for(self, shape: Shape) -> _Pass | None:
+    def _pass_for(self, shape: PassShape) -> _CapturedPass | None:
         """Return the captured pass of a shape; `None` where capturing fails."""
         return self._passes.get(shape) or self._new_pass(shape)
 
-    def _new_pass(self, shape: Shape) -> _Pass | None:
+    def _new_pass(self, shape: PassShape) -> _CapturedPass | None:
         inputs = Inputs(shape, torch.device(self._model.device))
         self._begin(inputs, shape)
         captured = self._captured(partial(self._run, inputs.numbers, shape))
         if captured is None:
             return None
-        made = self._passes[shape] = _Pass(inputs, captured)
+        made = self._passes[shape] = _CapturedPass(inputs, captured)
         return made
 
-    def _begin(self, inputs: Inputs, shape: Shape) -> None:
+    def _begin(self, inputs: Inputs, shape: PassShape) -> None:
         """Set the inputs of a dummy pass behind what places hold; the next pass overwrites it."""
         dummy = Reading(shape.num_places - 1, np.zeros(1, np.int32))
         inputs.fill([dummy], self._cache.lengths)
 
-    def _run(self, numbers: torch.Tensor, shape: Shape) -> None:
+    def _run(self, numbers: torch.Tensor, shape: PassShape) -> None:
         """Leave what a pass brings in tensors that all shapes share."""
         found = self._computed(numbers, shape)
         if not self._outputs:
@@ -801,31 +801,31 @@ class CapturedPasses:
         for name, rows in found.items():
             self._outputs[name][: len(rows)].copy_(rows)
 
-    def _computed(self, numbers: torch.Tensor, shape: Shape) -> _Outputs:
+    def _computed(self, numbers: torch.Tensor, shape: PassShape) -> _Outputs:
         """Run what the inputs say through the model."""
         capacity = self._cache.capacity
-        laid = Laid.of(numbers, shape, capacity)
+        layout = PassLayout.of(numbers, shape, capacity)
         options: dict[str, Any] = (
             {"logits_to_keep": 0} if self._model.takes("logits_to_keep") else {}
         )
-        positions, length = laid.positions, None
+        positions, length = layout.positions, None
         if self.masking is Masking.OWN:
-            length = laid.grid.pasts[0]
+            length = layout.grid.pasts[0]
             positions = length + _counted(shape.num_rows, numbers)  # rows that pad go on
         if self._model.takes("position_ids"):
             options["position_ids"] = positions[None]
-        frame = Frame(laid.slots, None if self._splits else shape.num_keys, length)
+        frame = Frame(layout.slots, None if self._splits else shape.num_keys, length)
         with self._cache.framed(frame) as states:
             output = self._model.run(
                 cache=states,
-                input_ids=laid.tokens[None],
-                attention_mask=self._masks(laid.grid, shape, capacity),
+                input_ids=layout.tokens[None],
+                attention_mask=self._masks(layout.grid, shape, capacity),
                 **options,
             )
         logits = output.logits[0]
         found = {
             "logits": logits,
-            "choices": _choice_table(laid, logits),
+            "choices": _choice_table(layout, logits),
             _ASKED: numbers[-2 * shape.num_rows :].view(2, -1).t(),
         }
         if self._model.states:
@@ -833,7 +833,7 @@ class CapturedPasses:
         return found
 
     def _masks(
-        self, grid: Grid, shape: Shape, capacity: int
+        self, grid: Grid, shape: PassShape, capacity: int
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         if self.masking is Masking.OWN:
             return None
@@ -843,7 +843,9 @@ class CapturedPasses:
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, grid: Grid, window: int | None, shape: Shape, capacity: int) -> torch.Tensor:
+    def _mask(
+        self, grid: Grid, window: int | None, shape: PassShape, capacity: int
+    ) -> torch.Tensor:
         if self._splits:
             return SplitMask.of(grid, window, shape.num_keys, capacity, self._model.dtype)
         return grid.dense(shape.num_keys, window, self._model.dtype)
@@ -937,7 +939,7 @@ class CapturedPasses:
             self._forget()
 
     def _forget(self) -> None:
-        self._passes: dict[Shape, _Pass] = {}
+        self._passes: dict[PassShape, _CapturedPass] = {}
         self._copies: dict[int, _Copies] = {}
         self._draws: dict[tuple[int, int], _Draw] = {}
         self._capture = self._make_capture()
@@ -945,7 +947,7 @@ class CapturedPasses:
         self._recorded = Recorded(self._model.model)
 
 
-def _size(shape: Shape) -> tuple[int, ...]:
+def _size(shape: PassShape) -> tuple[int, ...]:
     return shape.num_rows, shape.num_places * shape.width, shape.num_keys
 
 

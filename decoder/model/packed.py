@@ -158,7 +158,7 @@ class PackedMask(AttendingMask):
         return taken.view(1, num_rows, heads, -1), None
 
 
-class Part(NamedTuple):
+class PackedPart(NamedTuple):
     """A sequence's part in a packed pass: what it reads, and the rows of that."""
 
     reading: Reading
@@ -193,7 +193,7 @@ class PackedPasses:
             readings: of distinct places, in their order.
         """
         device, pasts = self._model.device, self._cache.lengths
-        parts = [Part(each, each.rows(pasts[each.place])) for each in readings]
+        parts = [PackedPart(each, each.rows(pasts[each.place])) for each in readings]
         self._cache.reserve(max(part.rows.num_keys for part in parts))
         tokens = torch.from_numpy(np.concatenate([each.tokens for each in readings]))
         positions = torch.from_numpy(np.concatenate([part.rows.positions for part in parts]))
@@ -210,14 +210,14 @@ class PackedPasses:
             self._cache.hold(part.rows.num_keys, part.reading.place)
         return self._taken(readings, output.logits[0])
 
-    def _slots(self, parts: Iterable[Part]) -> torch.Tensor:
+    def _slots(self, parts: Iterable[PackedPart]) -> torch.Tensor:
         """Return int64[rows], where the rows' keys and values go."""
         capacity = self._cache.capacity
         ends = ((part.reading.place * capacity, part.rows) for part in parts)
         slots = [np.arange(first + rows.past, first + rows.num_keys) for first, rows in ends]
         return torch.from_numpy(np.concatenate(slots))
 
-    def _masks(self, parts: Sequence[Part]) -> dict[str, PackedMask]:
+    def _masks(self, parts: Sequence[PackedPart]) -> dict[str, PackedMask]:
         """Return who sees whom, for each layer type."""
         ends = list(accumulate(part.rows.num_read for part in parts))
         starts = dict(zip((part.reading.place for part in parts), [0, *ends], strict=False))
@@ -242,14 +242,14 @@ class PackedPasses:
         ]
 
 
-def grouped(parts: Iterable[Part], call: int = _CALL) -> Iterator[list[Part]]:
+def grouped(parts: Iterable[PackedPart], call: int = _CALL) -> Iterator[list[PackedPart]]:
     """Put neighbouring places together where that costs less than calls of their own.
 
     Args:
         parts: in the order of their places; the keys of places between two of them are read, too.
         call: scores of a head that take as long as one more call.
     """
-    group: list[Part] = []
+    group: list[PackedPart] = []
     for part in parts:
         together = [*group, part]
         if group and _scores(together) > _scores(group) + _scores([part]) + call:
@@ -260,7 +260,7 @@ def grouped(parts: Iterable[Part], call: int = _CALL) -> Iterator[list[Part]]:
         yield group
 
 
-def _scores(group: Sequence[Part]) -> int:
+def _scores(group: Sequence[PackedPart]) -> int:
     """Return the scores of a head, padding included."""
     num_places = group[-1].reading.place - group[0].reading.place + 1
     most_keys = max(part.rows.num_keys for part in group)
@@ -278,7 +278,7 @@ def _wanted(readings: Iterable[Reading]) -> torch.Tensor:
 
 
 def _neighbours(
-    group: Sequence[Part],
+    group: Sequence[PackedPart],
     starts: Mapping[int, int],
     window: int | None,
     dtype: torch.dtype,
@@ -309,7 +309,7 @@ def _neighbours(
 
 
 def _mask(
-    group: Sequence[Part],
+    group: Sequence[PackedPart],
     shape: tuple[int, ...],
     keys: slice,
     window: int | None,

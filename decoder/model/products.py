@@ -176,11 +176,11 @@ def _there(calls: Sequence[_Call]) -> list[_Entry]:
 class Products:
     """Copies of weights in oneDNN's own layout, for a `Multiplier` of each pass to multiply by.
 
-    `torch.nn.functional.linear` lays weights out anew in every call, which for a pass of few rows
+    `torch.nn.functional.linear` lays weights out again in every call, which for a pass of few rows
     takes as long as multiplying. A copy is found by its weight's identity and used while the
     weight's version and address hold, which any ordinary change moves; changes that move neither,
     such as `weight.data.mul_(2)`, are found by `audit`. Whatever else a weight may be (quantised,
-    divided over processes, computed anew in each pass, on another device), torch multiplies by it.
+    divided over processes, computed again in each pass, on another device), torch multiplies by it.
 
     Args:
         least: which weights are packed.

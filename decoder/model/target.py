@@ -243,7 +243,7 @@ class Target:
         configuration or shapes changed, what it can verify is found out again.
 
         Returns:
-            Whether the target begins anew: with other limits, costs, vocabulary or drafts.
+            Whether the target starts over: with other limits, costs, vocabulary or drafts.
 
         Raises: as the target itself.
         """
@@ -414,18 +414,16 @@ class Target:
 
     @property
     def pads_passes(self) -> bool:
-        """Whether passes cost what the next power of two of rows costs."""
+        """Whether passes are captured: they cost what the next power of two of rows costs.
+
+        They also choose after their rows, by the selection of a reading.
+        """
         return self._captured is not None and self._captured.is_padding
 
     @property
     def most_rows(self) -> int | None:
         """Rows of the widest pass that is captured; `None` where none is."""
         return MOST_ROWS if self.pads_passes else None
-
-    @property
-    def selects(self) -> bool:
-        """Whether a pass can choose after its rows by a reading's selection."""
-        return self.pads_passes
 
     @property
     def packs(self) -> bool:
@@ -678,7 +676,7 @@ class Target:
         return read
 
     def _launched(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Begin anew where reading began, by a captured pass; `None` if there is none for it."""
+        """Read by a captured pass, behind what is committed; `None` if there is none for it."""
         for reading in readings:
             self.rewind(reading.place)
         return self._read_captured(readings)
@@ -769,7 +767,7 @@ class Target:
         for place in range(len(self._committed)):
             self.reset(place)
 
-    def likest(self, tokens: TokenIds, places: Sequence[int]) -> int:
+    def best_place(self, tokens: TokenIds, places: Sequence[int]) -> int:
         """Return which of some places holds most of the beginning of a sequence."""
         return max(places, key=lambda place: (self._num_shared(tokens, place), -place))
 

@@ -189,7 +189,7 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -
 def is_waited_for(logits: torch.Tensor) -> bool:
     """Return whether the host waits for what it reads: whether it is on another device.
 
-    A CPU is asked for few rows, another device seldom: there, many rows take as long as one.
+    A CPU is asked for few rows, another device rarely: there, many rows take as long as one.
     """
     return logits.device.type != "cpu"
 

@@ -43,9 +43,9 @@ from decoder.model.graphs import (
     CaptureMaker,
     Grid,
     Inputs,
-    Laid,
     Output,
-    Shape,
+    PassLayout,
+    PassShape,
     SplitMask,
     _choice_table,
     capture_on,
@@ -55,7 +55,7 @@ from decoder.model.passes import Read, Reading
 from decoder.model.states import FINAL
 from decoder.model.target import Target
 from decoder.sampling.processors import PathScores
-from decoder.sampling.rule import accept_rule
+from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     Acceptance,
@@ -317,7 +317,7 @@ def test_what_was_traced_is_frozen() -> None:
     assert run() == before + 1
 
 
-OF, CONTEXT, FILL = Laid.of, Grid.context, Inputs.fill
+OF, CONTEXT, FILL = PassLayout.of, Grid.context, Inputs.fill
 
 
 def stale_rows_shown(self: Grid, num_keys: int, window: int | None) -> torch.Tensor:
@@ -325,14 +325,14 @@ def stale_rows_shown(self: Grid, num_keys: int, window: int | None) -> torch.Ten
     return CONTEXT(replace(self, pasts=self.pasts + 2), num_keys, window)
 
 
-def slots_of_a_neighbour(numbers: torch.Tensor, shape: Shape, capacity: int) -> Laid:
-    laid = OF(numbers, shape, capacity)
-    return replace(laid, slots=(laid.slots + capacity) % (shape.num_places * capacity))
+def slots_of_a_neighbour(numbers: torch.Tensor, shape: PassShape, capacity: int) -> PassLayout:
+    layout = OF(numbers, shape, capacity)
+    return replace(layout, slots=(layout.slots + capacity) % (shape.num_places * capacity))
 
 
-def mask_of_a_neighbour(numbers: torch.Tensor, shape: Shape, capacity: int) -> Laid:
-    laid = OF(numbers, shape, capacity)
-    return replace(laid, grid=replace(laid.grid, visible=laid.grid.visible.roll(1, 0)))
+def mask_of_a_neighbour(numbers: torch.Tensor, shape: PassShape, capacity: int) -> PassLayout:
+    layout = OF(numbers, shape, capacity)
+    return replace(layout, grid=replace(layout.grid, visible=layout.grid.visible.roll(1, 0)))
 
 
 def lengths_of_a_neighbour(
@@ -351,8 +351,8 @@ def parents_forgotten(
     ("owner", "name", "planted"),
     [
         (Grid, "context", stale_rows_shown),
-        (Laid, "of", slots_of_a_neighbour),
-        (Laid, "of", mask_of_a_neighbour),
+        (PassLayout, "of", slots_of_a_neighbour),
+        (PassLayout, "of", mask_of_a_neighbour),
         (Inputs, "fill", lengths_of_a_neighbour),
         (Inputs, "fill", parents_forgotten),
     ],
@@ -693,12 +693,12 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
 ) -> None:
     monkeypatch.setattr(passes_module, "_MOST_SCORES", most_scores)
     torch.manual_seed(0)
-    shape = Shape(3, 64, 16, num_keys)
+    shape = PassShape(3, 64, 16, num_keys)
     inputs = Inputs(shape, torch.device("cpu"))
     rng = np.random.default_rng(0)
     trees = {0: random_tree(rng, 15), 2: random_tree(rng, 7)}
     inputs.fill([Reading.of(place, 1, tree) for place, tree in trees.items()], [0, 252, 120])
-    grid = Laid.of(inputs.numbers, shape, 512).grid
+    grid = PassLayout.of(inputs.numbers, shape, 512).grid
     query = torch.randn(8, 3, 16, 32, dtype=dtype)
     context = [torch.randn(2, 3, num_keys, 32, dtype=dtype) for _ in range(2)]
     mask = SplitMask.of(grid, window, num_keys, 512, dtype)
@@ -715,14 +715,14 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
 
 def test_rows_that_pad_stand_where_a_model_knows_positions() -> None:
     """The last place is full; the next position may be one that no embedding is there for."""
-    shape = Shape(4, 16, 8, 256)
+    shape = PassShape(4, 16, 8, 256)
     inputs = Inputs(shape, torch.device("cpu"))
     tree = random_tree(np.random.default_rng(0), 4)
     inputs.fill([Reading.of(1, 1, tree)], [9, 5, 0, 100])
-    laid = Laid.of(inputs.numbers, shape, 256)
-    assert laid.positions[0] == 5
-    assert set(laid.positions[5:].tolist()) == {5}
-    assert laid.slots[5:].tolist() == list(range(3 * 256 + 100, 3 * 256 + 111))
+    layout = PassLayout.of(inputs.numbers, shape, 256)
+    assert layout.positions[0] == 5
+    assert set(layout.positions[5:].tolist()) == {5}
+    assert layout.slots[5:].tolist() == list(range(3 * 256 + 100, 3 * 256 + 111))
 
 
 def test_captured_passes_that_are_wrong_for_several_are_not_used(
@@ -744,9 +744,11 @@ def test_captured_passes_that_are_wrong_for_several_are_not_used(
     assert decoder.target.packs
 
 
-@pytest.mark.parametrize(("shape", "num_places"), [(Shape(1, 4, 4, 8), 3), (Shape(3, 4, 4, 8), 3)])
+@pytest.mark.parametrize(
+    ("shape", "num_places"), [(PassShape(1, 4, 4, 8), 3), (PassShape(3, 4, 4, 8), 3)]
+)
 def test_no_key_of_the_context_is_copied(
-    shape: Shape, num_places: int, monkeypatch: pytest.MonkeyPatch
+    shape: PassShape, num_places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attended, found = passes_module._attended_to, []
 
@@ -757,7 +759,7 @@ def test_no_key_of_the_context_is_copied(
     monkeypatch.setattr(passes_module, "_attended_to", noted)
     inputs = Inputs(shape, torch.device("cpu"))
     inputs.fill([Reading.of(0, 1, random_tree(np.random.default_rng(0), 3))], [5, 0, 0])
-    mask = SplitMask.of(Laid.of(inputs.numbers, shape, 16).grid, None, 8, 16, torch.float32)
+    mask = SplitMask.of(PassLayout.of(inputs.numbers, shape, 16).grid, None, 8, 16, torch.float32)
     query, key = torch.randn(1, 4, 4, 8), torch.randn(1, 2, num_places * 16, 8)
     tree_attention(torch.nn.Module(), query, key, key + 1, mask)
     [run] = found
@@ -789,12 +791,12 @@ def check_choices(rng: np.random.Generator) -> None:
     trees = [bushy(rng, int(rng.integers(0, 12))) for _ in range(3)]
     readings = [Reading.of(place, 0, tree) for place, tree in zip((0, 1, 3), trees, strict=True)]
     readings.insert(2, Reading(2, np.zeros(3, np.int32)))
-    shape = Shape(4, 64, 16, 256)
+    shape = PassShape(4, 64, 16, 256)
     inputs = Inputs(shape, torch.device("cpu"))
     inputs.fill(readings, [3, 0, 9, 100])
     logits = torch.from_numpy(rng.random((64, 9), np.float32))
     logits[:, :2] += 1.0  # so that paths are long
-    found = _choice_table(Laid.of(inputs.numbers, shape, 512), logits)
+    found = _choice_table(PassLayout.of(inputs.numbers, shape, 512), logits)
     start = 0
     for reading in readings:
         own = logits[start : start + len(reading.tokens)][-reading.num_logits :]
@@ -883,7 +885,7 @@ def test_a_step_asks_the_device_for_little_and_waits_once(
 
 
 def test_choosing_outside_of_the_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "selects", False)
+    monkeypatch.setattr(ProcessedRule, "selection", lambda *_: None)
     steps = counted_steps(4, SETTINGS["sampled"], num_tokens=8)
     assert max(step.outside for step in steps) > 100
     assert max(step.waits for step in steps) > 1

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decoder.model import packed as packed_module
 from decoder.model.cache import TreeCache
-from decoder.model.packed import PackedPasses, Part, grouped
+from decoder.model.packed import PackedPart, PackedPasses, grouped
 from decoder.model.passes import Reading
 from decoder.model.target import Target
 from retriever.tree import DraftTree
@@ -114,7 +114,7 @@ def test_half_precision_differs_by_rounding_only() -> None:
 ORIGINAL = packed_module._mask
 
 
-def _mask_of_a_neighbour(group: Sequence[Part], *rest: Any) -> torch.Tensor:
+def _mask_of_a_neighbour(group: Sequence[PackedPart], *rest: Any) -> torch.Tensor:
     return ORIGINAL(group, *rest).roll(1, 0)
 
 
@@ -126,7 +126,7 @@ def _rows_mixed_up(self: PackedPasses, readings: Sequence[Reading]) -> Any:
 READ = PackedPasses.read
 
 
-def _slots_of_a_neighbour(self: PackedPasses, parts: Sequence[Part]) -> torch.Tensor:
+def _slots_of_a_neighbour(self: PackedPasses, parts: Sequence[PackedPart]) -> torch.Tensor:
     return SLOTS(self, parts).roll(1)
 
 
@@ -201,9 +201,9 @@ def test_places_keep_what_they_hold_when_others_grow_or_come() -> None:
     assert layer.capacity >= 700
 
 
-def _part(place: int, past: int, num_tokens: int) -> Part:
+def _part(place: int, past: int, num_tokens: int) -> PackedPart:
     reading = Reading(place, np.zeros(num_tokens, np.int32))
-    return Part(reading, reading.rows(past))
+    return PackedPart(reading, reading.rows(past))
 
 
 def test_like_sequences_attend_together_and_others_alone() -> None:
