@@ -410,7 +410,7 @@ class Generation:
             RetrieverError: the drafter refuses the prompt.
         """
         if not self._has_begun:
-            with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
+            with self.statistics.drafting():
                 self.drafter = follow(self._followers, self._sequence)
             self._has_begun = True
 
@@ -476,7 +476,7 @@ class Generation:
         if not self._has_begun:
             return
         self._has_begun = False
-        with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
+        with self.statistics.drafting():
             try:
                 self.drafter.close()
             except RetrieverError as error:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,15 +205,15 @@ class Statistics:
         self.accepted_at.update(range(len(path)))
 
     @contextmanager
-    def charging(
-        self, account: Literal["draft_s", "target_s", "prompt_s", "total_s"]
-    ) -> Iterator[None]:
-        """Add the block's time to an account."""
+    def drafting(self) -> Iterator[None]:
+        """Add the block's time to that of drafts."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.draft_s += seconds
+            self.total_s += seconds
 
 
 def counted(count: int, noun: str) -> str:
