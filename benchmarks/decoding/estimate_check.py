@@ -34,8 +34,8 @@ from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders, total
 from decoder.contenders.drafting_rules import drafting_rules
 from decoder.contenders.standings import Comparison
 from decoder.estimate.cost_curve import CostCurve
-from decoder.estimate.projection import PAYING, Outcome, project
-from decoder.estimate.token_log import Record
+from decoder.estimate.projection import PAYING, ProjectedOutcome, project
+from decoder.estimate.token_log import LoggedRecord
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.observation import Statistics
@@ -96,7 +96,7 @@ def projected_figures(
 ) -> dict[str, float]:
     """Return what the estimate says of the answers that were given without drafts."""
     log = [
-        Record(
+        LoggedRecord(
             case.category,
             Trace(
                 np.array(case.token_ids, np.int32),
@@ -163,7 +163,7 @@ def _token_s(statistics: Statistics, num_prompts: int) -> float:
     return seconds / (statistics.num_tokens - num_prompts)
 
 
-def _figures(plain: Outcome, drafted: Outcome) -> dict[str, float]:
+def _figures(plain: ProjectedOutcome, drafted: ProjectedOutcome) -> dict[str, float]:
     tally = drafted.tally()
     return {
         "speedup": drafted.speedup(plain),

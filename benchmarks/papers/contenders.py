@@ -12,7 +12,7 @@ from benchmarks.papers.rasd import RasdDrafter
 from benchmarks.papers.token_recycling import TokenRecycling
 from decoder.assembly import draft_limits
 from decoder.contenders.drafting_rules import PublishedRule, opened
-from decoder.contenders.registry import MODELS, Entry, Means
+from decoder.contenders.registry import MODELS, ContenderEntry, Means
 from retriever.drafter import Drafter
 
 
@@ -32,15 +32,15 @@ def _rasd(means: Means) -> Iterator[Drafter]:
         yield RasdDrafter(retrieval, reader, draft_limits(model))
 
 
-DRAFTERS: Final[Mapping[str, Entry | PublishedRule]] = {
+DRAFTERS: Final[Mapping[str, ContenderEntry | PublishedRule]] = {
     **OF_TEXTS,
-    "recycling": Entry(
+    "recycling": ContenderEntry(
         "recycling",
         "Token Recycling: a fixed tree of the 8 likeliest tokens last seen after each token",
         "arXiv:2408.08696",
         _token_recycling,
     ),
-    "rasd": Entry(
+    "rasd": ContenderEntry(
         "rasd",
         "RASD: what rest drafts, pruned by a model's likeliest first tokens, and its own tree",
         "arXiv:2503.03434",

@@ -193,7 +193,7 @@ class Chat:
     def _decoded(self, tokens: list[int], worth: Worth, status: "StatusLine | None") -> Answer:
         messages = self._messages
         painter = Painter(messages.language_model.tokenizer, self._write, self._palette)
-        observers = [] if status is None else [Pace(worth, status).observe]
+        observers = [] if status is None else [ShownPace(worth, status).observe]
         task = painted(messages.decoder, tokens, painter, worth, observers)
         self._interruption = Interruption()
         with self._interruption.handled():
@@ -225,7 +225,7 @@ class Chat:
             typer.echo(legend, err=True, color=True)
 
 
-class Pace:
+class ShownPace:
     """Counts the tokens of an answer, and shows tokens per pass while it is written.
 
     Args:

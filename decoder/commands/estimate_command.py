@@ -32,8 +32,8 @@ from decoder.estimate.estimate_report import (
     verdict,
 )
 from decoder.estimate.options import DEFAULT_ROOFLINE
-from decoder.estimate.projection import PAYING, Nodes, Outcome, project
-from decoder.estimate.token_log import Record, TokenLog, token_log
+from decoder.estimate.projection import PAYING, Nodes, ProjectedOutcome, project
+from decoder.estimate.token_log import LoggedRecord, TokenLog, token_log
 from decoder.model.pretrained import ModelOptions, load_model
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
@@ -112,7 +112,7 @@ class _Watched:
         self._log = log
         self._seen = seen
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[LoggedRecord]:
         for record in self._log:
             yield record
             self._seen()
@@ -124,7 +124,7 @@ def _replayed(
     budgets: list[Nodes],
     curve: CostCurve,
     progress: Progress,
-) -> list[Outcome]:
+) -> list[ProjectedOutcome]:
     """Replay the log with every rule and budget, and show how far that is."""
     task = progress.add_task("replaying", total=log.num_records * (1 + len(rules) * len(budgets)))
     watched = _Watched(log, lambda: progress.advance(task))
@@ -144,7 +144,7 @@ def _crowded(
 
 
 def _estimate(
-    outcomes: list[Outcome],
+    outcomes: list[ProjectedOutcome],
     records: TokenLog,
     curve: CostCurve,
     drafts: EstimatedDrafts,

@@ -89,7 +89,7 @@ Opened = Callable[[Means], AbstractContextManager[Drafter]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ContenderEntry:
     """A contender that can be chosen.
 
     Attributes:
@@ -194,68 +194,70 @@ MODELS: Final = ("draft_model", "speculator")
 """Settings that name a model to draft with."""
 
 
-def _entry(name: str, drafter: Entry | DrafterFactory) -> Entry:
+def _entry(name: str, drafter: ContenderEntry | DrafterFactory) -> ContenderEntry:
     """Return what a module's `DRAFTERS` names as a contender."""
-    if isinstance(drafter, Entry):
+    if isinstance(drafter, ContenderEntry):
         return replace(drafter, name=name)
     summary = paper = ""
     if isinstance(drafter, PublishedRule):
         summary, paper = drafter.summary, drafter.paper
-    return Entry(name, summary, paper, partial(_of_texts, drafter))
+    return ContenderEntry(name, summary, paper, partial(_of_texts, drafter))
 
 
-ENTRIES: Final[dict[str, Entry]] = {
+ENTRIES: Final[dict[str, ContenderEntry]] = {
     entry.name: entry
     for entry in (
-        Entry(PLAIN, "transformers' own generation: what speed-up is over, and outputs equal"),
-        Entry(
+        ContenderEntry(
+            PLAIN, "transformers' own generation: what speed-up is over, and outputs equal"
+        ),
+        ContenderEntry(
             PROMPT_LOOKUP,
             "transformers' own prompt lookup, of 10 tokens",
             options={"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
         ),
-        Entry(UNDRAFTED, "our own loop and target without drafts", opened=_nothing),
+        ContenderEntry(UNDRAFTED, "our own loop and target without drafts", opened=_nothing),
         *(_entry(name, rule) for name, rule in drafting_rules.DRAFTERS.items()),
-        Entry(
+        ContenderEntry(
             "model",
             "--draft-model alone: best-first trees that grow while that pays",
             "arXiv:2406.02532, 2405.19715",
             partial(_alone, without="speculator"),
             needs=("draft_model",),
         ),
-        Entry(
+        ContenderEntry(
             "speculator",
             "--speculator alone: trees of a head that reads the target's states",
             "arXiv:2406.16858, 2503.01840",
             partial(_alone, without="draft_model"),
             needs=("speculator",),
         ),
-        Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
-        Entry(
+        ContenderEntry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
+        ContenderEntry(
             TABLES,
             "retrieval and recycled logits fused, without a model",
             opened=partial(_tables, recycle=True),
         ),
-        Entry(
+        ContenderEntry(
             "foredraft-retrieval",
             "retrieval alone: context, answers and --index",
             opened=partial(_tables, recycle=False),
         ),
-        Entry(
+        ContenderEntry(
             "foredraft-recycling",
             "recycled logits alone, after the last one, two and three tokens",
             opened=_recycled_alone,
         ),
-        Entry(
+        ContenderEntry(
             "foredraft-reweighed",
             "retrieval alone, its nodes weighed again as fused ones are",
             opened=partial(_fused, recycles=False),
         ),
-        Entry(
+        ContenderEntry(
             "foredraft-untaught",
             "foredraft-tables with the weights that it begins with",
             opened=partial(_fused, kind=UntaughtDrafter),
         ),
-        Entry(
+        ContenderEntry(
             "foredraft-unhinted",
             "foredraft-tables without what else was likely at the last token",
             opened=partial(_fused, kind=UnhintedDrafter),
@@ -280,7 +282,7 @@ ASKING_SERVERS: Final = frozenset(
 """Contenders that draft from services, where there are any."""
 
 
-def known_entries() -> tuple[dict[str, Entry], list[str]]:
+def known_entries() -> tuple[dict[str, ContenderEntry], list[str]]:
     """Return all contenders that have names, and why those of a module are not here.
 
     These are the contenders of this package, and in a checkout those of `benchmarks.papers`.
@@ -290,7 +292,7 @@ def known_entries() -> tuple[dict[str, Entry], list[str]]:
     return ENTRIES | papers, missing
 
 
-def chosen(names: Sequence[str]) -> list[Entry]:
+def chosen(names: Sequence[str]) -> list[ContenderEntry]:
     """Return contenders by name, each once, in order.
 
     Args:
@@ -302,7 +304,7 @@ def chosen(names: Sequence[str]) -> list[Entry]:
     return [_named(name) for name in dict.fromkeys(names)]
 
 
-def _named(name: str) -> Entry:
+def _named(name: str) -> ContenderEntry:
     if name in ENTRIES:
         return ENTRIES[name]
     try:
@@ -489,7 +491,7 @@ class Contest:
             return FixedBudget(setting.nodes or 0)
         return MeasuredBudget(self._surface)
 
-    def _library(self, entry: Entry, target: Target, setting: Setting) -> LibraryContender:
+    def _library(self, entry: ContenderEntry, target: Target, setting: Setting) -> LibraryContender:
         return LibraryContender(
             self._language_model,
             target,

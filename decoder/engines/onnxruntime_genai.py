@@ -64,7 +64,7 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Running:
+class _GenaiSequence:
     """A request that is being decoded.
 
     Attributes:
@@ -141,7 +141,7 @@ class DraftingLoop:
         self._engine = engine
         known = checked_vocabulary_size(drafter, vocabulary_size, vocabulary)
         self._sequences = NamedSequences(drafter, vocabulary_size, drafter_vocabulary=known)
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _GenaiSequence] = {}
         batch = int(engine.get_capabilities().configured_max_batch_size)
         self._events = engine.create_event_buffer(batch * (most + 1) + _SPARE_EVENTS)
 
@@ -195,7 +195,7 @@ class DraftingLoop:
         request.begin_turn(tokens, turn)
         sequence = TokenSequence(tokens)
         most = len(tokens) + max_new_tokens
-        self._running[id(request)] = _Running(request, sequence, most, fields=fields)
+        self._running[id(request)] = _GenaiSequence(request, sequence, most, fields=fields)
         return request
 
     def step(self) -> list[Progress]:
@@ -253,7 +253,7 @@ class DraftingLoop:
                 finished[name] = og.FinishReason.NONE
         return finished
 
-    def _told(self, running: _Running, finish_reason: Any) -> Progress:
+    def _told(self, running: _GenaiSequence, finish_reason: Any) -> Progress:
         """Commit the new tokens of a request."""
         new, running.new = running.new, []
         proposed, running.proposed = running.proposed, DraftTree.empty()
@@ -268,7 +268,7 @@ class DraftingLoop:
             running.request, new, len(proposed), accepted, finish_reason, running.statistics
         )
 
-    def _propose(self, running: dict[int, _Running]) -> None:
+    def _propose(self, running: dict[int, _GenaiSequence]) -> None:
         rows = {
             name: NamedSequence(
                 each.sequence.tokens, each.sequence.num_prompt, self._room(each), each.fields
@@ -279,11 +279,11 @@ class DraftingLoop:
             if len(chain):
                 self._set(self._running[name], chain)
 
-    def _room(self, running: _Running) -> int:
+    def _room(self, running: _GenaiSequence) -> int:
         left = running.max_tokens - len(running.sequence) - 1
         return 0 if running.is_refused else max(0, min(self.max_draft_tokens, left))
 
-    def _set(self, running: _Running, chain: DraftTree) -> None:
+    def _set(self, running: _GenaiSequence, chain: DraftTree) -> None:
         """Propose a chain; a request whose options rule out drafts gets none from then on."""
         try:
             running.request.set_draft_tokens(chain.token_ids)

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from decoder.estimate.cost_curve import CostCurve
-from decoder.estimate.projection import PAYING, Nodes, Outcome, best_of
+from decoder.estimate.projection import PAYING, Nodes, ProjectedOutcome, best_of
 from decoder.estimate.token_log import ALL
 from retriever.commands.factories import OWN
 
@@ -33,8 +33,8 @@ class Estimate:
         crowded: for passes by a roofline, what our drafts gain where more sequences share one.
     """
 
-    plain: Outcome
-    outcomes: Sequence[Outcome]
+    plain: ProjectedOutcome
+    outcomes: Sequence[ProjectedOutcome]
     curve: CostCurve
     kinds: Sequence[str]
     field: str
@@ -56,11 +56,11 @@ class Estimate:
         """The kinds, and, where there are several, all together at the end."""
         return [*self.kinds, ALL] if len(self.kinds) > 1 else list(self.kinds)
 
-    def of(self, drafter: str, nodes: Nodes) -> Outcome:
+    def of(self, drafter: str, nodes: Nodes) -> ProjectedOutcome:
         """Return the outcome of a way of drafting with a budget."""
         return next(o for o in self.outcomes if (o.drafter, o.nodes) == (drafter, nodes))
 
-    def best(self, drafter: str, kind: str = ALL) -> Outcome:
+    def best(self, drafter: str, kind: str = ALL) -> ProjectedOutcome:
         """Return the quickest outcome of a way of drafting."""
         return best_of(self.outcomes, self.plain, drafter, kind)
 
@@ -173,7 +173,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def _outcome(estimate: Estimate, outcome: Outcome) -> dict[str, Any]:
+def _outcome(estimate: Estimate, outcome: ProjectedOutcome) -> dict[str, Any]:
     figures = {}
     for kind in estimate.shown_kinds:
         tally = outcome.tally(kind)
@@ -203,13 +203,13 @@ def _reason(estimate: Estimate) -> str:
     )
 
 
-def _dearness(outcome: Outcome, estimate: Estimate) -> float:
+def _dearness(outcome: ProjectedOutcome, estimate: Estimate) -> float:
     """Return the time of a step over that of a plain one."""
     tally, plain = outcome.tally(), estimate.plain.tally()
     return (tally.seconds / tally.steps) / (plain.seconds / plain.steps)
 
 
-def _budget(outcome: Outcome) -> str:
+def _budget(outcome: ProjectedOutcome) -> str:
     if outcome.nodes == PAYING:
         return f"drafts cut to what pays ({outcome.tally().nodes_per_step:.1f} nodes on average)"
     return f"{outcome.nodes} nodes"

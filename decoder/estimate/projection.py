@@ -14,7 +14,7 @@ import numpy as np
 
 from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.estimate.cost_curve import CostCurve
-from decoder.estimate.token_log import ALL, Record
+from decoder.estimate.token_log import ALL, LoggedRecord
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree
@@ -28,7 +28,7 @@ Nodes = int | str
 _SESSION: Final = "estimate"
 
 
-class DraftingRule(Protocol):
+class ProjectedRule(Protocol):
     """A way of drafting; see `decoder.contenders.drafting_rules`."""
 
     @property
@@ -88,7 +88,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ProjectedOutcome:
     """What one way of drafting with one budget came to.
 
     Attributes:
@@ -110,19 +110,19 @@ class Outcome:
             total.add(each)
         return total
 
-    def speedup(self, plain: "Outcome", kind: str = ALL) -> float:
+    def speedup(self, plain: "ProjectedOutcome", kind: str = ALL) -> float:
         """Return how many times as fast as plain decoding this is; 1 where nothing was decoded."""
         seconds = self.tally(kind).seconds
         return plain.tally(kind).seconds / seconds if seconds else 1.0
 
 
 def project(
-    log: Iterable[Record],
-    rules: Sequence[DraftingRule],
+    log: Iterable[LoggedRecord],
+    rules: Sequence[ProjectedRule],
     budgets: Sequence[Nodes],
     curve: CostCurve,
     clock: Callable[[], float] = time.thread_time,
-) -> Iterator[Outcome]:
+) -> Iterator[ProjectedOutcome]:
     """Replay a log with every way of drafting and every budget; plain decoding comes first.
 
     Each way begins with no output and drafts from those that it has been through, in the order of
@@ -145,11 +145,11 @@ def project(
         for nodes in budgets:
             if nodes != 0:
                 with rule.opened(most) as drafter:
-                    yield _replayed(log, drafter, Outcome(rule.name, nodes), curve, clock)
+                    yield _replayed(log, drafter, ProjectedOutcome(rule.name, nodes), curve, clock)
 
 
-def _plain(log: Iterable[Record], curve: CostCurve) -> Outcome:
-    outcome = Outcome("", 0)
+def _plain(log: Iterable[LoggedRecord], curve: CostCurve) -> ProjectedOutcome:
+    outcome = ProjectedOutcome("", 0)
     for record in log:
         tally = outcome.tallies.setdefault(record.kind, Tally())
         tally.records += 1
@@ -162,22 +162,22 @@ def _plain(log: Iterable[Record], curve: CostCurve) -> Outcome:
 
 
 def _replayed(
-    log: Iterable[Record],
+    log: Iterable[LoggedRecord],
     drafter: Drafter,
-    outcome: Outcome,
+    outcome: ProjectedOutcome,
     curve: CostCurve,
     clock: Callable[[], float],
-) -> Outcome:
+) -> ProjectedOutcome:
     nodes = outcome.nodes
     budget = FixedBudget(nodes) if isinstance(nodes, int) else MeasuredBudget(curve.surface)
     for record in log:
         tally = outcome.tallies.setdefault(record.kind, Tally())
         tally.records += 1
-        _Sequence(drafter, budget, curve, clock, tally).decode(record.trace)
+        _RecordedSequence(drafter, budget, curve, clock, tally).decode(record.trace)
     return outcome
 
 
-class _Sequence:
+class _RecordedSequence:
     """Decodes one recorded output as the loop would, and counts it in a tally."""
 
     def __init__(
@@ -238,7 +238,9 @@ class _Sequence:
         return seconds
 
 
-def best_of(outcomes: Iterable[Outcome], plain: Outcome, drafter: str, kind: str = ALL) -> Outcome:
+def best_of(
+    outcomes: Iterable[ProjectedOutcome], plain: ProjectedOutcome, drafter: str, kind: str = ALL
+) -> ProjectedOutcome:
     """Return the quickest outcome of a drafter for a kind of traffic."""
     own = [outcome for outcome in outcomes if outcome.drafter == drafter]
     return own[int(np.argmax([outcome.speedup(plain, kind) for outcome in own]))]

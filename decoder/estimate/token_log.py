@@ -20,7 +20,7 @@ _LEAST: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class LoggedRecord:
     """A recorded prompt and output.
 
     Attributes:
@@ -67,9 +67,9 @@ class TokenLog:
         self.num_tokens += len(trace.output)
         self.num_short += len(trace.output) < _LEAST
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[LoggedRecord]:
         for kind, trace in self._spool.labelled():
-            yield Record(self.kinds[kind], trace)
+            yield LoggedRecord(self.kinds[kind], trace)
 
     def _field_of(self, row: dict[str, Any]) -> str:
         if self._stated == NO_FIELD:

@@ -45,7 +45,7 @@ DEFAULT_LIMITS: Final = HttpLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """A request.
 
     Attributes:
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """An answer.
 
     Attributes:
@@ -92,8 +92,8 @@ class Connections:
     def __init__(
         self,
         listening: socket.socket,
-        at_once: Callable[[Request], Answer | None],
-        rendered: Callable[[Request], Answer],
+        at_once: Callable[[HttpRequest], HttpAnswer | None],
+        rendered: Callable[[HttpRequest], HttpAnswer],
         act: Callable[[], None],
         limits: HttpLimits = DEFAULT_LIMITS,
     ) -> None:
@@ -158,13 +158,13 @@ class Connections:
         answer = (
             await self._answered(request)
             if request is not None
-            else Answer(status, "text/plain; charset=utf-8", f"{status.phrase}\n".encode())
+            else HttpAnswer(status, "text/plain; charset=utf-8", f"{status.phrase}\n".encode())
         )
         writer.write(_written(answer, has_body=request is None or request.method != "HEAD"))
         await writer.drain()
         writer.close()
 
-    def _answered(self, request: Request) -> Awaitable[Answer]:
+    def _answered(self, request: HttpRequest) -> Awaitable[HttpAnswer]:
         answer = self._at_once(request)
         if answer is None:
             return self._loop.run_in_executor(self._renderers, self._render, request)
@@ -172,16 +172,16 @@ class Connections:
         ready.set_result(answer)
         return ready
 
-    def _render(self, request: Request) -> Answer:
+    def _render(self, request: HttpRequest) -> HttpAnswer:
         try:
             return self._rendered(request)
         except Exception:
             _logger.exception("an answer over HTTP failed")
             status = HTTPStatus.INTERNAL_SERVER_ERROR
-            return Answer(status, "text/plain; charset=utf-8", b"see the log\n")
+            return HttpAnswer(status, "text/plain; charset=utf-8", b"see the log\n")
 
 
-def _parsed(head: bytes) -> Request:
+def _parsed(head: bytes) -> HttpRequest:
     """Return the request that a head states.
 
     Raises:
@@ -194,10 +194,10 @@ def _parsed(head: bytes) -> Request:
         raise ValueError(version)
     headers = parse_headers(io.BytesIO(rest))
     path = target.partition("?")[0]
-    return Request(method, path, headers.get("Host", ""), headers.get("Accept", ""))
+    return HttpRequest(method, path, headers.get("Host", ""), headers.get("Accept", ""))
 
 
-def _written(answer: Answer, *, has_body: bool) -> bytes:
+def _written(answer: HttpAnswer, *, has_body: bool) -> bytes:
     lines = [
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
         f"Content-Type: {answer.kind}",

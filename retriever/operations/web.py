@@ -10,10 +10,10 @@ from typing import Final, Self
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.http_connections import (
     DEFAULT_LIMITS,
-    Answer,
     Connections,
+    HttpAnswer,
     HttpLimits,
-    Request,
+    HttpRequest,
 )
 from retriever.operations.lifecycle import Phase
 from retriever.operations.resolving import without_password
@@ -122,36 +122,36 @@ class Web:
         """Stop serving."""
         self._connections.close()
 
-    def _at_once(self, request: Request) -> Answer | None:
-        """Answer probes and what is refused; None for what must be rendered."""
+    def _at_once(self, request: HttpRequest) -> HttpAnswer | None:
+        """HttpAnswer probes and what is refused; None for what must be rendered."""
         if request.method not in ("GET", "HEAD"):
             allowed = [("Allow", "GET, HEAD")]
-            return Answer(HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"read only\n", allowed)
+            return HttpAnswer(HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"read only\n", allowed)
         if self._on_loopback and not _is_local(request.host):
             # DNS rebinding: a foreign page whose host name resolves to this machine.
-            return Answer(HTTPStatus.FORBIDDEN, _PLAIN, b"ask by a name of this machine\n")
+            return HttpAnswer(HTTPStatus.FORBIDDEN, _PLAIN, b"ask by a name of this machine\n")
         if request.path == "/live":
-            return Answer(HTTPStatus.OK, _PLAIN, b"live\n")
+            return HttpAnswer(HTTPStatus.OK, _PLAIN, b"live\n")
         if request.path == "/ready":
             return self._readiness()
         if request.path == "/metrics" or (request.path == "/" and self._has_page):
             return None
-        return Answer(HTTPStatus.NOT_FOUND, _PLAIN, b"nothing is here\n")
+        return HttpAnswer(HTTPStatus.NOT_FOUND, _PLAIN, b"nothing is here\n")
 
-    def _rendered(self, request: Request) -> Answer:
+    def _rendered(self, request: HttpRequest) -> HttpAnswer:
         if request.path == "/metrics":
             body, kind = self._metrics(request.accept)
-            return Answer(HTTPStatus.OK, kind, body)
+            return HttpAnswer(HTTPStatus.OK, kind, body)
         body = page(self._service, self._history).encode()
-        return Answer(HTTPStatus.OK, "text/html; charset=utf-8", body, HEADERS)
+        return HttpAnswer(HTTPStatus.OK, "text/html; charset=utf-8", body, HEADERS)
 
-    def _readiness(self) -> Answer:
+    def _readiness(self) -> HttpAnswer:
         lifecycle = self._service.observer.lifecycle
         if lifecycle.is_ready:
-            return Answer(HTTPStatus.OK, _PLAIN, b"ready\n")
+            return HttpAnswer(HTTPStatus.OK, _PLAIN, b"ready\n")
         is_up = lifecycle.phase is Phase.READY  # and lets nobody in
         why = "credentials cannot be read" if is_up else lifecycle.phase.value
-        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
+        return HttpAnswer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
 
 
 def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:

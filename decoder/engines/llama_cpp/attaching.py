@@ -92,7 +92,7 @@ class DraftedRequest:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _LlamaSequence:
     """The sequence that the engine decodes.
 
     Attributes:
@@ -192,7 +192,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self._reader = reader or FieldReader(most_tokens=num_pred_tokens)
         self._request = DraftedRequest(PLAIN)
         self._trees = passes if trees else None
-        self._running: _Running | None = None
+        self._running: _LlamaSequence | None = None
         self._returned_s = 0.0
 
     @contextmanager
@@ -287,7 +287,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         tree = within_vocabulary(drafting.draft(most).prefix(most), self._model_vocabulary)
         return within_paths(tree, self._trees.max_sequences)
 
-    def _room(self, running: _Running) -> int:
+    def _room(self, running: _LlamaSequence) -> int:
         rooms = [self._num_pred_tokens]
         if self._max_length is not None:
             rooms.append(self._max_length - len(running.sequence))
@@ -297,7 +297,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             rooms.append(running.request.fields.budget)
         return min(rooms)
 
-    def _begin(self, tokens: TokenIds) -> _Running:
+    def _begin(self, tokens: TokenIds) -> _LlamaSequence:
         """Return a sequence whose last token is the first of its output."""
         request, end = self._request, max(len(tokens) - 1, 0)
         fields = request.fields
@@ -308,7 +308,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             kin=fields.kin,
             tenant=fields.tenant,
         )
-        running = _Running(request, sequence, self._following(fields, sequence))
+        running = _LlamaSequence(request, sequence, self._following(fields, sequence))
         self._learn(running, tokens[end:])
         return running
 
@@ -322,7 +322,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             self._count(error)
             return None
 
-    def _go_on(self, running: _Running, tokens: TokenIds, began_s: float) -> None:
+    def _go_on(self, running: _LlamaSequence, tokens: TokenIds, began_s: float) -> None:
         """Take in what the last pass brought, and how long it took."""
         context = len(running.sequence)
         seconds = began_s - self._returned_s
@@ -340,13 +340,13 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             outcome = PassOutcome(tree, path, int(tokens[-1]))
             self._budget.learn([outcome], Load.of(context), pass_s)
 
-    def _refuse(self, running: _Running, error: Exception) -> None:
+    def _refuse(self, running: _LlamaSequence, error: Exception) -> None:
         """Take back a draft that the engine had no memory for."""
         self._count(error)
         self._budget.halve()
         running.tree = DraftTree.empty()
 
-    def _learn(self, running: _Running, new: TokenIds) -> None:
+    def _learn(self, running: _LlamaSequence, new: TokenIds) -> None:
         """Commit the tokens of a pass, after the drafter has learned from its logits."""
         sequence, tree = running.sequence, running.tree
         running.tree = DraftTree.empty()

@@ -46,7 +46,7 @@ _log = getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Pass:
+class _TreePass:
     """The last pass, over a token and a tree behind it.
 
     Attributes:
@@ -104,7 +104,7 @@ class TreePasses:
         self.refusal: Exception | None = None
         self.num_drawn = 0
         self._llm = llm
-        self._pass: _Pass | None = None
+        self._pass: _TreePass | None = None
         self._planned: DraftTree | int | None = None
         self._planned_at = -1
         self._shared = [0]
@@ -185,14 +185,14 @@ class TreePasses:
             self._remove(sequence, 0)
         self._shared = [0] * self.max_sequences
 
-    def _current(self) -> _Pass | None:
+    def _current(self) -> _TreePass | None:
         """Return the last pass, if the engine is still at a token of it."""
         last, llm = self._pass, self._llm
         if last is None or last.end != llm.n_tokens or llm._requires_eval:  # noqa: SLF001
             return None
         return last
 
-    def _go_to(self, node: int, last: _Pass) -> None:
+    def _go_to(self, node: int, last: _TreePass) -> None:
         """Take a node of the last pass as chosen."""
         at, sequence = last.end, last.sequences[node]
         if sequence:
@@ -256,7 +256,7 @@ class TreePasses:
         self._note(at, token, logits[0])
         llm._requires_eval = False  # noqa: SLF001  as above
         first = [path.start for path in paths]
-        self._pass = _Pass(tree, logits, at, first, num_sequences, ROOT, at + 1)
+        self._pass = _TreePass(tree, logits, at, first, num_sequences, ROOT, at + 1)
 
     def _fill(self, rows: list[tuple[int, int, range]], start: int) -> None:
         """Write tokens, depths and sequences to the engine's batch."""

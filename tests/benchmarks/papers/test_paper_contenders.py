@@ -17,7 +17,7 @@ from decoder.contenders.registry import ENTRIES, Contest, Setting, chosen, known
 from decoder.errors import ContradictoryOptionsError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import project
-from decoder.estimate.token_log import Record
+from decoder.estimate.token_log import LoggedRecord
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from indexer.build import build_from_texts
 from retriever.replay.traces import Trace
@@ -55,7 +55,7 @@ def test_every_rule_writes_what_decoding_without_drafts_writes_and_is_replayed_a
         assert [run.token_ids for run in runs[name]] == plain, name
         assert sum(len(run.token_ids) - run.num_passes for run in runs[name]) > 2, name
     log = [
-        Record(str(n), Trace(np.array(prompt, np.int32), np.array(output, np.int32)))
+        LoggedRecord(str(n), Trace(np.array(prompt, np.int32), np.array(output, np.int32)))
         for n, (prompt, output) in enumerate(zip(prompts, plain, strict=True))
     ]
     curve = CostCurve(CostSurface.flat((1, 65), (1.0, 1.0)), "flat")

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from decoder import assembly
 from decoder.budget.costs import CostSurface
-from decoder.commands.chat_command import Messages, Pace, StatusLine, folded
+from decoder.commands.chat_command import Messages, ShownPace, StatusLine, folded
 from decoder.errors import InvalidPromptError
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import ObservedPass
@@ -211,15 +211,15 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    own = Pace.observe
+    own = ShownPace.observe
 
-    def observe(self: Pace, step: ObservedPass) -> None:
+    def observe(self: ShownPace, step: ObservedPass) -> None:
         own(self, step)
         seen.append(len(step.tokens))
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Pace, "observe", observe)
+    monkeypatch.setattr(ShownPace, "observe", observe)
     shown = screen(b"hello\nmore\n\x04")
     assert chat(monkeypatch, talking) == 0
     text = ESCAPES.sub("", shown.text())

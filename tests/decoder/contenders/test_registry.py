@@ -20,7 +20,7 @@ from decoder.drafters.fusion import FusedDrafter
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import project
-from decoder.estimate.token_log import Record
+from decoder.estimate.token_log import LoggedRecord
 from decoder.model.pretrained import LanguageModel
 from decoder.speculators.eagle import Eagle1Head, EagleConfig
 from decoder.speculators.head_files import HeadTarget, save_head
@@ -151,7 +151,7 @@ def test_a_replay_counts_the_passes_of_the_loop(
         runs = [lineup.ways[contender]([prompt], remember=True) for prompt in prompts]
     assert sum(len(run.token_ids) - run.num_passes for run in runs) > 2
     log = [
-        Record(str(n), Trace(np.array(prompt, np.int32), np.array(run.token_ids, np.int32)))
+        LoggedRecord(str(n), Trace(np.array(prompt, np.int32), np.array(run.token_ids, np.int32)))
         for n, (prompt, run) in enumerate(zip(prompts, runs, strict=True))
     ]
     rules = drafting_rules(drafts.index, language_model.vocabulary)

@@ -22,23 +22,23 @@ from decoder.estimate.estimate_report import (
     tables,
     verdict,
 )
-from decoder.estimate.projection import PAYING, Nodes, Outcome, Tally
+from decoder.estimate.projection import PAYING, Nodes, ProjectedOutcome, Tally
 from retriever.commands.factories import OWN
 
 CURVE = CostCurve(CostSurface.flat([1, 65], [1.0, 1.0]), "a made-up machine", ("all is flat",))
 
 
-def outcome(drafter: str, nodes: Nodes, *kinds: tuple[str, int, float]) -> Outcome:
+def outcome(drafter: str, nodes: Nodes, *kinds: tuple[str, int, float]) -> ProjectedOutcome:
     """Each kind of 100 tokens: its steps, and seconds for each of them."""
     size = nodes if isinstance(nodes, int) else 5
     tallies = {
         name: Tally(1, 100, steps, steps * size, steps * seconds, 0.0)
         for name, steps, seconds in kinds
     }
-    return Outcome(drafter, nodes, tallies)
+    return ProjectedOutcome(drafter, nodes, tallies)
 
 
-def estimate(*outcomes: Outcome) -> Estimate:
+def estimate(*outcomes: ProjectedOutcome) -> Estimate:
     kinds = list(outcomes[0].tallies)
     plain = outcome("", 0, *((kind, 100, 1.0) for kind in kinds))
     return Estimate(plain, outcomes, CURVE, kinds, "kind", ["the log is whole"])

@@ -11,8 +11,8 @@ from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import CostSurface
 from decoder.contenders.drafting_rules import DraftingRule, drafting_rules
 from decoder.estimate.cost_curve import CostCurve
-from decoder.estimate.projection import PAYING, Outcome, best_of, project
-from decoder.estimate.token_log import Record
+from decoder.estimate.projection import PAYING, ProjectedOutcome, best_of, project
+from decoder.estimate.token_log import LoggedRecord
 from decoder.loop import Decoder
 from decoder.model.target import Target
 from retriever.commands.factories import OWN
@@ -28,8 +28,8 @@ TICK_S = 1 / 64
 """Powers of two, so that sums of seconds are exact."""
 
 
-def record(prompt: list[int], output: list[int], kind: str = "all") -> Record:
-    return Record(kind, Trace(np.array(prompt, np.int32), np.array(output, np.int32)))
+def record(prompt: list[int], output: list[int], kind: str = "all") -> LoggedRecord:
+    return LoggedRecord(kind, Trace(np.array(prompt, np.int32), np.array(output, np.int32)))
 
 
 def stepped_curve(batch: int = 1) -> CostCurve:
@@ -50,7 +50,7 @@ def rights(context: int) -> int:
     return context * 7 % 5
 
 
-def scripted(records: list[Record]) -> DraftingRule:
+def scripted(records: list[LoggedRecord]) -> DraftingRule:
     """A rule whose chains of the asked length are right to a known depth, then wrong."""
     truths = [[*r.trace.prompt.tolist(), *r.trace.output.tolist()] for r in records]
 
@@ -62,7 +62,7 @@ def scripted(records: list[Record]) -> DraftingRule:
     return DraftingRule("scripted", lambda _: nullcontext(ScriptedDrafter(guess)))
 
 
-def by_hand(records: list[Record], budget: int, batch: int) -> tuple[int, float]:
+def by_hand(records: list[LoggedRecord], budget: int, batch: int) -> tuple[int, float]:
     """Steps, and seconds of passes and drafts: each call of the drafter takes a tick."""
     steps, seconds = 0, 0.0
     for each in records:
@@ -179,7 +179,7 @@ def test_a_drafter_that_is_asked_for_nothing_is_told_all_tokens_later() -> None:
 
     output = list(range(80))
     clock = count()
-    outcomes: list[Outcome] = list(
+    outcomes: list[ProjectedOutcome] = list(
         project(
             [record([5], output)],
             [DraftingRule("wrong", wrong)],

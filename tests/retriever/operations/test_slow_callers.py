@@ -13,10 +13,10 @@ import pytest
 
 from retriever.operations.http_connections import (
     DEFAULT_LIMITS,
-    Answer,
     Connections,
+    HttpAnswer,
     HttpLimits,
-    Request,
+    HttpRequest,
 )
 from retriever.operations.lifecycle import Phase
 from retriever.operations.web import Web, WebAddress, bound
@@ -105,15 +105,15 @@ def test_a_request_that_comes_byte_by_byte_is_cut(both: tuple[Web, Web]) -> None
         assert len(cut) == len(slow)
 
 
-SMALL, LARGE = (Answer(HTTPStatus.OK, "text/plain", bytes(size)) for size in (1, 32 << 20))
+SMALL, LARGE = (HttpAnswer(HTTPStatus.OK, "text/plain", bytes(size)) for size in (1, 32 << 20))
 LIVE = b"GET /live HTTP/1.1\r\n\r\n"
 
 
 @contextmanager
-def connections(limits: HttpLimits, rendered: Callable[[Request], Answer]) -> Iterator[int]:
-    """Answer `/live` at once and the rest by a function; give the port."""
+def connections(limits: HttpLimits, rendered: Callable[[HttpRequest], HttpAnswer]) -> Iterator[int]:
+    """HttpAnswer `/live` at once and the rest by a function; give the port."""
 
-    def at_once(request: Request) -> Answer | None:
+    def at_once(request: HttpRequest) -> HttpAnswer | None:
         return SMALL if request.path == "/live" else None
 
     listening = bound(WebAddress.parsed("0"))
@@ -128,7 +128,7 @@ def connections(limits: HttpLimits, rendered: Callable[[Request], Answer]) -> It
 def test_who_does_not_read_the_answer_is_cut() -> None:
     total_s, asked_s = 0.3, list[float]()
 
-    def large(_: Request) -> Answer:
+    def large(_: HttpRequest) -> HttpAnswer:
         asked_s.append(time.monotonic())
         return LARGE
 
