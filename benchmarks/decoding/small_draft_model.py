@@ -33,7 +33,7 @@ from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, loa
 from decoder.training.head_trainer import (
     BATCH_TOKENS,
     Batch,
-    TeachingModel,
+    Teaching,
     batch_of,
     batches_of,
     soft_cross_entropy,
@@ -113,7 +113,7 @@ def teach(  # noqa: PLR0913  the last four are options
             group["lr"] = _rate(step, over)
         drawn = random.choice(others, min(num_others, len(others)), replace=False)
         compared = torch.from_numpy(np.concatenate([frequent, drawn]))
-        loss = _loss(model, TeachingModel(language_model, compared), batch, compared)
+        loss = _loss(model, Teaching.of(language_model, compared), batch, compared)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(weights, _LARGEST_GRADIENT)
@@ -154,7 +154,7 @@ def opened(directory: Path) -> TaughtStore:
 
 
 def _loss(
-    model: PreTrainedModel, teaching: TeachingModel, batch: Batch, compared: torch.Tensor
+    model: PreTrainedModel, teaching: Teaching, batch: Batch, compared: torch.Tensor
 ) -> torch.Tensor:
     """Return float32[], the mean cross-entropy at tokens of outputs, over some of all tokens."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
@@ -185,7 +185,7 @@ def _once(
     """Yield all texts in batches; of their states those that the last layer gave alone."""
     order = random.permutation(len(store))
     for numbers in batches_of(order, store.lengths(), BATCH_TOKENS, random):
-        examples = [store.example(number) for number in numbers]
+        examples = [store[number] for number in numbers]
         size = int(model.config.hidden_size)
         width = examples[0].states.shape[1] - size
         batch = batch_of(examples, width, size, torch.device(model.device))

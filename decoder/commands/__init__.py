@@ -131,7 +131,7 @@ def run_train(
 
     The model answers the prompts itself and its states are recorded; then a
     head of EAGLE-3's layout is trained on them, and judged on prompts that it
-    was not taught: what it foretells, what it adds to fused drafts, and what a
+    was not taught: what it predicts, what it adds to fused drafts, and what a
     draft costs. Draft with it by --speculator.
 
     It drafts for this model and its revision alone, and best for texts like

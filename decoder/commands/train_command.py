@@ -183,8 +183,8 @@ def _print(outcome: Outcome) -> None:
 
 
 def _tables(outcome: Outcome) -> Sequence[Table]:
-    """Return how often tokens of held-out answers were foretold, by depth."""
-    table = Table(title="held-out tokens foretold", box=SIMPLE_HEAD)
+    """Return how often tokens of held-out answers were predicted, by depth."""
+    table = Table(title="held-out tokens predicted", box=SIMPLE_HEAD)
     table.add_column("depth")
     for rank in RANKS:
         table.add_column(f"top {rank}", justify="right")

@@ -250,21 +250,20 @@ def grouped(parts: Iterable[PackedPart], call: int = _CALL) -> Iterator[list[Pac
         call: scores of a head that take as long as one more call.
     """
     group: list[PackedPart] = []
+    width = keys = 0  # most rows and keys of a place in the group; scores are counted with padding
     for part in parts:
-        together = [*group, part]
-        if group and _scores(together) > _scores(group) + _scores([part]) + call:
-            yield group
-            group = []
+        place, rows = part.reading.place, part.rows
+        if group:
+            first, last = group[0].reading.place, group[-1].reading.place
+            together = max(width, rows.num_read) * max(keys, rows.num_keys) * (place - first + 1)
+            apart = width * keys * (last - first + 1) + rows.num_read * rows.num_keys
+            if together > apart + call:
+                yield group
+                group, width, keys = [], 0, 0
         group.append(part)
+        width, keys = max(width, rows.num_read), max(keys, rows.num_keys)
     if group:
         yield group
-
-
-def _scores(group: Sequence[PackedPart]) -> int:
-    """Return the scores of a head, padding included."""
-    num_places = group[-1].reading.place - group[0].reading.place + 1
-    most_keys = max(part.rows.num_keys for part in group)
-    return num_places * max(part.rows.num_read for part in group) * most_keys
 
 
 def _wanted(readings: Iterable[Reading]) -> torch.Tensor:

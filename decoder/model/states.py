@@ -49,10 +49,6 @@ class StateTap:
         """Return the states of the last pass: [rows, hidden size] each, on the model's device."""
         return {number: state[0] for number, state in self._latest.items()}
 
-    def batch(self) -> States:
-        """Return the states of the last pass: [batch, rows, hidden size] each."""
-        return dict(self._latest)
-
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Iterator[None]:
         """Keep the states of passes that this thread runs in the block.

@@ -116,11 +116,6 @@ class UserModel:
         """The states that were kept of the last pass, [rows, hidden size] each."""
         return {} if self._tap is None else self._tap.taken()
 
-    @property
-    def batched_states(self) -> States:
-        """The same, [batch, rows, hidden size] each."""
-        return {} if self._tap is None else self._tap.batch()
-
     def audit(self) -> bool:
         """Drop packed weights that changed unseen; return whether any did."""
         return self._products is not None and self._products.audit()

@@ -196,7 +196,7 @@ class LearningSpeculator:
             self._current = loaded
 
     def _outer_layers(self) -> dict[str, torch.Tensor]:
-        """Return what a learner needs of the target: see `SentTarget`."""
+        """Return what a learner needs of the target: see `Teaching`."""
         head = _eagle3(self._current)
         embed = head.embed_tokens or self._model.get_input_embeddings()
         output: torch.nn.Module = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
@@ -249,7 +249,7 @@ class _LearnerProcess:
 
     Args:
         order: what it is started for.
-        outer: see `SentTarget`.
+        outer: see `Teaching`.
         on_new: is called, from one of the threads, when a better head was written.
     """
 
@@ -334,7 +334,7 @@ class _LearnerProcess:
         if "error" in said:
             _log.warning("the speculator learns no more: %s", said["error"])
             return
-        told = "foretells more and is drafted from" if said["is_new"] else "is left as it was"
+        told = "predicts more and is drafted from" if said["is_new"] else "is left as it was"
         _log.info(
             "the speculator %s: held-out worth %.3f, before %.3f",
             told,

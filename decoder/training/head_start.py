@@ -293,7 +293,7 @@ def _places(language_model: LanguageModel, store: TaughtStore, states: tuple[int
     step = max(1, int(store.lengths().sum()) // NUM_PLACES)
     features, embeddings, last, entering = [], [], [], []
     for number in range(0, len(store), step):
-        example = store.example(number)
+        example = store[number]
         known = example.states[: len(example.tokens) - 1].float()[_FIRST:]
         if len(known) < 2:  # noqa: PLR2004  a place and the next one
             continue

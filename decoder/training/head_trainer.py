@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 
 from decoder.model.pretrained import LanguageModel
@@ -86,49 +87,49 @@ class Examples(Protocol):
         """Return int64[texts], the tokens of each."""
         ...
 
-    def example(self, number: int) -> Example:
-        """Return a text."""
-        ...
+    def __getitem__(self, number: int, /) -> Example: ...
 
 
-class Teaching(Protocol):
-    """What of the target training needs: its embedding, and its output layer for drafted tokens."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        ...
-
-    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return float32[..., d]."""
-        ...
-
-    def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """Return [..., C], the target's logits for the last of its recorded states."""
-        ...
-
-
-class TeachingModel:
-    """A target whose last layer's states are recorded; see `Teaching`.
+class Teaching:
+    """What training needs of a target: its embedding, and its output layer for drafted tokens.
 
     Args:
-        language_model: the target.
-        tokens: int64[C], those that are drafted.
+        embed: gives [..., d] for int64[...], tokens.
+        rows: [C, d], of the output layer, for the tokens that are drafted.
+        bias: [C], of that layer, if it has one.
+        norm: between the last of the recorded states and the output layer, if that is not recorded
+            behind it.
     """
 
-    def __init__(self, language_model: LanguageModel, tokens: torch.Tensor) -> None:
-        model = language_model.model
-        base: Any = model.base_model
-        self._embed, self._norm = model.get_input_embeddings(), base.norm
-        output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
+    def __init__(
+        self,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        rows: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._embed, self._norm = embed, norm or nn.Identity()
+        self._rows, self._bias = rows.float(), None if bias is None else bias.float()
+
+    @classmethod
+    def of(cls, language_model: LanguageModel, tokens: torch.Tensor) -> Self:
+        """Return those of a target whose last layer's states are recorded.
+
+        Args:
+            language_model: the target.
+            tokens: int64[C], those that are drafted.
+        """
+        model: Any = language_model.model
+        output = model.get_output_embeddings()
         rows = tokens.to(output.weight.device)
-        self._weight = output.weight.detach()[rows].float()
-        self._bias = None if output.bias is None else output.bias.detach()[rows].float()
+        bias = None if output.bias is None else output.bias.detach()[rows]
+        embed, norm = model.get_input_embeddings(), model.base_model.norm
+        return cls(embed, output.weight.detach()[rows], bias, norm)
 
     @property
     def device(self) -> torch.device:
         """Where the target is."""
-        return torch.device(self._weight.device)
+        return self._rows.device
 
     @torch.no_grad()
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -138,8 +139,8 @@ class TeachingModel:
 
     @torch.no_grad()
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """Return [..., C], the target's logits for what its last layer gave."""
-        return functional.linear(self._norm(last), self._weight, self._bias)
+        """Return [..., C], the target's logits for the last of its recorded states."""
+        return functional.linear(self._norm(last), self._rows, self._bias)
 
 
 class HeadTrainer:
@@ -169,12 +170,12 @@ class HeadTrainer:
         on_step: Callable[[float, float], bool],
         begun: float = 0.0,
     ) -> None:
-        """Train for so many seconds.
+        """Train for a stage, or for what is left of it.
 
         Args:
             stage: what to train on.
-            seconds: how long.
-            on_step: is told after each step how much of `seconds` is over, from 0 to 1, and the
+            seconds: that the whole stage takes.
+            on_step: is told after each step how much of the stage is over, from 0 to 1, and the
                 loss; training ends where it returns false.
             begun: how much of the stage was over before, from 0 to 1.
         """
@@ -185,11 +186,11 @@ class HeadTrainer:
         )
         start = time.perf_counter()
         for number, batch in enumerate(self._batches()):
-            over = (time.perf_counter() - start) / seconds
+            over = begun + (time.perf_counter() - start) / seconds
             if over >= 1:
                 return
             for group in optimizer.param_groups:
-                group["lr"] = _rate(stage, number, begun + (1 - begun) * over)
+                group["lr"] = _rate(stage, number, over)
             loss = self._loss(batch, stage)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -203,7 +204,7 @@ class HeadTrainer:
             order = self._random.permutation(len(self._store))
             for numbers in batches_of(order, self._store.lengths(), BATCH_TOKENS, self._random):
                 batch = batch_of(
-                    [self._store.example(number) for number in numbers],
+                    [self._store[number] for number in numbers],
                     self._width,
                     self.head.config.target_size,
                     self._teaching.device,
@@ -295,9 +296,9 @@ def weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
 
 
 def places_at(counts: torch.Tensor, depth: int) -> torch.Tensor:
-    """Return bool[batch, rows]: where the token that a depth foretells is known and of an output.
+    """Return bool[batch, rows]: where the token that a depth predicts is known and of an output.
 
-    Row t of depth k foretells the token at t + k + 2.
+    Row t of depth k predicts the token at t + k + 2.
     """
     chosen = torch.zeros_like(counts)
     ahead = depth + 1

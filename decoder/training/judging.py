@@ -1,6 +1,5 @@
-"""How often a head foretells what the target wrote, on texts that it was not taught."""
+"""How often a head predicts what the target wrote, on texts that it was not taught."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,19 +19,20 @@ from decoder.training.head_trainer import (
 )
 
 RANKS: Final = (1, 4, 8)
-"""A token is foretold if it is among the so many most probable ones."""
+"""A token is predicted if it is among the so many most probable ones."""
 
 DEPTHS: Final = 4
+"""Tokens that each place goes on for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreement:
-    """Shares of tokens that a head foretells, where its own guesses before were right.
+    """Shares of tokens that a head predicts, where its own guesses before were right.
 
     Attributes:
         shares: float64[depths, ranks]: of the token right behind the sequence, of the one behind
             that, and so on.
-        num_places: int64[depths], the tokens that were to be foretold.
+        num_places: int64[depths], the tokens that were to be predicted.
     """
 
     shares: NDArray[np.float64]
@@ -65,27 +65,22 @@ def agreement(
     head: Eagle3Head,
     teaching: Teaching,
     store: Examples,
-    numbers: Sequence[int] | None = None,
-    depths: int = DEPTHS,
 ) -> Agreement:
-    """Go through texts and count what a head would have foretold.
+    """Go through texts and count what a head would have predicted.
 
     Args:
         head: whose drafts are judged.
         teaching: the target.
         store: texts that the head was not taught.
-        numbers: of the texts; all if not given.
-        depths: tokens that each place goes on for.
     """
     head.eval()
     width = len(head.config.states) * head.config.target_size
-    hits, places = torch.zeros(depths, len(RANKS)), torch.zeros(depths)
-    chosen = np.arange(len(store)) if numbers is None else np.asarray(numbers)
-    columns = _columns(head)
-    for group in batches_of(chosen, store.lengths(), BATCH_TOKENS, np.random.default_rng(0)):
-        examples = [store.example(number) for number in group]
+    hits, places = torch.zeros(DEPTHS, len(RANKS)), torch.zeros(DEPTHS)
+    columns, order = _columns(head), np.arange(len(store))
+    for group in batches_of(order, store.lengths(), BATCH_TOKENS, np.random.default_rng(0)):
+        examples = [store[number] for number in group]
         batch = batch_of(examples, width, head.config.target_size, teaching.device)
-        outputs = unrolled(head, teaching, batch.tokens, batch.features, depths)
+        outputs = unrolled(head, teaching, batch.tokens, batch.features, DEPTHS)
         for depth, output in enumerate(outputs):
             rows = places_at(batch.counts, depth).nonzero(as_tuple=True)
             came = columns[batch.tokens[rows[0], rows[1] + depth + 2]]

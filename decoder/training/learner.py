@@ -2,9 +2,10 @@
 
 It is told of the target's outer layers and of finished sequences on its standard input, trains at
 the lowest priority within a share of one core's time, and writes the head whenever sequences that
-it holds out are foretold better; else it goes back to the best weights. So the head follows what is
-asked now, as in online speculative decoding (Liu et al., 2024, arXiv:2310.07177); it is taught the
-target's own distribution on the target's own text, as in DistillSpec (arXiv:2310.08461).
+it holds out are predicted better; else it goes back to the best weights. So the head follows the
+present requests, as in online speculative decoding (Liu et al., 2024, arXiv:2310.07177); it is
+taught the target's own distribution on the target's own text, as in DistillSpec
+(arXiv:2310.08461).
 
 Texts and states stay in memory: what is written is the head alone.
 """
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
 from typing import IO, Any, Final
@@ -51,13 +53,13 @@ _STAGE: Final = Stage("while in use", depths=2, rate=2e-4, noise=0.0, share=1.0,
 """At a quarter of the rate of a training from nothing: it changes what is good already."""
 
 _HELD_OUT: Final = 6
-"""Each so manieth sequence judges and is not taught."""
+"""One sequence in so many judges and is not taught."""
 
 _JUDGED_SHARE: Final = 0.2
 """Of the memory, for sequences that judge."""
 
 _LEAST_JUDGING: Final = 300
-"""Tokens to foretell below which nothing is judged, and so nothing changed: the share of foretold
+"""Tokens to predict below which nothing is judged, and so nothing changed: the share of predicted
 tokens is then known to within 3%."""
 
 _NEW_TOKENS: Final = 4096
@@ -83,35 +85,6 @@ class Round:
     before: float
     after: float
     is_new: bool
-
-
-class SentTarget:
-    """A target of which the states behind its last norm are recorded; see `Teaching`.
-
-    Args:
-        embedding: [V, d].
-        rows: [C, d], of its output layer, for the tokens that are drafted.
-        bias: [C], of that layer, if it has one.
-    """
-
-    def __init__(
-        self, embedding: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> None:
-        self._embedding, self._rows = embedding, rows.float()
-        self._bias = None if bias is None else bias.float()
-
-    @property
-    def device(self) -> torch.device:
-        """See `Teaching.device`."""
-        return self._rows.device
-
-    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Teaching.embeddings`."""
-        return functional.embedding(tokens, self._embedding).float()
-
-    def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """See `Teaching.logits`."""
-        return functional.linear(last, self._rows, self._bias)
 
 
 class RecentExamples:
@@ -145,8 +118,7 @@ class RecentExamples:
         """See `Examples.lengths`."""
         return np.array([len(each.tokens) for each in self._held], np.int64)
 
-    def example(self, number: int) -> Example:
-        """See `Examples.example`."""
+    def __getitem__(self, number: int) -> Example:
         return self._held[number]
 
 
@@ -157,12 +129,12 @@ class Learner:
         head: in float32; trained in place.
         teaching: the target.
         first: weights of the head as it was given, which are gone back to where nothing that was
-            learned foretells more; `None` where that is `head` itself.
+            learned predicts more; `None` where that is `head` itself.
         max_bytes: of sequences that are held.
         share: of the time, from 0 to 1: it sleeps for the rest.
         seed: of the order of sequences.
         new_tokens: that must come before a round.
-        least_judging: tokens to foretell, held out, below which there is no round.
+        least_judging: tokens to predict, held out, below which there is no round.
     """
 
     def __init__(  # noqa: PLR0913  (the last five are options)
@@ -316,9 +288,10 @@ def _run(order: Order, stream: IO[bytes]) -> None:
     if outer is None:
         return
     kept = _Kept(order)
+    embed = partial(functional.embedding, weight=outer["embedding"])
     learner = Learner(
         kept.head,
-        SentTarget(outer["embedding"], outer["rows"], outer.get("bias")),
+        Teaching(embed, outer["rows"], outer.get("bias")),
         kept.first,
         max_bytes=order.max_bytes,
         share=order.share,

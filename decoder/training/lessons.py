@@ -107,11 +107,11 @@ def from_outputs(
             yield Lesson(lead, np.asarray(output[:max_tokens], np.int32), is_own=True)
 
 
-def held_out(lessons: Iterable[Lesson], share: float) -> tuple[list[Lesson], list[Lesson]]:
+def held_out(lessons: Sequence[Lesson], share: float) -> tuple[list[Lesson], list[Lesson]]:
     """Return the lessons to teach and those to judge by; lessons of equal keys stay together.
 
-    Which are which depends on the keys alone, so that an interrupted training goes on with the
-    same ones.
+    Of two keys or more, one is taught and one judges at least. Which are which depends on the keys
+    alone, so that an interrupted training goes on with the same ones.
 
     Args:
         lessons: of any order.
@@ -122,6 +122,10 @@ def held_out(lessons: Iterable[Lesson], share: float) -> tuple[list[Lesson], lis
     for lesson in lessons:
         draw = int.from_bytes(lesson.key, "little") / 2**64
         (judging if draw < share else taught).append(lesson)
+    if lessons and not (taught and judging):
+        first = lessons[0].key
+        judging = [lesson for lesson in lessons if lesson.key == first]
+        taught = [lesson for lesson in lessons if lesson.key != first]
     return taught, judging
 
 

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from decoder.errors import TrainingError
-from decoder.training.teacher import Taught
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
@@ -28,17 +27,22 @@ _SECONDS: Final = "seconds"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A recorded text.
+    """A text with a target's states.
 
     Attributes:
-        tokens: int32[n].
+        tokens: int32[n], prompt and output.
         num_prompt: how many of them are the prompt's.
-        states: bfloat16[m, F], m at most n; see `Taught`.
+        states: bfloat16[m, F], the states at the first m tokens, side by side in the order of
+            their numbers; m is n - 1 or n: the last one's teaches nothing.
+        is_own: whether the target wrote the output.
+        was_asked: whether it wrote it when asked to teach, and not before.
     """
 
     tokens: TokenIds
     num_prompt: int
     states: torch.Tensor
+    is_own: bool = False
+    was_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +56,19 @@ class _Shard:
     was_asked: NDArray[np.bool_]
     seconds: float
     file: Any
+
+    @property
+    def num_outputs(self) -> NDArray[np.int64]:
+        """int64[texts], the tokens of each output."""
+        return self.starts[1:] - self.starts[:-1] - self.num_prompts
+
+    def example(self, number: int) -> Example:
+        """Return a text, with its states from the file."""
+        own = slice(int(self.starts[number]), int(self.starts[number + 1]))
+        with _unbroken():
+            states = self.file.get_slice("states")[own]
+        is_own, was_asked = bool(self.is_own[number]), bool(self.was_asked[number])
+        return Example(self.tokens[own], int(self.num_prompts[number]), states, is_own, was_asked)
 
 
 class TaughtStore:
@@ -83,15 +100,12 @@ class TaughtStore:
     @property
     def num_tokens(self) -> int:
         """Tokens of all outputs."""
-        return sum(self._num_outputs(shard) for shard in self._shards)
+        return sum(int(shard.num_outputs.sum()) for shard in self._shards)
 
     @property
     def num_own_tokens(self) -> int:
         """Those that the target wrote."""
-        return sum(
-            int((np.diff(shard.starts) - shard.num_prompts)[shard.is_own].sum())
-            for shard in self._shards
-        )
+        return sum(int(shard.num_outputs[shard.is_own].sum()) for shard in self._shards)
 
     @property
     def num_shards(self) -> int:
@@ -108,7 +122,7 @@ class TaughtStore:
         """What recording all of them took."""
         return sum(shard.seconds for shard in self._shards)
 
-    def add(self, taught: Sequence[Taught], seconds: float = 0.0) -> None:
+    def add(self, taught: Sequence[Example], seconds: float = 0.0) -> None:
         """Write texts to a file of their own.
 
         Args:
@@ -129,10 +143,7 @@ class TaughtStore:
             "was_asked": torch.tensor([each.was_asked for each in taught]),
             "states": torch.cat([_padded(each) for each in taught]),
         }
-        partial = path.with_suffix(".partial")
-        with _unbroken(), _telling(self._directory):
-            save_file(tensors, partial, {_STAMP: self._stamp, _SECONDS: str(seconds)})
-            partial.replace(path)
+        write_tensors(path, tensors, {_STAMP: self._stamp, _SECONDS: str(seconds)})
         self._shards.append(self._opened(path))
 
     def lengths(self) -> NDArray[np.int64]:
@@ -141,17 +152,12 @@ class TaughtStore:
             return np.zeros(0, np.int64)
         return np.concatenate([np.diff(shard.starts) for shard in self._shards])
 
-    def example(self, number: int) -> Example:
-        """Return a text by its number."""
+    def __getitem__(self, number: int) -> Example:
         for shard in self._shards:
             if number < len(shard.num_prompts):
-                with _unbroken():
-                    return _example(shard, number)
+                return shard.example(number)
             number -= len(shard.num_prompts)
         raise IndexError(number)
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self.example(number) for number in range(len(self)))
 
     def token_counts(self, vocabulary_size: int) -> NDArray[np.int64]:
         """Return int64[vocabulary], how often each token is in an output."""
@@ -186,12 +192,22 @@ class TaughtStore:
             )
         return _Shard(file=file, seconds=seconds, **arrays)
 
-    @staticmethod
-    def _num_outputs(shard: _Shard) -> int:
-        return int(shard.starts[-1] - shard.num_prompts.sum())
-
 
 _ARRAYS: Final = ("tokens", "starts", "num_prompts", "is_own", "was_asked")
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a file of tensors as a whole, or leave what was there.
+
+    Raises:
+        TrainingError: the disk refuses.
+    """
+    partial = path.with_suffix(".partial")
+    with _unbroken(), _telling(path.parent):
+        save_file(dict(tensors), partial, dict(metadata))
+        partial.replace(path)
 
 
 @contextmanager
@@ -232,13 +248,7 @@ def _difference(stamp: str | None, wanted: str) -> str:
     return " and ".join(name for name in own if found.get(name) != own[name]) or "stamp"
 
 
-def _padded(taught: Taught) -> torch.Tensor:
+def _padded(taught: Example) -> torch.Tensor:
     """Return bfloat16[n, F]: where the last token was not read, zeros stand for its states."""
     missing = len(taught.tokens) - len(taught.states)
     return torch.nn.functional.pad(taught.states, (0, 0, 0, missing))
-
-
-def _example(shard: _Shard, number: int) -> Example:
-    start, end = int(shard.starts[number]), int(shard.starts[number + 1])
-    states = shard.file.get_slice("states")[start:end]
-    return Example(shard.tokens[start:end], int(shard.num_prompts[number]), states)

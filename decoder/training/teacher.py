@@ -1,250 +1,167 @@
-"""The target as a teacher: it answers prompts many at a time, and its states are kept."""
+"""The target as a teacher: it answers prompts many at a time, and its states are kept.
+
+Answers come from the decoding loop that serves many sequences, without drafts: in a drafter's place
+stands what keeps the states that the loop hands to drafters.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.following import NoDrafter, Verified
 from decoder.errors import TrainingError, UnsupportedModelError
-from decoder.model.cache import TreeCache, num_seen
-from decoder.model.compatibility import Capability, compatibility_of, position_limit
+from decoder.loop import Decoder, Generation, Request
+from decoder.model.compatibility import Capability
 from decoder.model.pretrained import LanguageModel
-from decoder.model.user_model import UserModel
-from decoder.sampling.verification import draw
+from decoder.model.target import Target
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import AcceptRule, accept_greedy
 from decoder.training.lessons import Lesson
+from decoder.training.taught_store import Example
 from retriever.drafter import TokenIds
+from retriever.follower import DraftLimits
+from retriever.sequences import TokenSequence
+from retriever.tree import DraftTree
+
+BATCH: Final = 64
+"""Sequences that are answered or read side by side: weights are read once for all of them."""
 
 _LEAST_BUSY: Final = 0.35
-"""Share of a batch that is still answering below which it is ended: a pass over few rows takes as
-long as one over many, and the answers that are cut are as good to learn from."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Taught:
-    """A prompt and an output with the target's states.
-
-    Attributes:
-        tokens: int32[n], prompt and output.
-        num_prompt: how many of them are the prompt's.
-        states: bfloat16[m, F], the states at the first m tokens, side by side in the order of
-            their numbers; m is n, or n - 1 where the last token was not read any more.
-        is_own: whether the target wrote the output.
-        was_asked: whether it wrote it now, and not before.
-    """
-
-    tokens: TokenIds
-    num_prompt: int
-    states: torch.Tensor
-    is_own: bool
-    was_asked: bool = False
+"""Share of prompts that are still being answered below which all end: a pass over few sequences
+takes as long as one over many, and the answers that are cut are as good to learn from."""
 
 
 class Teacher:
-    """A target that answers prompts and reads texts in batches.
+    """A target that answers prompts and reads texts, many at a time.
 
     Args:
         language_model: the target.
         states: numbers of the states to keep, see `decoder.model.states`.
-
-    Attributes:
-        states: the numbers, in the order in which states stand side by side.
-        state_size: numbers of one state at one token.
 
     Raises:
         UnsupportedModelError: the model's layers cannot be found, or it takes no masks.
     """
 
     def __init__(self, language_model: LanguageModel, states: Sequence[int]) -> None:
-        model = language_model.model
-        compatibility = compatibility_of(model)
-        if compatibility.layers is None or compatibility.capability is not Capability.TREES:
-            raise UnsupportedModelError(
-                f"{language_model.name} cannot teach: {compatibility.reason or 'its cache'}"
-            )
-        self._layers = compatibility.layers
-        self._windows = dict(compatibility.layers)
-        self._user = UserModel(model, tapped=states)
-        self._name = language_model.name
-        self._max_length = position_limit(model.config)
-        self._stop_ids = frozenset(language_model.stop_ids)
-        self._last_logits: dict[str, Any] = {}
-        if self._user.takes("logits_to_keep"):
-            self._last_logits["logits_to_keep"] = 1
-        self.states = tuple(states)
-        self.state_size = int(model.config.get_text_config(decoder=True).hidden_size)
+        target = Target(language_model.model, states=states, prefix_bytes=0)
+        if target.capability is not Capability.TREES:
+            raise UnsupportedModelError(f"{language_model.name} cannot teach: {target.reason}")
+        self._target, self._recorder = target, _Recorder(states)
+        self._name, self._stop_ids = language_model.name, language_model.stop_ids
 
-    @property
-    def device(self) -> torch.device:
-        """Where the target computes."""
-        return self._user.device
-
-    @torch.no_grad()
-    def read(self, lessons: Sequence[Lesson]) -> list[Taught]:
-        """Read prompts with their recorded outputs in one pass.
+    def read(self, lessons: Sequence[Lesson]) -> list[Example]:
+        """Read prompts with their recorded outputs, of two tokens together at least.
 
         Raises:
             TrainingError: the target's states are no finite numbers.
         """
-        texts = [np.concatenate([each.prompt, each.output]) for each in lessons]
-        tokens = np.zeros((len(texts), max(map(len, texts))), np.int64)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)] = text  # what stands behind a text, no row of it sees
-        self._user.run(input_ids=torch.from_numpy(tokens).to(self.device), **self._last_logits)
-        states = self._kept()
+        texts = [np.concatenate([each.prompt, each.output]).astype(np.int32) for each in lessons]
+        read = self._decoded([Request(text[:-1], 1, remember=False) for text in texts])
         return [
-            Taught(text.astype(np.int32), len(each.prompt), states[row, : len(text)], each.is_own)
-            for row, (each, text) in enumerate(zip(lessons, texts, strict=True))
+            Example(text, len(each.prompt), self._states(one), each.is_own)
+            for text, each, one in zip(texts, lessons, read, strict=True)
         ]
 
-    @torch.no_grad()
     def answer(
         self,
         prompts: Sequence[TokenIds],
         max_new_tokens: int,
         temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> list[Taught]:
+        seed: int = 0,
+    ) -> list[Example]:
         """Answer prompts side by side; once few are left, those are cut.
 
         Args:
-            prompts: int32[n] each, shorter than the model's limit; best of similar lengths, as all
-                take the longest one's time.
+            prompts: int32[n] each, shorter than the model's limit.
             max_new_tokens: of each answer, if the model's limit leaves room for them.
             temperature: 0 answers greedily.
-            generator: of random numbers.
+            seed: of random numbers.
 
         Raises:
             TrainingError: the target's states are no finite numbers.
         """
-        if self._max_length is not None:
-            max_new_tokens = min(max_new_tokens, self._max_length - max(map(len, prompts)))
-        batch = _Batch(prompts, max_new_tokens, self._stop_ids)
-        cache = TreeCache([window for _, window in self._layers])
-        states: list[torch.Tensor] = []
-        tokens, positions = batch.first()
-        while True:
-            logits = self._pass(batch, cache, tokens, positions)
-            states.append(self._kept())
-            chosen = _choose(logits, temperature, generator)
-            if batch.take(chosen) < max(_LEAST_BUSY * len(prompts), 1) or batch.is_full:
-                break
-            tokens, positions = batch.following(chosen)
-        return batch.taught(torch.cat(states, dim=1))
+        rule = accept_rule(SamplingSettings(temperature, seed=seed))
+        requests = [Request(prompt, max_new_tokens, remember=False) for prompt in prompts]
+        answered = self._decoded(requests, rule, _LEAST_BUSY * len(prompts))
+        return [
+            Example(one.tokens, len(prompt), self._states(one), is_own=True, was_asked=True)
+            for prompt, one in zip(prompts, answered, strict=True)
+        ]
 
-    def _pass(
+    def _decoded(
         self,
-        batch: "_Batch",
-        cache: TreeCache,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return float32[batch, vocabulary], the logits after the last tokens given."""
-        past, width = cache.get_seq_length(), tokens.shape[1]
-        masks = {
-            kind: batch.mask(past, width, window, self._user.dtype).to(self.device)
-            for kind, window in self._windows.items()
-        }
-        output = self._user.run(
-            cache=cache,
-            input_ids=tokens.to(self.device),
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=positions.to(self.device),
-            **self._last_logits,
+        requests: Sequence[Request],
+        rule: AcceptRule = accept_greedy,
+        least_busy: float = 0.0,
+    ) -> list[Generation]:
+        """Decode until fewer than so many are left, and return all in order."""
+        decoder = Decoder(  # a new one numbers its sequences from 0, which draws depend on
+            self._target, self._recorder, FixedBudget(0), rule, self._stop_ids
         )
-        logits: torch.Tensor = output.logits[:, -1].float()
-        return logits
+        begun: dict[int, Generation] = {}
+        num_left = len(requests)
+        for generation, _ in decoder.generate_many(requests, BATCH):
+            if generation.error is not None:
+                raise generation.error
+            begun[generation.number] = generation
+            num_left -= generation.is_over
+            if num_left < least_busy:
+                for each in begun.values():
+                    each.stop()
+        return [begun[number] for number in range(len(requests))]
 
-    def _kept(self) -> torch.Tensor:
-        """Return bfloat16[batch, rows, F], the states of the last pass on the CPU.
+    def _states(self, generation: Generation) -> torch.Tensor:
+        """Return bfloat16[n - 1, F], the states at all tokens but the last, on the CPU.
 
         Raises:
             TrainingError: some are no finite numbers.
         """
-        states = self._user.batched_states
-        kept = torch.cat([states[number] for number in self.states], -1).bfloat16()
-        if not bool(torch.isfinite(kept).all()):
+        drafter: Any = generation.drafter
+        states: torch.Tensor = drafter.taken()
+        if not bool(torch.isfinite(states).all()):
             raise TrainingError(
                 f"{self._name} computes states that are no finite numbers, from which nothing can "
                 "be learned: load it in another --precision, or check its weights"
             )
-        return kept.cpu()
+        return states
 
 
-class _Batch:
-    """Sequences of one batch, which end at the same slot of the cache."""
+class _Recorder(NoDrafter):
+    """In a drafter's place: keeps the states of sequences; see `FollowingDrafter`."""
 
-    def __init__(
-        self, prompts: Sequence[TokenIds], max_new_tokens: int, stop_ids: frozenset[int]
-    ) -> None:
-        self._prompts = prompts
-        self._max_new_tokens = max_new_tokens
-        self._stop_ids = stop_ids
-        self._length = max(map(len, prompts))
-        self._padding = torch.tensor([self._length - len(prompt) for prompt in prompts])
-        self._outputs: list[list[int]] = [[] for _ in prompts]
-        self._is_busy = [True] * len(prompts)
-        self._num_chosen = 0
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = tuple(numbers)
+        self.states = frozenset(numbers)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether answers are as long as they may be."""
-        return self._num_chosen == self._max_new_tokens
+    def follow(self, _: TokenSequence, limits: DraftLimits | None = None) -> "_Recording":  # noqa: ARG002  as others
+        return _Recording(self._numbers)
 
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64[batch, length], the prompts behind their padding, and the positions."""
-        tokens = torch.zeros(len(self._prompts), self._length, dtype=torch.int64)
-        for row, prompt in enumerate(self._prompts):
-            tokens[row, self._length - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-        positions = torch.arange(self._length)[None] - self._padding[:, None]
-        return tokens, positions.clamp(min=0)
-
-    def following(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64[batch, 1] twice: the tokens chosen last and their positions."""
-        positions = self._length + self._num_chosen - 1 - self._padding
-        return chosen[:, None], positions[:, None]
-
-    def mask(self, past: int, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return dtype[batch, 1, width, keys], zero where a row sees a key of its own sequence."""
-        first = past - num_seen(past, window)
-        keys = torch.arange(first, past + width)
-        rows = torch.arange(past, past + width)
-        is_seen = (keys[None] <= rows[:, None])[None] & (
-            keys[None, None] >= self._padding[:, None, None]
-        )
-        if window is not None:
-            is_seen &= (rows[:, None] - keys[None] < window)[None]
-        mask = torch.zeros(len(self._prompts), 1, width, len(keys), dtype=dtype)
-        return mask.masked_fill_(~is_seen[:, None], torch.finfo(dtype).min)
-
-    def take(self, chosen: torch.Tensor) -> int:
-        """Note int64[batch], the tokens chosen; return how many answers are not finished."""
-        self._num_chosen += 1
-        for row, token in enumerate(chosen.tolist()):
-            if self._is_busy[row]:
-                self._outputs[row].append(token)
-                self._is_busy[row] = token not in self._stop_ids
-        return sum(self._is_busy)
-
-    def taught(self, states: torch.Tensor) -> list[Taught]:
-        """Return the sequences, given [batch, slots, F], the states of all passes."""
-        found = []
-        for row, (prompt, output) in enumerate(zip(self._prompts, self._outputs, strict=True)):
-            begin = int(self._padding[row])
-            tokens = np.concatenate([prompt, np.array(output, np.int32)]).astype(np.int32)
-            own = states[row, begin : begin + len(tokens)].clone()
-            found.append(Taught(tokens, len(prompt), own, is_own=True, was_asked=True))
-        return found
+    def draft_together(self, asked: Sequence[Any]) -> list[DraftTree]:
+        return [DraftTree.empty() for _ in asked]
 
 
-def _choose(
-    logits: torch.Tensor, temperature: float, generator: torch.Generator | None
-) -> torch.Tensor:
-    """Return int64[batch], a token for each row of float32[batch, vocabulary], on the CPU."""
-    if temperature == 0.0:
-        if logits.device.type != "cpu":
-            return logits.argmax(-1).cpu()
-        return torch.from_numpy(logits.numpy().argmax(-1))  # torch's takes 50 times as long
-    points = torch.rand(len(logits), generator=generator, dtype=torch.float64)
-    return draw(torch.softmax(logits / temperature, dim=-1), points).cpu()
+class _Recording:
+    """The states of one sequence; see `SequenceDrafter`."""
+
+    num_failures = 0
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._rows: list[torch.Tensor] = []
+
+    def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:  # noqa: ARG002  as others
+        return DraftTree.empty()
+
+    def learn(self, verified: Verified) -> None:
+        self._rows.append(torch.cat([verified.states[each] for each in self._numbers], -1))
+
+    def close(self) -> None:
+        pass
+
+    def taken(self) -> torch.Tensor:
+        """Return bfloat16[n, F], side by side in the order of their numbers."""
+        return torch.cat(self._rows).to("cpu", torch.bfloat16)

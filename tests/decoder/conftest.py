@@ -1,6 +1,5 @@
 import gzip
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import (
 from decoder.budget import pass_timing
 from decoder.model import user_model
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
-from decoder.training import head_trainer
+from decoder.training import course, head_trainer
 from indexer.tokenizer import CACHE_VARIABLE, DEFAULT_MODEL
 from tests.decoder.decoding import SIZES, DoubleNorm, prompt_of
 from tests.decoder.training.teaching import StepClock
@@ -123,6 +122,7 @@ def questions(tmp_path: Path) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
     """Count the time of trainings in steps, which are small."""
     made = StepClock()
-    monkeypatch.setattr(time, "perf_counter", made)
+    for module in (course, head_trainer):
+        monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 256)
     return made

@@ -22,6 +22,7 @@ from retriever.log.generations_log import GenerationsLog
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from tests.decoder.commands.command_line import never, run
+from tests.decoder.training.teaching import StepClock
 
 QUICK = ("--minutes", "0.1", "--tokens", "2500", "--draft-vocabulary", "64")
 
@@ -38,8 +39,8 @@ def train(monkeypatch: pytest.MonkeyPatch, model: Path, output: Path, *arguments
     return run(monkeypatch, "train", *shared, *QUICK, *arguments)
 
 
-@pytest.mark.usefixtures("clock")
 def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
+    clock: StepClock,
     model_directory: Path,
     language_model: LanguageModel,
     texts: Path,
@@ -49,6 +50,7 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
 ) -> None:
     monkeypatch.setattr(train_command, "MAX_PROMPTS", 2)
     monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 16)
+    monkeypatch.setattr(fused_gain, "time", clock)
     output = tmp_path / "head"
     assert train(monkeypatch, model_directory, output, "--from", str(texts), "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -69,7 +71,7 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     assert load_head(output, target).origin.trained_on == ("prompts.txt",)
     assert train(monkeypatch, model_directory, output, "--from", str(texts)) == 0
     said = capsys.readouterr().out
-    assert "held-out tokens foretold" in said
+    assert "held-out tokens predicted" in said
     assert "tokens per pass of held-out prompts" in said
     assert f"foredraft generate --speculator {output}" in said.replace("\n", "")
 

@@ -1,4 +1,3 @@
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +94,7 @@ def test_a_head_is_asked_at_every_number_of_nodes(
 def test_what_takes_long_goes_on_with_fewer_prompts(
     language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "perf_counter", StepClock(40.0))
+    monkeypatch.setattr(fused_gain, "time", StepClock(40.0))
     monkeypatch.setattr(fused_gain, "NODES", (5,))
     monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 20)
     (gain,) = fused_gains(language_model, drafts, PROMPTS, lambda *_: None)

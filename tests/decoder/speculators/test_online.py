@@ -228,7 +228,7 @@ def test_what_is_learned_is_drafted_from_and_kept(
         def is_learned() -> bool:  # the learner takes all that comes again as new
             if learning._learner._waiting.empty():  # or it would be left out
                 remembered.show_again()
-            return "foretells more and is drafted from" in caplog.text
+            return "predicts more and is drafted from" in caplog.text
 
         waits_until(is_learned)
         waits_until(lambda: not torch.equal(told_by(learning), before))

@@ -13,7 +13,7 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.states import num_states
 from decoder.speculators.eagle import Eagle3Head, eagle_head
 from decoder.training.head_start import head_config, recorded_states, trained_states
-from decoder.training.teacher import Taught
+from decoder.training.taught_store import Example
 from indexer.tokenizer import Vocabulary, vocabulary_of
 from tests.decoder.decoding import VOCABULARY, tiny_llama
 
@@ -22,16 +22,17 @@ FEATURES = 3 * STATE_SIZE
 
 
 class StepClock:
-    """Stands for `time.perf_counter`: it goes on by so many seconds each time that it is read.
+    """Stands for `time` in modules that train: it goes on by so many seconds each time it is read.
 
-    A training reads it twice at each step, so that its minutes are a number of steps.
+    A training reads it once at each step, so that its minutes are a number of steps.
     """
 
-    def __init__(self, seconds: float = 0.1) -> None:
+    def __init__(self, seconds: float = 0.2) -> None:
         self._seconds = seconds
         self._now = 0.0
 
-    def __call__(self) -> float:
+    def perf_counter(self) -> float:
+        """Return seconds."""
         self.go_on(self._seconds)
         return self._now
 
@@ -103,18 +104,18 @@ def drawn_head(language_model: LanguageModel, num_columns: int, seed: int = 0) -
 
 
 def undecided_head(language_model: LanguageModel, num_columns: int) -> Eagle3Head:
-    """Return a head that finds all tokens as likely: it foretells more after a step or two."""
+    """Return a head that finds all tokens as likely: it predicts more after a step or two."""
     head = drawn_head(language_model, num_columns)
     assert head.lm_head is not None
     torch.nn.init.zeros_(head.lm_head.weight)
     return head
 
 
-def drawn_texts(lengths: list[tuple[int, int]], seed: int = 0) -> list[Taught]:
+def drawn_texts(lengths: list[tuple[int, int]], seed: int = 0) -> list[Example]:
     """Return texts of random tokens and states, given the lengths of prompts and outputs."""
     rng = np.random.default_rng(seed)
     return [
-        Taught(
+        Example(
             rng.integers(0, VOCABULARY, prompt + output).astype(np.int32),
             prompt,
             torch.from_numpy(rng.standard_normal((prompt + output, 4 * STATE_SIZE))).bfloat16(),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from decoder.errors import HeadMismatchError, TeachingTextError, TrainingError
@@ -97,6 +98,12 @@ def test_an_interrupted_training_goes_on_and_its_head_loads(
     second = files_of(recorded)
     assert second.items() > first.items()
     assert not output.exists()
+    elsewhere = tmp_path / "other"
+    with pytest.raises(KeyboardInterrupt):  # recorded without an interruption
+        Course(language_model, lessons, elsewhere, OPTIONS, interrupting("training", 1)).run(["a"])
+    for path in recorded.glob("taught-*"):
+        whole = load_file(tmp_path / "other.training" / "taught" / path.name)
+        assert torch.equal(load_file(path)["tokens"], whole["tokens"])
 
     def never(*_: object) -> None:
         raise AssertionError("what was recorded is recorded again")
@@ -119,6 +126,33 @@ def test_an_interrupted_training_goes_on_and_its_head_loads(
     assert set(told) == {"training on its own outputs"}
     assert more.after.worth >= outcome.after.worth
     assert files_of(recorded) == second
+
+
+def test_training_goes_on_with_the_part_that_was_under_way(
+    language_model: LanguageModel, tmp_path: Path
+) -> None:
+    """However it ended: nothing is written in the end. With a damaged file it begins again."""
+    lessons, output = lessons_of(160), tmp_path / "head"
+    options = replace(OPTIONS, minutes=0.15)
+    told: list[tuple[str, float]] = []
+
+    def killing(stage: str, over: float, _told: str) -> None:
+        if stage == f"training {STAGES[1].name}" and over > 0.2:
+            raise RuntimeError("killed")
+
+    def noting_how_far(stage: str, over: float, _told: str) -> None:
+        told.append((stage, over))
+
+    with pytest.raises(RuntimeError, match="killed"):
+        Course(language_model, lessons, output, options, killing).run([])
+    Course(language_model, lessons, output, options, noting_how_far).run([])
+    stage, over = told[0]
+    assert stage == f"training {STAGES[1].name}"
+    assert over > 0.12
+    told.clear()
+    (tmp_path / "head.training" / "head.safetensors").write_bytes(b"half")
+    Course(language_model, lessons, output, SHORT, noting_how_far).run([])
+    assert f"training {STAGES[0].name}" in dict(told)
 
 
 def test_starting_and_judging_are_a_part_of_the_minutes(
@@ -167,7 +201,9 @@ def test_no_held_out_prompt_is_taught(
     outcome = Course(language_model, lessons_of(160), tmp_path / "head", SHORT, silent).run([])
     judging = {lesson.prompt.tobytes() for lesson in outcome.judging}
     assert judging
-    taught = {example.tokens[: example.num_prompt].tobytes() for example in stores["taught"]}
+    store = stores["taught"]
+    examples = [store[number] for number in range(len(store))]
+    taught = {each.tokens[: each.num_prompt].tobytes() for each in examples}
     assert taught
     assert not taught & judging
 

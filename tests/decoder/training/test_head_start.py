@@ -20,10 +20,10 @@ from decoder.training.head_start import (
     started_head,
     trained_states,
 )
-from decoder.training.head_trainer import TeachingModel
+from decoder.training.head_trainer import Teaching
 from decoder.training.judging import agreement
-from decoder.training.taught_store import TaughtStore
-from decoder.training.teacher import Taught, Teacher
+from decoder.training.taught_store import Example, TaughtStore
+from decoder.training.teacher import Teacher
 from tests.decoder.decoding import VOCABULARY, evaluated, tiny_gemma, tiny_llama
 from tests.decoder.rounding import Rounding
 from tests.decoder.training.teaching import (
@@ -57,13 +57,13 @@ TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def whole_states(taught: Taught, width: int, seed: int) -> Taught:
+def whole_states(taught: Example, width: int, seed: int) -> Example:
     """Return a text with states of whole numbers, whose products are summed without rounding."""
     drawn = np.random.default_rng(seed).integers(-9, 10, (len(taught.tokens), width))
     return replace(taught, states=torch.from_numpy(drawn).bfloat16())
 
 
-def started_on(language_model: LanguageModel, folder: Path, texts: Sequence[Taught]) -> Eagle3Head:
+def started_on(language_model: LanguageModel, folder: Path, texts: Sequence[Example]) -> Eagle3Head:
     store = TaughtStore(folder, {})
     store.add(texts)
     return started_head(language_model, store, torch.arange(VOCABULARY))
@@ -141,7 +141,7 @@ class Fits:
 
 
 @torch.no_grad()
-def fits_of(language_model: LanguageModel, head: Eagle3Head, texts: Sequence[Taught]) -> Fits:
+def fits_of(language_model: LanguageModel, head: Eagle3Head, texts: Sequence[Example]) -> Fits:
     size = language_model.model.config.hidden_size
     embed = language_model.model.get_input_embeddings()
     # The first four places of a text are left out.
@@ -216,19 +216,18 @@ def recorded_of(
 ) -> TaughtStore:
     store = TaughtStore(folder, {})
     teacher = Teacher(language_model, states_of(language_model))
-    generator = torch.Generator().manual_seed(seed)
-    store.add(teacher.answer(prompts_of([6] * num_prompts, seed), 24, 1.0, generator))
+    store.add(teacher.answer(prompts_of([6] * num_prompts, seed), 24, 1.0, seed))
     return store
 
 
-def test_a_started_head_foretells_more_than_a_drawn_one(
+def test_a_started_head_predicts_more_than_a_drawn_one(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     language_model = language_model_of(counting_llama(), byte_tokenizer)
     store = recorded_of(language_model, tmp_path / "taught", 150, 1)
     judged = recorded_of(language_model, tmp_path / "judging", 20, 2)
     tokens = torch.arange(VOCABULARY)
-    teaching = TeachingModel(language_model, tokens)
+    teaching = Teaching.of(language_model, tokens)
     started = started_head(language_model, store, tokens)
     found = agreement(started, teaching, judged)
     drawn = agreement(drawn_head(language_model, VOCABULARY), teaching, judged)

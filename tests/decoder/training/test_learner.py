@@ -1,13 +1,14 @@
 import io
 import math
-import time
 from collections.abc import Callable
+from functools import partial
 from threading import Condition, Timer
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from decoder.model.pretrained import LanguageModel
@@ -17,12 +18,11 @@ from decoder.speculators.online import read_messages, write_message
 from decoder.training import head_trainer
 from decoder.training import learner as learning
 from decoder.training.head_start import trained_states
-from decoder.training.head_trainer import HeadTrainer, Stage, TeachingModel
+from decoder.training.head_trainer import HeadTrainer, Stage, Teaching
 from decoder.training.judging import Agreement
 from decoder.training.learner import (
     Learner,
     RecentExamples,
-    SentTarget,
 )
 from decoder.training.taught_store import Example
 from decoder.training.teacher import Teacher
@@ -60,10 +60,11 @@ def in_small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BATCH_TOKENS", 1024)
 
 
-def sent_target(language_model: LanguageModel) -> SentTarget:
+def sent_target(language_model: LanguageModel) -> Teaching:
     output: Any = language_model.model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
     embedding = language_model.model.get_input_embeddings().get_parameter("weight")
-    return SentTarget(embedding.detach(), output.weight.detach()[:COLUMNS])
+    embed = partial(functional.embedding, weight=embedding.detach())
+    return Teaching(embed, output.weight.detach()[:COLUMNS])
 
 
 def learner_of(
@@ -96,7 +97,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, *worths: float) -> None:
 
 
 def test_the_sent_target_says_what_the_target_says(language_model: LanguageModel) -> None:
-    sent, model = sent_target(language_model), TeachingModel(language_model, torch.arange(COLUMNS))
+    sent, model = sent_target(language_model), Teaching.of(language_model, torch.arange(COLUMNS))
     last = torch.randn(3, 5, 32)
     base: Any = language_model.model.base_model
     rounding = Rounding(torch.float32, width=32, operations=2)
@@ -122,7 +123,7 @@ def test_a_head_learns_from_what_comes(
     assert found[0].is_new
 
 
-def test_a_head_that_foretells_less_is_rolled_back(
+def test_a_head_that_predicts_less_is_rolled_back(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_small_rounds(monkeypatch)
@@ -205,7 +206,7 @@ def test_a_share_of_the_time_is_kept(
         rests.append(timeout)
         return False
 
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(learning, "time", clock)
     monkeypatch.setattr(HeadTrainer, "train", train)
     monkeypatch.setattr(learning, "agreement", judge)
     monkeypatch.setattr(Condition, "wait_for", rest)
@@ -223,8 +224,8 @@ def test_the_oldest_sequences_are_dropped_beyond_the_bytes(examples: list[Exampl
         held.add(example)
     copied = held.copy()
     held.add(examples[5])
-    assert [copied.example(number) is examples[2 + number] for number in range(3)] == [True] * 3
-    assert held.example(2) is examples[5]
+    assert [copied[number] is examples[2 + number] for number in range(3)] == [True] * 3
+    assert held[2] is examples[5]
     assert held.lengths().tolist() == [len(each.tokens) for each in examples[3:6]]
     tiny = RecentExamples(1)
     tiny.add(examples[0])

@@ -12,18 +12,18 @@ from safetensors.torch import save_file
 
 from decoder.errors import TrainingError
 from decoder.training import taught_store
-from decoder.training.taught_store import TaughtStore
-from decoder.training.teacher import Taught
+from decoder.training.taught_store import Example, TaughtStore
 from tests.decoder.decoding import VOCABULARY
 from tests.decoder.training.teaching import drawn_texts
 
 STAMP = {"model": "tiny", "states": [1, 2, 3]}
 
 
-def assert_holds(store: TaughtStore, taught: list[Taught]) -> None:
+def assert_holds(store: TaughtStore, taught: list[Example]) -> None:
     assert len(store) == len(taught)
     assert store.lengths().tolist() == [len(each.tokens) for each in taught]
-    for example, each in zip(store, taught, strict=True):
+    for number, each in enumerate(taught):
+        example = store[number]
         assert example.tokens.tolist() == each.tokens.tolist()
         assert example.num_prompt == each.num_prompt
         assert torch.equal(example.states[: len(each.states)], each.states)
@@ -38,7 +38,7 @@ def assert_holds(store: TaughtStore, taught: list[Taught]) -> None:
 
 def test_what_was_recorded_comes_back_from_several_files(tmp_path: Path) -> None:
     taught = drawn_texts([(3, 5), (1, 9), (12, 1), (4, 4), (2, 30)])
-    taught[1] = Taught(taught[1].tokens, 1, taught[1].states[:-1], is_own=True, was_asked=True)
+    taught[1] = Example(taught[1].tokens, 1, taught[1].states[:-1], is_own=True, was_asked=True)
     store = TaughtStore(tmp_path / "new" / "taught", STAMP)
     store.add(taught[:2], 1.5)
     store.add([])
@@ -51,12 +51,12 @@ def test_what_was_recorded_comes_back_from_several_files(tmp_path: Path) -> None
         assert_holds(each, taught)
         assert (each.num_shards, each.num_read, each.seconds) == (3, 1, 3.5)
     with pytest.raises(IndexError):
-        again.example(5)
+        again[5]
 
 
 def test_an_empty_store_has_nothing(tmp_path: Path) -> None:
     store = TaughtStore(tmp_path, STAMP)
-    assert (len(store), store.num_tokens, store.num_shards, list(store)) == (0, 0, 0, [])
+    assert (len(store), store.num_tokens, store.num_shards, store.num_read) == (0, 0, 0, 0)
     assert store.lengths().shape == (0,)
     assert store.token_counts(5).tolist() == [0] * 5
 

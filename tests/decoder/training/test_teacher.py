@@ -4,17 +4,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.errors import TrainingError, UnsupportedModelError
+from decoder.model.states import num_states
 from decoder.model.target import Target
+from decoder.training.head_start import recorded_states
 from decoder.training.lessons import Lesson
-from decoder.training.teacher import Taught, Teacher
-from tests.decoder.decoding import MODELS, VOCABULARY, plainly, tiny_llama, tiny_mamba
+from decoder.training.taught_store import Example
+from decoder.training.teacher import BATCH, Teacher
+from tests.decoder.decoding import MODELS, plainly, tiny_llama, tiny_mamba
 from tests.decoder.rounding import Rounding
-from tests.decoder.training.teaching import language_model_of, prompts_of, states_of
+from tests.decoder.training.teaching import (
+    counting_llama,
+    language_model_of,
+    prompts_of,
+    states_of,
+    successors,
+)
 
 LENGTHS = [3, 11, 7, 30, 12]
 
@@ -26,20 +33,18 @@ def made(
     return Teacher(language_model, states_of(language_model))
 
 
-def states_by_itself(model: PreTrainedModel, teacher: Teacher, taught: Taught) -> torch.Tensor:
-    """Return the states of a target that reads one text alone."""
-    target = Target(model, states=teacher.states)
-    target.prefill(taught.tokens[: len(taught.states)])
-    return torch.cat([target.states[number] for number in teacher.states], dim=-1)
+def states_by_itself(model: PreTrainedModel, taught: Example) -> torch.Tensor:
+    """Return the states of a target that reads one text alone, but for its last token."""
+    numbers = recorded_states(num_states(model))
+    target = Target(model, states=numbers)
+    target.prefill(taught.tokens[:-1])
+    return torch.cat([target.states[number] for number in numbers], dim=-1)
 
 
-def assert_states_are_the_targets(
-    model: PreTrainedModel, teacher: Teacher, taught: list[Taught]
-) -> None:
+def assert_states_are_the_targets(model: PreTrainedModel, taught: list[Example]) -> None:
     for each in taught:
-        expected = states_by_itself(model, teacher, each)
+        expected = states_by_itself(model, each)
         apart = Rounding.of(model).tolerance(float(expected.abs().max()))
-        assert len(each.states) >= len(each.tokens) - 1
         torch.testing.assert_close(  # kept in bfloat16: rounded apart by one step at most
             each.states.float(), expected.bfloat16().float(), atol=apart, rtol=2**-7
         )
@@ -57,7 +62,7 @@ def test_answers_side_by_side_are_those_of_each_prompt_by_itself(
         assert each.tokens[each.num_prompt :].tolist() == plainly(model, prompt.tolist(), 20)
         assert each.is_own
         assert each.was_asked
-    assert_states_are_the_targets(model, teacher, taught)
+    assert_states_are_the_targets(model, taught)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -73,8 +78,7 @@ def test_texts_that_are_read_have_the_targets_states(
         assert each.tokens.tolist() == [*lesson.prompt, *lesson.output]
         assert each.num_prompt == len(lesson.prompt)
         assert (each.is_own, each.was_asked) == (lesson.is_own, False)
-        assert len(each.states) == len(each.tokens)
-    assert_states_are_the_targets(model, teacher, taught)
+    assert_states_are_the_targets(model, taught)
 
 
 def test_states_of_another_pass_are_not_kept_by_mistake(
@@ -84,52 +88,45 @@ def test_states_of_another_pass_are_not_kept_by_mistake(
     model = tiny_llama(layers=3)
     teacher = made(model, byte_tokenizer)
     (taught,) = teacher.answer(prompts_of([6]), 8)
-    shifted = Taught(taught.tokens, 6, torch.roll(taught.states, 1, 0), is_own=True)
+    shifted = Example(taught.tokens, 6, torch.roll(taught.states, 1, 0), is_own=True)
     with pytest.raises(AssertionError):
-        assert_states_are_the_targets(model, teacher, [shifted])
+        assert_states_are_the_targets(model, [shifted])
 
 
-def test_an_answer_ends_with_its_stop_token(byte_tokenizer: PreTrainedTokenizerBase) -> None:
-    model, prompts = tiny_llama(layers=3), prompts_of(LENGTHS)
-    plain = [plainly(model, prompt.tolist(), 20) for prompt in prompts]
-    stop = plain[1][2]
-    teacher = made(model, byte_tokenizer, (stop,))
-    taught = teacher.answer(prompts, 20)
-    ends = [row.index(stop) + 1 if stop in row else 20 for row in plain]
-    assert min(ends) < 20
-    shortest = max(len(each.tokens) - each.num_prompt for each in taught)
-    for each, row, end in zip(taught, plain, ends, strict=True):
-        assert each.tokens[each.num_prompt :].tolist() == row[: min(end, shortest)]
-    assert_states_are_the_targets(model, teacher, taught)
-
-
-def test_a_batch_ends_once_few_are_left(
+def test_answers_end_with_their_stop_token_and_all_once_few_are_left(
     byte_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    scripted = iter([[5, 5, 5, 5], [1, 5, 5, 5], [6, 1, 1, 5]])
+    model, chain = counting_llama(), [47]
+    for _ in range(22):
+        chain.append(int(successors()[chain[-1]]))
+    prompts = [np.array(chain[:length], np.int32) for length in (5, 20, 11, 18, 15)]
+    plain = [plainly(model, prompt.tolist(), 20) for prompt in prompts]
+    stop = chain[22]
+    taught = made(model, byte_tokenizer, (stop,)).answer(prompts, 20)
+    ends = [row.index(stop) + 1 if stop in row else 20 for row in plain]
+    *_, last_but_one, last = sorted(ends)  # one of five is fewer than 35%
+    assert min(ends) < last_but_one < last
+    for each, row, end in zip(taught, plain, ends, strict=True):
+        assert each.tokens[each.num_prompt :].tolist() == row[: min(end, last_but_one)]
+    assert_states_are_the_targets(model, taught)
 
-    class Scripted(nn.Module):
-        """Finds the tokens of the next line the likeliest."""
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            wanted = torch.tensor(next(scripted))[:, None].expand(hidden.shape[:-1])
-            return functional.one_hot(wanted, VOCABULARY).float()
-
-    model: Any = tiny_llama(layers=3)
-    model.lm_head = Scripted()
-    teacher = made(model, byte_tokenizer, (1,))
-    taught = teacher.answer(prompts_of([4, 5, 6, 7]), 50)
-    outputs = [each.tokens[each.num_prompt :].tolist() for each in taught]
-    assert outputs == [[5, 1], [5, 5, 1], [5, 5, 1], [5, 5, 5]]
-    assert [len(each.tokens) - len(each.states) for each in taught] == [0, 1, 1, 1]
+@pytest.mark.parametrize("num_shared", [7, 70])
+def test_what_prompts_share_is_recorded_of_each(
+    num_shared: int, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model, shared = tiny_llama(layers=3), prompts_of([num_shared], seed=3)[0]
+    prompts = [np.concatenate([shared, each]) for each in prompts_of([4] * (BATCH + 5))]
+    teacher = made(model, byte_tokenizer)
+    assert_states_are_the_targets(model, teacher.answer(prompts, 3))
+    assert_states_are_the_targets(model, teacher.read([Lesson(each) for each in prompts]))
 
 
 def test_drawn_answers_repeat_with_their_seed(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     teacher, prompts = made(tiny_llama(layers=3), byte_tokenizer), prompts_of(LENGTHS)
 
     def drawn(seed: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
-        return [each.tokens.tolist() for each in teacher.answer(prompts, 12, 1.0, generator)]
+        return [each.tokens.tolist() for each in teacher.answer(prompts, 12, 1.0, seed)]
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
@@ -137,12 +134,11 @@ def test_drawn_answers_repeat_with_their_seed(byte_tokenizer: PreTrainedTokenize
 
 def test_draws_follow_the_targets_distribution(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     model, (prompt,) = tiny_llama(layers=3), prompts_of([9])
-    generator = torch.Generator().manual_seed(0)
-    taught = made(model, byte_tokenizer).answer([prompt] * 4000, 1, 2.0, generator)
+    taught = made(model, byte_tokenizer).answer([prompt] * 600, 1, 2.0)
     counts = np.bincount([int(each.tokens[-1]) for each in taught], minlength=48)
     with torch.inference_mode():
         logits = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1]
-    expected = torch.softmax(logits / 2.0, -1).numpy() * 4000
+    expected = torch.softmax(logits / 2.0, -1).numpy() * 600
     is_likely = expected >= 5
     assert is_likely.sum() > 1
     error = ((counts - expected)[is_likely] ** 2 / expected[is_likely]).sum()
@@ -151,7 +147,7 @@ def test_draws_follow_the_targets_distribution(byte_tokenizer: PreTrainedTokeniz
 
 def test_answers_end_at_the_models_limit(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     taught = made(tiny_llama(layers=3), byte_tokenizer).answer(prompts_of([250, 100]), 20)
-    assert [len(each.tokens) for each in taught] == [256, 106]
+    assert [len(each.tokens) for each in taught] == [256, 120]
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -11,7 +11,8 @@ from decoder.speculators.head_folders import folder_lock
 from decoder.training.course import Course
 from decoder.training.lessons import Lesson
 from decoder.training.options import CourseOptions
-from decoder.training.teacher import Taught, Teacher
+from decoder.training.taught_store import Example
+from decoder.training.teacher import Teacher
 from tests.decoder.decoding import tiny_llama
 from tests.decoder.training.teaching import language_model_of, prompts_of
 
@@ -78,12 +79,12 @@ def test_copies_are_taught_once(
 ) -> None:
     read: list[bytes] = []
 
-    def note(_: Teacher, lessons: list[Lesson]) -> list[Taught]:
+    def note(_: Teacher, lessons: list[Lesson]) -> list[Example]:
         read.extend(each.output.tobytes() for each in lessons)
         return []
 
     monkeypatch.setattr(Teacher, "read", note)
-    monkeypatch.setattr(Teacher, "answer", lambda *_: list[Taught]())
+    monkeypatch.setattr(Teacher, "answer", lambda *_: list[Example]())
     lessons = [
         Lesson(prompt, np.full(4, number, np.int32))
         for number, prompt in enumerate(prompts_of([8] * 40))
