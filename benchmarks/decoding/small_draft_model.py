@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.training.head_trainer import (
     BATCH_TOKENS,
-    Batch,
+    LessonBatch,
     Teaching,
     batch_of,
     batches_of,
@@ -154,7 +154,7 @@ def opened(directory: Path) -> TaughtStore:
 
 
 def _loss(
-    model: PreTrainedModel, teaching: Teaching, batch: Batch, compared: torch.Tensor
+    model: PreTrainedModel, teaching: Teaching, batch: LessonBatch, compared: torch.Tensor
 ) -> torch.Tensor:
     """Return float32[], the mean cross-entropy at tokens of outputs, over some of all tokens."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
@@ -164,7 +164,7 @@ def _loss(
         return soft_cross_entropy(said, wanted)
 
 
-def _states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+def _states(model: PreTrainedModel, batch: LessonBatch) -> torch.Tensor:
     """Return [batch, rows, d], what the output layer is given; padding stands behind all texts."""
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
         output = model.base_model(input_ids=batch.tokens[:, :-1], use_cache=False)
@@ -174,14 +174,14 @@ def _states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 def _batches(
     store: TaughtStore, model: PreTrainedModel, random: np.random.Generator
-) -> Iterator[Batch]:
+) -> Iterator[LessonBatch]:
     while True:
         yield from _once(store, model, random)
 
 
 def _once(
     store: TaughtStore, model: PreTrainedModel, random: np.random.Generator
-) -> Iterator[Batch]:
+) -> Iterator[LessonBatch]:
     """Yield all texts in batches; of their states those that the last layer gave alone."""
     order = random.permutation(len(store))
     for numbers in batches_of(order, store.lengths(), BATCH_TOKENS, random):

@@ -26,7 +26,7 @@ from decoder.errors import ContradictoryOptionsError
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import Watcher
-from decoder.training.course import Course, Outcome
+from decoder.training.course import Course, CourseOutcome
 from decoder.training.judging import RANKS
 from decoder.training.lessons import Lesson, from_outputs, read_lessons
 from indexer.launch import errors_in_one_line
@@ -143,7 +143,7 @@ def teach(
 
 def _gains(
     language_model: LanguageModel,
-    outcome: Outcome,
+    outcome: CourseOutcome,
     head: Path,
     compared: GainSettings,
     watcher: Watcher,
@@ -167,13 +167,13 @@ def _gains(
     )
 
 
-def _report(outcome: Outcome, gains: list[FusedGain] | None, output: Path) -> dict[str, Any]:
+def _report(outcome: CourseOutcome, gains: list[FusedGain] | None, output: Path) -> dict[str, Any]:
     """Return all figures as plain values; `fused` is `None` where that was not asked for."""
     fused = None if gains is None else [each.report() for each in gains]
     return {"head": str(output), **outcome.report(), "fused": fused}
 
 
-def _print(outcome: Outcome) -> None:
+def _print(outcome: CourseOutcome) -> None:
     for table in _tables(outcome):
         print_table(table)
     typer.echo(
@@ -182,7 +182,7 @@ def _print(outcome: Outcome) -> None:
     )
 
 
-def _tables(outcome: Outcome) -> Sequence[Table]:
+def _tables(outcome: CourseOutcome) -> Sequence[Table]:
     """Return how often tokens of held-out answers were predicted, by depth."""
     table = Table(title="held-out tokens predicted", box=SIMPLE_HEAD)
     table.add_column("depth")
@@ -195,7 +195,7 @@ def _tables(outcome: Outcome) -> Sequence[Table]:
     return [table]
 
 
-def _print_gains(gains: list[FusedGain] | None, outcome: Outcome) -> None:
+def _print_gains(gains: list[FusedGain] | None, outcome: CourseOutcome) -> None:
     """Print what the head adds to fused drafts, and what its drafts cost."""
     if gains is None:
         return

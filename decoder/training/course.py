@@ -27,7 +27,7 @@ from decoder.speculators.head_files import HeadTarget, save_head
 from decoder.speculators.head_folders import check_writable, folder_lock
 from decoder.training.head_start import recorded_states, started_head
 from decoder.training.head_trainer import STAGES, HeadTrainer, Teaching
-from decoder.training.judging import Agreement, agreement
+from decoder.training.judging import HeadAgreement, agreement
 from decoder.training.layer_check import check_last_layer
 from decoder.training.lessons import Lesson, held_out
 from decoder.training.options import CourseOptions
@@ -62,7 +62,7 @@ _LEAST_TRAINING_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CourseOutcome:
     """What a training made.
 
     Attributes:
@@ -75,8 +75,8 @@ class Outcome:
     """
 
     head: Eagle3Head
-    before: Agreement
-    after: Agreement
+    before: HeadAgreement
+    after: HeadAgreement
     num_taught: int
     num_own: int
     judging: list[Lesson]
@@ -138,7 +138,7 @@ class Course:
             language_model.model, language_model.name, language_model.vocabulary
         )
 
-    def run(self, trained_on: Sequence[str]) -> Outcome:
+    def run(self, trained_on: Sequence[str]) -> CourseOutcome:
         """Record, train and judge; write the head.
 
         Args:
@@ -152,7 +152,7 @@ class Course:
         with folder_lock(self._folder):
             return self._taught_head(trained_on)
 
-    def _taught_head(self, trained_on: Sequence[str]) -> Outcome:
+    def _taught_head(self, trained_on: Sequence[str]) -> CourseOutcome:
         """Record, train and judge; see `run`."""
         store, judged = self._recorded()
         begun = time.perf_counter()
@@ -174,7 +174,9 @@ class Course:
         )
         head = head.cpu()
         save_head(self._output, head.bfloat16(), self._target.origin(tuple(trained_on)))
-        return Outcome(head, before, after, store.num_tokens, store.num_own_tokens, self._judging)
+        return CourseOutcome(
+            head, before, after, store.num_tokens, store.num_own_tokens, self._judging
+        )
 
     @property
     def _recording_seconds(self) -> float:

@@ -62,7 +62,7 @@ _DEPTH_DECAY: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class LessonBatch:
     """Texts side by side; row t stands for the state at t and the token at t + 1.
 
     Attributes:
@@ -199,7 +199,7 @@ class HeadTrainer:
             if not on_step(over, float(loss.detach())):
                 return
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[LessonBatch]:
         while True:
             order = self._random.permutation(len(self._store))
             for numbers in batches_of(order, self._store.lengths(), BATCH_TOKENS, self._random):
@@ -212,7 +212,7 @@ class HeadTrainer:
                 if places_at(batch.counts, 0).any():
                     yield batch
 
-    def _loss(self, batch: Batch, stage: Stage) -> torch.Tensor:
+    def _loss(self, batch: LessonBatch, stage: Stage) -> torch.Tensor:
         """Return float32[], the cross-entropy over all depths of a stage."""
         features = batch.features
         if stage.noise:
@@ -309,7 +309,7 @@ def places_at(counts: torch.Tensor, depth: int) -> torch.Tensor:
 
 def batch_of(
     examples: Sequence[Example], width: int, target_size: int, device: torch.device
-) -> Batch:
+) -> LessonBatch:
     """Lay texts side by side, the shorter ones padded behind their end."""
     rows = max(min(len(each.tokens) - 1, len(each.states)) for each in examples)
     tokens = torch.zeros(len(examples), rows + 1, dtype=torch.int64)
@@ -322,7 +322,7 @@ def batch_of(
         features[row, :known] = each.states[:known, :width]
         last[row, :known] = each.states[:known, width:]
         counts[row, max(each.num_prompt - 1, 0) : known] = True
-    return Batch(*(each.to(device) for each in (tokens, features, last, counts)))
+    return LessonBatch(*(each.to(device) for each in (tokens, features, last, counts)))
 
 
 def batches_of(

@@ -26,7 +26,7 @@ DEPTHS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
+class HeadAgreement:
     """Shares of tokens that a head predicts, where its own guesses before were right.
 
     Attributes:
@@ -65,7 +65,7 @@ def agreement(
     head: Eagle3Head,
     teaching: Teaching,
     store: Examples,
-) -> Agreement:
+) -> HeadAgreement:
     """Go through texts and count what a head would have predicted.
 
     Args:
@@ -88,7 +88,9 @@ def agreement(
             is_right = (best == came[:, None]).cpu()
             hits[depth] += torch.tensor([float(is_right[:, :n].any(-1).sum()) for n in RANKS])
             places[depth] += len(came)
-    return Agreement((hits / places.clamp(min=1)[:, None]).double().numpy(), places.long().numpy())
+    return HeadAgreement(
+        (hits / places.clamp(min=1)[:, None]).double().numpy(), places.long().numpy()
+    )
 
 
 def _columns(head: Eagle3Head) -> torch.Tensor:

@@ -73,11 +73,11 @@ _MOST_STEPS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TrainingRound:
     """A round of training, and what came of it.
 
     Attributes:
-        before: what the drafted head was worth on held-out sequences, see `Agreement.worth`.
+        before: what the drafted head was worth on held-out sequences, see `HeadAgreement.worth`.
         after: the same of the head that is drafted from now on.
         is_new: whether that is another one.
     """
@@ -122,7 +122,7 @@ class RecentExamples:
         return self._held[number]
 
 
-class Learner:
+class HeadLearner:
     """Trains a head on sequences that come, in rounds.
 
     Args:
@@ -180,7 +180,7 @@ class Learner:
             self._has_ended = True
             self._changed.notify()
 
-    def rounds(self) -> Iterator[Round]:
+    def rounds(self) -> Iterator[TrainingRound]:
         """Yield rounds, each once enough has come for it, until `end` is called."""
         while True:
             with self._changed:
@@ -213,7 +213,7 @@ class Learner:
         trainer = HeadTrainer(self.head, self._teaching, taught, self._seed)
         trainer.train(_STAGE, math.inf, on_step)
 
-    def _judge(self, judging: RecentExamples) -> Round:
+    def _judge(self, judging: RecentExamples) -> TrainingRound:
         """Let the best of what is drafted, what was learned and what was given be drafted."""
         learned = weights_of(self.head)
         before = self._worth(self._served, judging)
@@ -224,7 +224,7 @@ class Learner:
         is_new = best is not self._served
         self._served = best
         self.head.load_state_dict(best)
-        return Round(before, after, is_new)
+        return TrainingRound(before, after, is_new)
 
     def _worth(self, weights: dict[str, torch.Tensor], judging: RecentExamples) -> float:
         begun = time.perf_counter()
@@ -289,7 +289,7 @@ def _run(order: Order, stream: IO[bytes]) -> None:
         return
     kept = _Kept(order)
     embed = partial(functional.embedding, weight=outer["embedding"])
-    learner = Learner(
+    learner = HeadLearner(
         kept.head,
         Teaching(embed, outer["rows"], outer.get("bias")),
         kept.first,
@@ -303,7 +303,7 @@ def _run(order: Order, stream: IO[bytes]) -> None:
         _tell(asdict(made))
 
 
-def _feed(learner: Learner, messages: Iterator[dict[str, torch.Tensor]]) -> None:
+def _feed(learner: HeadLearner, messages: Iterator[dict[str, torch.Tensor]]) -> None:
     for sent in messages:
         learner.take(Example(sent["tokens"].numpy(), int(sent["num_prompt"]), sent["states"]))
     learner.end()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from decoder.observation import Watcher
 from decoder.speculators.eagle import Eagle3Head
 from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, weights_of
-from decoder.training.judging import Agreement
+from decoder.training.judging import HeadAgreement
 from decoder.training.taught_store import write_tensors
 
 _PARTS: Final = 10
@@ -95,8 +95,8 @@ class StagedTraining:
     def __init__(
         self,
         trainer: HeadTrainer,
-        judge: Callable[[Eagle3Head], Agreement],
-        before: Agreement,
+        judge: Callable[[Eagle3Head], HeadAgreement],
+        before: HeadAgreement,
         checkpoint: Checkpoint,
         watcher: Watcher,
     ) -> None:
@@ -105,7 +105,7 @@ class StagedTraining:
         self._best, self._best_weights = before, weights_of(self._head)
         self._parts = 0
 
-    def run(self, seconds: float) -> Agreement:
+    def run(self, seconds: float) -> HeadAgreement:
         """Train, leave the best weights in the head, and return how often they predicted what came.
 
         Args:

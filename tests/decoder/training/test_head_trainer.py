@@ -12,8 +12,8 @@ from decoder.model.pretrained import LanguageModel
 from decoder.speculators.eagle import Eagle3Head, JoinedKeyValues
 from decoder.training import head_trainer
 from decoder.training.head_trainer import (
-    Batch,
     HeadTrainer,
+    LessonBatch,
     Stage,
     Teaching,
     batch_of,
@@ -62,7 +62,7 @@ def stored(folder: Path, taught: Sequence[Example]) -> TaughtStore:
     return store
 
 
-def laid(taught: Sequence[Example]) -> Batch:
+def laid(taught: Sequence[Example]) -> LessonBatch:
     examples = [Example(each.tokens, each.num_prompt, each.states) for each in taught]
     return batch_of(examples, FEATURES, STATE_SIZE, CPU)
 

@@ -19,9 +19,9 @@ from decoder.training import head_trainer
 from decoder.training import learner as learning
 from decoder.training.head_start import trained_states
 from decoder.training.head_trainer import HeadTrainer, Stage, Teaching
-from decoder.training.judging import Agreement
+from decoder.training.judging import HeadAgreement
 from decoder.training.learner import (
-    Learner,
+    HeadLearner,
     RecentExamples,
 )
 from decoder.training.taught_store import Example
@@ -69,9 +69,9 @@ def sent_target(language_model: LanguageModel) -> Teaching:
 
 def learner_of(
     language_model: LanguageModel, head: Eagle3Head, examples: list[Example], **options: Any
-) -> Learner:
+) -> HeadLearner:
     options = SMALL_ROUNDS | options
-    made = Learner(head, sent_target(language_model), max_bytes=1 << 24, **options)
+    made = HeadLearner(head, sent_target(language_model), max_bytes=1 << 24, **options)
     for example in examples:
         made.take(example)
     return made
@@ -89,7 +89,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, *worths: float) -> None:
     """Let heads be found worth so much, in the order in which they are judged."""
     left = iter(worths)
 
-    class Found(Agreement):
+    class Found(HeadAgreement):
         worth = property(lambda _: next(left))
 
     found = Found.__new__(Found)
@@ -187,14 +187,14 @@ def test_a_share_of_the_time_is_kept(
     in_small_rounds(monkeypatch)
     step_s, judging_s = 1.0, 2.0
     clock, rests = StepClock(0.0), list[float]()
-    found = Agreement(np.full((4, 3), 0.5), np.full(4, 300))
+    found = HeadAgreement(np.full((4, 3), 0.5), np.full(4, 300))
 
     def train(_trainer: HeadTrainer, _stage: Stage, _s: float, on_step: Any) -> None:
         clock.go_on(step_s)
         while on_step(0.0, 1.0):
             clock.go_on(step_s)
 
-    def judge(*_: object) -> Agreement:
+    def judge(*_: object) -> HeadAgreement:
         clock.go_on(judging_s)
         return found
 
