@@ -162,7 +162,7 @@ class Decoder:
         self.target = target
         self.drafter = drafter
         self.budget = budget
-        self.accept = accept
+        self.accept = _checked_rule(accept)
         self.stop_ids = frozenset(stop_ids)
         limits = DraftLimits(target.vocabulary_size, drafter_vocabulary)
         self.followers = Followers(drafter, limits)
@@ -238,6 +238,8 @@ class Decoder:
                 f"max_new_tokens must be 0 or more, not {request.max_new_tokens}"
             )
         self._check_budget(request.budget)
+        if request.accept is not None:
+            _checked_rule(request.accept)
         tokens = self.target.checked_prompt(request.prompt)
         try:
             predictions = checked_predictions(request.predictions, self.target.vocabulary_size)
@@ -283,6 +285,15 @@ class Decoder:
             yield
         finally:
             self._lock.release()
+
+
+def _checked_rule(accept: AcceptRule) -> AcceptRule:
+    if not callable(accept):
+        raise InvalidSettingsError(
+            f"accept must be a rule, not {accept!r}: accept_rule(SamplingSettings(...)) makes one, "
+            "and accept_greedy is the default"
+        )
+    return accept
 
 
 class Generation:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
     from decoder.model.stamp import model_changed
     from decoder.model.target import Target
+    from decoder.sampling.rule import accept_rule
+    from decoder.sampling.sampling_settings import SamplingSettings
+    from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy, follow
     from decoder.speculators.online import LearningSpeculator
     from decoder.speculators.speculator import load_speculator
     from decoder.stopping import StoppableText, StopStrings
@@ -94,6 +97,7 @@ except ForeignPackageError as _error:
 
 __all__ = [
     "ROOT",
+    "AcceptRule",
     "AheadDrafter",
     "AsyncResilientDrafter",
     "BuildOptions",
@@ -130,6 +134,7 @@ __all__ = [
     "ModelReader",
     "NoDrafter",
     "NodeProvenance",
+    "PassContext",
     "PredictedPlace",
     "Prediction",
     "PredictionDrafter",
@@ -138,6 +143,7 @@ __all__ = [
     "ReplicationOptions",
     "Request",
     "ResilientDrafter",
+    "SamplingSettings",
     "ServerInfo",
     "ShardState",
     "ShardedDrafter",
@@ -149,6 +155,8 @@ __all__ = [
     "Target",
     "TokenIds",
     "Vocabulary",
+    "accept_greedy",
+    "accept_rule",
     "add_documents",
     "assemble",
     "build_from_index",
@@ -158,6 +166,7 @@ __all__ = [
     "compact",
     "connect",
     "errors",
+    "follow",
     "kept_logits",
     "list_documents",
     "load_model",
@@ -186,6 +195,9 @@ _HOMES: Final = {
     "decoder.model.pretrained": ("LanguageModel", "ModelOptions", "load_model"),
     "decoder.model.stamp": ("model_changed",),
     "decoder.model.target": ("Target",),
+    "decoder.sampling.rule": ("accept_rule",),
+    "decoder.sampling.sampling_settings": ("SamplingSettings",),
+    "decoder.sampling.verification": ("AcceptRule", "PassContext", "accept_greedy", "follow"),
     "decoder.speculators.speculator": ("load_speculator",),
     "decoder.stopping": ("StoppableText", "StopStrings"),
     "decoder.speculators.online": ("LearningSpeculator",),

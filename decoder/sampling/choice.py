@@ -14,7 +14,7 @@ NOTHING: Final = -1
 """Chosen where no token is possible."""
 
 
-Choice = Callable[[torch.Tensor, slice], torch.Tensor]
+Chooser = Callable[[torch.Tensor, slice], torch.Tensor]
 """A way of choosing, made for one tree; called with single rows or with many.
 
 Takes float32[n, vocabulary], logits after processors, and which rows these are: 0 after the last
@@ -23,7 +23,7 @@ token, node + 1 after a node. Returns int64[n], a token or `NOTHING` for each.
 
 
 def most_probable(scores: torch.Tensor, _rows: slice) -> torch.Tensor:
-    """Choose the greatest of each row; a `Choice` for any tree."""
+    """Choose the greatest of each row; a `Chooser` for any tree."""
     best = scores.max(dim=-1)
     return best.indices.masked_fill(best.values.isnan() | best.values.isneginf(), NOTHING)
 
@@ -32,10 +32,9 @@ def most_probable(scores: torch.Tensor, _rows: slice) -> torch.Tensor:
 class Draw:
     """Draws from each row's distribution.
 
-    Nodes of one depth share their random number: only one of them can lie on the path, and which
-    one depends on the numbers of lesser depths. Drafts of all kinds are compared with the draw,
-    even those that a model has drawn: that model uses other random numbers, so both are
-    independent.
+    Nodes of one depth share their random number: at most one of them lies on the path, and the
+    numbers of earlier depths decide which. A drawn draft is compared with the draw like any other:
+    the model that drew it used other random numbers, so the two are independent.
 
     Attributes:
         depths: int64[1 + N], of the last token and of each node.

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor
 from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.choice import (
     NOTHING,
-    Choice,
+    Chooser,
     Draw,
     DrawnChildren,
     Rejection,
@@ -101,7 +101,7 @@ class ProcessedRule:
             return None
         return choices.selected_for(self)
 
-    def _choice(self, tree: DraftTree, context: PassContext) -> Choice:
+    def _choice(self, tree: DraftTree, context: PassContext) -> Chooser:
         if self.settings.is_greedy:
             return most_probable
         depths = np.concatenate(([0], tree.depths()))

@@ -1,11 +1,11 @@
 """The parts that acceptance rules share: random numbers, walking down a tree, drawing tokens.
 
-All rules let the target choose a token after a node and follow the child that carries it. The
-target's own choice is kept at every position, so the output is the target's, whatever was
-drafted. For drafts that are certain of their token (they name it and give no distribution) this
-is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023,
-arXiv:2302.01318) with q = 1: a token is kept with its probability under the target, and the draw
-that disagrees is already distributed as the residual.
+The rules of this package let the target choose a token after a node and follow the child that
+carries it. The target's own choice is kept at every position, so the output is the target's,
+whatever was drafted. For drafts that are certain of their token (they name it and give no
+distribution) this is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et al.,
+2023, arXiv:2302.01318) with q = 1: a token is kept with its probability under the target, and the
+draw that disagrees is already distributed as the residual.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class PassContext:
         tokens: int32[n], the committed tokens, the prompt first. Not to be written to.
         num_prompt_tokens: how many of them are the prompt's.
         choices: what the pass found with its logits, if it did.
-        goes_on: is told each token of the output as soon as it is chosen, and says whether what
-            the pass found behind it holds; `None` where it always does.
+        goes_on: is told each token of the output as soon as it is chosen; where it returns false,
+            the rest of the pass is not used. `None` where nobody listens.
     """
 
     sequence: int
@@ -55,9 +55,10 @@ class PassContext:
 
 
 Drawing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A way to choose after rows of any path: takes [n, vocabulary], logits that are not written to,
-with n at least 2, and float64[n], a random number for each; gives int64[n], tokens. Equal ones
-compute the same, which depends on nothing else."""
+"""What a captured pass may draw with, before any path is known; rules that look at the tree or at
+earlier tokens have none. Takes logits, [n, vocabulary] with n at least 2, which it does not write
+to, and a random number for each row, float64[n]; gives tokens, int64[n]. It must depend on these
+alone, and drawings that are equal (==) must compute the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +161,17 @@ class Choices:
 
 
 AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]
-"""Accepts a path of a tree of N nodes, given the target's logits [1 + N, vocabulary]."""
+"""Decides what a pass brings: which path of its tree is accepted, and the token behind it.
+
+It is given a tree of N nodes and the target's logits, [1 + N, vocabulary], after the last token and
+after each node; it must not write to them, and may change nothing else. The path goes from a child
+of the root downwards, each node a child of the one before, and the token is one of the vocabulary.
+The rule tells `PassContext.goes_on` each token as it is chosen and stops where that says no;
+`follow` does so. What it raises ends its own sequence.
+
+Rules here keep the target's distribution. One of yours need not: then the output is no longer the
+model's, and nothing checks it.
+"""
 
 _BLOCK = 256
 """Tokens that are summed together first: about the square root of a usual vocabulary, so that the
@@ -288,8 +299,8 @@ class SampledTree(DraftTree):
 
     Siblings of one row were drawn from it one after the other, in the order of their nodes, each
     from what the earlier ones left (without replacement). Whether a node is drafted, and where it
-    stands, may depend on its ancestors and its earlier siblings, never on its own token: what is
-    kept of a draw by its value is no longer distributed as the row says. So probabilities of drawn
+    stands, may depend on its ancestors and its earlier siblings, never on its own token: a token
+    that is kept for its value is no longer distributed as the row says. So probabilities of drawn
     nodes are estimates made before their tokens were known.
 
     A certain node is one that would be here whatever was drawn among its ancestors' other

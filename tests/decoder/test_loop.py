@@ -12,9 +12,10 @@ from decoder.errors import (
     InvalidPromptError,
     InvalidSettingsError,
 )
-from decoder.loop import Decoder
+from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import Statistics
+from decoder.sampling.sampling_settings import SamplingSettings
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import (
     VOCABULARY,
@@ -104,6 +105,17 @@ def test_a_negative_limit_is_refused(prompt: list[int]) -> None:
     with pytest.raises(InvalidSettingsError, match="max_new_tokens must be 0 or more, not -1"):
         decoder.generate(prompt, -1)
     assert decoded(decoder, prompt, 0) == []
+
+
+@pytest.mark.parametrize("accept", ["greedy", SamplingSettings(0.7)])
+def test_what_is_no_rule_is_refused_before_anything_is_decoded(
+    accept: Any, prompt: list[int]
+) -> None:
+    decoder = decoder_with(tiny_llama(), ScriptedDrafter(nothing))
+    with pytest.raises(InvalidSettingsError, match=r"accept must be a rule, .* makes one"):
+        decoder.prepare(Request(prompt, 5, accept=accept))
+    with pytest.raises(InvalidSettingsError, match="accept must be a rule"):
+        Decoder(decoder.target, NoDrafter(), FixedBudget(1), accept)
 
 
 def test_statistics_say_who_drafted_what(prompt: list[int]) -> None:

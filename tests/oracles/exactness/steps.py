@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from decoder.sampling import rule as rules
-from decoder.sampling.choice import Choice, Draw, DrawnChildren, Rejection
+from decoder.sampling.choice import Chooser, Draw, DrawnChildren, Rejection
 from decoder.sampling.rule import ProcessedRule
 from decoder.sampling.verification import CERTAIN, PassContext, drawn_numbers
 from retriever.tree import ROOT
@@ -50,7 +50,7 @@ def _processed(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext
     return processing.after_constraint(scores.flatten(0, 1)).view(scores.shape)
 
 
-def _choice(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]) -> Choice:
+def _choice(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]) -> Chooser:
     """Return what chooses in all sequences: their rows one after the other."""
     depths = np.array([len(batch.path(node)) for node in range(ROOT, len(batch.parents))])
     count = int(depths.max()) + 1
