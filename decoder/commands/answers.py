@@ -31,7 +31,7 @@ from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Observer, Statistics, counted
 from decoder.sampling.constraint import Grammar
-from decoder.worth import Worth
+from decoder.speedup import Speedup
 from indexer.errors import IndexerError, reason_of
 from retriever.errors import RetrieverError
 from retriever.tree import Source
@@ -132,7 +132,7 @@ class Printer:
             typer.echo()
 
     def answer(
-        self, number: int, prompt: Prompt, result: Answer, worth: Worth, painted: str
+        self, number: int, prompt: Prompt, result: Answer, speedup: Speedup, painted: str
     ) -> None:
         """Show an answer that has ended, whole or not.
 
@@ -140,11 +140,11 @@ class Printer:
             number: of the prompt, from 1.
             prompt: what was answered.
             result: the answer.
-            worth: what drafts were worth for it.
+            speedup: what drafts were worth for it.
             painted: its text in colours.
         """
         if self._as_json:
-            self._print_json(prompt, result.report() | {"worth": worth.report()})
+            self._print_json(prompt, result.report() | {"speedup": speedup.report()})
         elif not self.is_single:
             self._print_block(number, prompt, painted)
 
@@ -162,13 +162,13 @@ class Printer:
         place = "" if self.is_single else f"prompt {number} (line {prompt.line}): "
         typer.echo(f"error: {place}{reason_of(error)}", err=True)
 
-    def statistics(self, total: Statistics, endings: Endings, worth: Worth) -> None:
+    def statistics(self, total: Statistics, endings: Endings, speedup: Speedup) -> None:
         """Show the figures of all answers, which ended at a limit, and what drafts were worth."""
         if self.palette is not None:
             legend = self.palette.legend(total.accepted, total.num_tokens)
             typer.echo(f"tokens by colour: {legend}", err=True, color=True)
         typer.echo(total.summary() + endings.summary(), err=True)
-        typer.echo(worth.summary(), err=True)
+        typer.echo(speedup.summary(), err=True)
         is_unused = not any(total.accepted[source] for source in _INDEXED)
         if self._indexes and total.num_tokens and is_unused:
             self._tell_unused()
@@ -241,7 +241,7 @@ class Answerer:
         self._interruption = interruption
         self._endings = Endings(options.max_new_tokens, pattern)
         self._comparison = comparison
-        self._total, self._worth = Statistics(), Worth()
+        self._total, self._speedup = Statistics(), Speedup()
         self.num_failed = 0
         self.is_interrupted = False
 
@@ -265,7 +265,7 @@ class Answerer:
             self.is_interrupted = True
         finally:
             if self._total.num_passes or self.is_interrupted:
-                self._printer.statistics(self._total, self._endings, self._worth)
+                self._printer.statistics(self._total, self._endings, self._speedup)
 
     def _answer(
         self, numbered: Sequence[tuple[int, Prompt]], advance: Callable[[], object]
@@ -311,7 +311,7 @@ class Answerer:
                 done[number] = each, Answer("", [], Statistics(), FinishReason.ERROR, error=error)
                 continue
             begun.append(each)
-            yield painted(self._decoder, each.tokens, painter, each.worth, observers)
+            yield painted(self._decoder, each.tokens, painter, each.speedup, observers)
 
     def _show(self, begun: "_Begun", result: Answer) -> None:
         """Show an answer, whole or not; an error of its prompt alone is reported."""
@@ -320,13 +320,13 @@ class Answerer:
         if has_text:
             begun.painter.finish()
             self._printer.end_of_text()
-        worth = self._compared(begun, result) or begun.worth
+        speedup = self._compared(begun, result) or begun.speedup
         if has_text:
             self._total.add(result.statistics)
             self._endings.count(result)
-            self._worth.add(worth)
+            self._speedup.add(speedup)
             self.is_interrupted |= result.finish_reason is FinishReason.INTERRUPTED
-            self._printer.answer(number, prompt, result, worth, begun.painter.painted)
+            self._printer.answer(number, prompt, result, speedup, begun.painter.painted)
         if error is None:
             return
         concerns_all = isinstance(error, TraceFileError) or not isinstance(error, FORESEEN)
@@ -336,12 +336,12 @@ class Answerer:
         tell(number, prompt, error)
         self.num_failed += 1
 
-    def _compared(self, begun: "_Begun", result: Answer) -> Worth | None:
+    def _compared(self, begun: "_Begun", result: Answer) -> Speedup | None:
         """Return what drafts were worth as measured; `None` where that was not done."""
         if self._comparison is None:
             return None
         if result.finish_reason not in {FinishReason.INTERRUPTED, FinishReason.ERROR}:
-            return self._comparison.worth(begun.tokens, result, self._interruption)
+            return self._comparison.speedup(begun.tokens, result, self._interruption)
         if begun.tokens and not isinstance(result.error, InvalidPromptError):
             self._comparison.skip()  # a prompt that is refused takes no random numbers
         return None
@@ -355,14 +355,14 @@ class _Begun:
     prompt: Prompt
     painter: Painter
     tokens: Sequence[int] = ()
-    worth: Worth = field(default_factory=Worth)
+    speedup: Speedup = field(default_factory=Speedup)
 
 
 def painted(
     decoder: Decoder,
     tokens: Sequence[int],
     painter: Painter,
-    worth: Worth,
+    speedup: Speedup,
     observers: Sequence[Observer] = (),
 ) -> Task:
     """Return a prompt to answer, whose text is painted and whose drafts' worth is counted.
@@ -371,11 +371,11 @@ def painted(
         decoder: that answers it.
         tokens: the prompt's.
         painter: gets the text, and writes it; it is to be finished behind the answer.
-        worth: is told of every pass, where passes have a measured cost.
+        speedup: is told of every pass, where passes have a measured cost.
         observers: are shown every pass after that.
     """
-    counted_worth = worth.observer(decoder.budget, len(tokens))
-    return Task(tokens, painter.text, together([painter.observe, counted_worth, *observers]))
+    counted = speedup.observer(decoder.budget, len(tokens))
+    return Task(tokens, painter.text, together([painter.observe, counted, *observers]))
 
 
 def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:

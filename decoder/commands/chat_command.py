@@ -29,7 +29,7 @@ from decoder.errors import InvalidPromptError, PromptFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import ObservedPass, Statistics
-from decoder.worth import Worth
+from decoder.speedup import Speedup
 from indexer.errors import TokenizerError, reason_of
 from indexer.launch import errors_in_one_line
 
@@ -132,7 +132,7 @@ class Chat:
         self._messages = messages
         self._options = options
         self._palette = palette
-        self._total, self._worth = Statistics(), Worth()
+        self._total, self._speedup = Statistics(), Speedup()
         self._interruption = Interruption()
 
     def run(self) -> None:
@@ -146,7 +146,7 @@ class Chat:
             if is_interrupted:
                 break
         if self._total.num_passes:
-            typer.echo(f"{self._total.summary()}\n{self._worth.summary()}", err=True)
+            typer.echo(f"{self._total.summary()}\n{self._speedup.summary()}", err=True)
         if is_interrupted:
             raise typer.Exit(self._interruption.status)
 
@@ -176,25 +176,25 @@ class Chat:
             return FinishReason.ERROR
         if num_dropped:
             typer.echo(f"oldest turns left out, for want of room: {num_dropped}", err=True)
-        worth = Worth()
+        speedup = Speedup()
         with StatusLine.shown() as status:
-            result = self._decoded(tokens, worth, status)
+            result = self._decoded(tokens, speedup, status)
         typer.echo()
         self._total.add(result.statistics)
-        self._worth.add(worth)
+        self._speedup.add(speedup)
         if result.error is not None:
             raise result.error
         if result.token_ids:
             self._messages.turns.append((message, result.text))
         if sys.stdout.isatty():
-            self._say(result, worth)
+            self._say(result, speedup)
         return result.finish_reason
 
-    def _decoded(self, tokens: list[int], worth: Worth, status: "StatusLine | None") -> Answer:
+    def _decoded(self, tokens: list[int], speedup: Speedup, status: "StatusLine | None") -> Answer:
         messages = self._messages
         painter = Painter(messages.language_model.tokenizer, self._write, self._palette)
-        observers = [] if status is None else [ShownPace(worth, status).observe]
-        task = painted(messages.decoder, tokens, painter, worth, observers)
+        observers = [] if status is None else [ShownPace(speedup, status).observe]
+        task = painted(messages.decoder, tokens, painter, speedup, observers)
         self._interruption = Interruption()
         with self._interruption.handled():
             model = messages.language_model
@@ -205,15 +205,15 @@ class Chat:
     def _write(self, text: str) -> None:
         typer.echo(text, nl=False, color=None if self._palette is None else True)
 
-    def _say(self, result: Answer, worth: Worth) -> None:
+    def _say(self, result: Answer, speedup: Speedup) -> None:
         """Print what an answer took, in lines that fit."""
         statistics = result.statistics
         parts = [
             f"{statistics.tokens_per_pass:.2f} tokens per pass",
             f"{statistics.tokens_per_second:.1f} tokens/s",
         ]
-        if worth.times_plain is not None:
-            parts.append(f"{worth.times_plain:.1f}x plain decoding (estimated)")
+        if speedup.times_plain is not None:
+            parts.append(f"{speedup.times_plain:.1f}x plain decoding (estimated)")
         if result.finish_reason is FinishReason.INTERRUPTED:
             parts.append("stopped")
         elif result.finish_reason is FinishReason.LENGTH:
@@ -229,12 +229,12 @@ class ShownPace:
     """Counts the tokens of an answer, and shows tokens per pass while it is written.
 
     Args:
-        worth: of the answer so far, told of a pass before this.
+        speedup: of the answer so far, told of a pass before this.
         status: where it is shown.
     """
 
-    def __init__(self, worth: Worth, status: "StatusLine") -> None:
-        self._worth = worth
+    def __init__(self, speedup: Speedup, status: "StatusLine") -> None:
+        self._speedup = speedup
         self._status = status
         self._num_tokens = self._num_passes = 0
 
@@ -244,8 +244,8 @@ class ShownPace:
         self._num_passes += 1
         parts = [f"{self._num_tokens / self._num_passes:.2f} tokens per pass"]
         parts.append(f"this one {len(step.tokens)}")
-        if self._worth.times_plain is not None:
-            parts.append(f"{self._worth.times_plain:.1f}x plain")
+        if self._speedup.times_plain is not None:
+            parts.append(f"{self._speedup.times_plain:.1f}x plain")
         self._status.show(folded(parts, self._status.columns - 1)[0])
 
 

@@ -15,7 +15,7 @@ from decoder.contenders.standings import Comparison
 from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
-from decoder.worth import Worth
+from decoder.speedup import Speedup
 
 TIE: Final = 1e-4
 """Logits that are less apart than this may change places in float32, where passes of other widths
@@ -31,7 +31,7 @@ class PlainAnswers:
 
     Args:
         decoder: of the answers that are compared. Every prompt that it has answered is passed to
-            `worth` or to `skip`, in order, so that random numbers are the same.
+            `speedup` or to `skip`, in order, so that random numbers are the same.
         language_model: whose answers these are.
         options: of every answer.
     """
@@ -44,9 +44,9 @@ class PlainAnswers:
         self._language_model = language_model
         self._options = replace(options, remember=False)
 
-    def worth(
+    def speedup(
         self, tokens: Sequence[int], result: Answer, interruption: Interruption
-    ) -> Worth | None:
+    ) -> Speedup | None:
         """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
         self._plain.target.forget()  # or else its prompt would be read already
         plain = answer(self._plain, self._language_model, Task(tokens), self._options, interruption)
@@ -56,7 +56,7 @@ class PlainAnswers:
         if interruption.is_requested or not plain.token_ids:
             return None
         different = first_difference(result.token_ids, plain.token_ids)
-        return Worth(
+        return Speedup(
             result.statistics.total_s,
             plain.statistics.total_s,
             result.statistics.num_passes - 1,

@@ -78,7 +78,7 @@ from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.speculators.speculator import load_speculator
-from decoder.worth import Worth
+from decoder.speedup import Speedup
 from indexer.tokenizer import Vocabulary, vocabulary_of
 from retriever.drafter import ALONE, Drafter, Kin, OfOneProcess
 from retriever.follower import DraftLimits
@@ -133,7 +133,7 @@ class Foredraft(OfOneProcess):
 
     Attributes:
         statistics: figures of all calls, of all rows.
-        worth: what drafts were worth in all calls, against decoding row by row without them,
+        speedup: what drafts were worth in all calls, against decoding row by row without them,
             estimated from what passes cost here; nothing is known with a budget that does not
             measure.
 
@@ -177,7 +177,7 @@ class Foredraft(OfOneProcess):
         self._parallel = parallel
         self._reuses = reuse_prefixes
         self.statistics = Statistics()
-        self.worth = Worth()
+        self.speedup = Speedup()
         self._queues, self._lock = queues, Lock()
         self._caller: int | None = None
         self._counts_versions, self._version = counts_versions, 0
@@ -500,7 +500,7 @@ class Foredraft(OfOneProcess):
             max_new_tokens=ending.max_new_tokens,
             stop_rule=listeners,
             on_token=listeners.on_token if others else None,
-            observer=self.worth.observer(self._decoder.budget, len(prompt)),
+            observer=self.speedup.observer(self._decoder.budget, len(prompt)),
         )
 
     def _run(

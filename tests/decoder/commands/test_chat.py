@@ -20,7 +20,7 @@ from decoder.commands.chat_command import Messages, ShownPace, StatusLine, folde
 from decoder.errors import InvalidPromptError
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import ObservedPass
-from decoder.worth import Worth
+from decoder.speedup import Speedup
 from tests.decoder.commands.command_line import run
 from tests.decoder.decoding import ScriptedDrafter, decoder_with, nothing, plainly
 
@@ -250,4 +250,4 @@ def test_parts_are_folded_and_never_cut() -> None:
     assert folded(parts, 80) == [", ".join(parts)]
     assert folded(parts, 40) == ["4.67 tokens per pass, 31.0 tokens/s", "2.9x plain"]
     assert folded(parts, 5) == parts
-    assert Worth().times_plain is None
+    assert Speedup().times_plain is None

@@ -19,7 +19,7 @@ from decoder.commands.answers import Endings, Printer
 from decoder.model import pretrained as models
 from decoder.model.pretrained import PreparedModel
 from decoder.observation import Statistics
-from decoder.worth import Worth
+from decoder.speedup import Speedup
 from indexer.build import build_from_texts
 from indexer.launch import INTERRUPTED, TERMINATED
 from retriever.tree import Source
@@ -146,7 +146,7 @@ def test_each_answer_of_a_recorded_conversation_is_given_again(
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.out.splitlines()]
     assert [(row["line"], row["prompt"]) for row in rows] == [(1, "abc"), (1, "bca")]
-    assert all(row["worth"]["is_identical"] for row in rows)
+    assert all(row["speedup"]["is_identical"] for row in rows)
     found, skipped = captured.err.splitlines()[:2]
     assert found == f"{log}: OpenAI messages, 2 prompts of 1 conversations"
     assert skipped.startswith(f"skipped: 1 not JSON (first: {log}:2; ")
@@ -307,9 +307,9 @@ def test_texts_and_phrase_tables_of_an_index_are_its_tokens(
 ) -> None:
     printer = Printer(as_json=False, is_single=True, num_prompts=1, indexes=[Path("x")])
     total = Statistics(num_passes=2, num_tokens=5, accepted=Counter({source: 1}))
-    printer.statistics(total, Endings(9), Worth())
+    printer.statistics(total, Endings(9), Speedup())
     assert ("no token came from x" in capsys.readouterr().err) == is_told
-    printer.statistics(Statistics(num_passes=1), Endings(9), Worth())
+    printer.statistics(Statistics(num_passes=1), Endings(9), Speedup())
     assert "no token came from" not in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from decoder.observation import ObservedPass, Times
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule, accept_greedy
-from decoder.worth import UNKNOWN, Worth
+from decoder.speedup import UNKNOWN, Speedup
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, at_random, decoder_with, nothing
 
@@ -30,30 +30,32 @@ def seen(num_tokens: int, target_s: float) -> ObservedPass:
 
 def test_plain_decoding_would_take_a_plain_pass_for_each_token() -> None:
     costs = CostSurface((0, 100), (1, 8), ((1.0, 1.0), (2.0, 2.0)))
-    worth = Worth()
-    observe = worth.observer(MeasuredBudget(costs), 100)
+    speedup = Speedup()
+    observe = speedup.observer(MeasuredBudget(costs), 100)
     observe(seen(1, 7.0))  # the prompt's own pass, which takes the same without drafts
-    assert worth.times_plain is None
-    assert worth.summary() == UNKNOWN
+    assert speedup.times_plain is None
+    assert speedup.summary() == UNKNOWN
     observe(seen(5, 2.0))
     # Behind 101 tokens a plain pass takes 2.01 s.
-    assert worth.plain_s == pytest.approx(7 + 5 * 2.01)
-    assert worth.own_s == pytest.approx(7.5 + 2.5)
-    assert worth.summary() == "1.7x plain decoding on this machine, estimated from measured passes"
+    assert speedup.plain_s == pytest.approx(7 + 5 * 2.01)
+    assert speedup.own_s == pytest.approx(7.5 + 2.5)
+    assert (
+        speedup.summary() == "1.7x plain decoding on this machine, estimated from measured passes"
+    )
     for _ in range(9):
         observe(seen(1, 9.0))
-    assert worth.summary().endswith("measured passes: too few passes to say whether drafts pay")
+    assert speedup.summary().endswith("measured passes: too few passes to say whether drafts pay")
     for _ in range(60):
         observe(seen(1, 9.0))
-    assert worth.summary().endswith("measured passes: drafts do not pay here")
+    assert speedup.summary().endswith("measured passes: drafts do not pay here")
 
 
 def test_beside_others_a_token_would_take_its_share_of_a_plain_pass() -> None:
-    worth = Worth()
-    observe = worth.observer(MeasuredBudget(CostSurface.flat((1, 4), (1.0, 2.0))), 100)
+    speedup = Speedup()
+    observe = speedup.observer(MeasuredBudget(CostSurface.flat((1, 4), (1.0, 2.0))), 100)
     observe(seen(1, 7.0))
     observe(replace(seen(3, 1.0), num_sequences=4))
-    assert worth.plain_s == pytest.approx(7 + 3 * 2.0 / 4)
+    assert speedup.plain_s == pytest.approx(7 + 3 * 2.0 / 4)
 
 
 def answered(decoder: Decoder, language_model: LanguageModel, text: str, most: int) -> Answer:
@@ -75,15 +77,15 @@ def test_a_comparison_decodes_the_same_without_drafts(
     interrupted = answered(drafted, language_model, "cab", 20)  # its random numbers are used up
     assert interrupted.token_ids
     comparison.skip()
-    total = Worth()
+    total = Speedup()
     for _ in range(2):
         result = answered(drafted, language_model, PROMPT, 20)
-        worth = comparison.worth(language_model.encode(PROMPT), result, Interruption())
-        assert worth is not None
-        assert (worth.num_compared, worth.num_different) == (1, 0)
-        assert worth.own_s == result.statistics.total_s
-        assert worth.summary().endswith("without drafts; the output is identical")
-        total.add(worth)
+        speedup = comparison.speedup(language_model.encode(PROMPT), result, Interruption())
+        assert speedup is not None
+        assert (speedup.num_compared, speedup.num_different) == (1, 0)
+        assert speedup.own_s == result.statistics.total_s
+        assert speedup.summary().endswith("without drafts; the output is identical")
+        total.add(speedup)
     assert total.summary().endswith("all 2 are identical")
 
 
@@ -91,12 +93,12 @@ def test_a_comparison_says_where_outputs_differ(language_model: LanguageModel) -
     decoder = decoder_with(language_model.model, ScriptedDrafter(nothing))
     result = answered(decoder, language_model, PROMPT, 20)
     result.token_ids[7] += 1
-    worth = PlainAnswers(decoder, language_model, AnswerOptions(20)).worth(
+    speedup = PlainAnswers(decoder, language_model, AnswerOptions(20)).speedup(
         language_model.encode(PROMPT), result, Interruption()
     )
-    assert worth is not None
-    assert worth.summary().endswith("; the output differs from token 8 on")
-    assert worth.report()["is_identical"] is False
+    assert speedup is not None
+    assert speedup.summary().endswith("; the output differs from token 8 on")
+    assert speedup.report()["is_identical"] is False
     assert first_difference([1, 2], [1, 2, 3]) == 3
     assert first_difference([1, 2], [1, 2]) is None
 
@@ -106,7 +108,7 @@ def test_a_comparison_tells_no_drafter(language_model: LanguageModel) -> None:
     decoder = decoder_with(language_model.model, drafter)
     result = answered(decoder, language_model, PROMPT, 5)
     before = list(drafter.closed)
-    PlainAnswers(decoder, language_model, AnswerOptions(5)).worth(
+    PlainAnswers(decoder, language_model, AnswerOptions(5)).speedup(
         language_model.encode(PROMPT), result, Interruption()
     )
     assert drafter.closed == before

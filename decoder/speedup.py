@@ -7,7 +7,7 @@ from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.observation import ObservedPass, Observer
 
 _TELLING_PASSES: Final = 64
-"""Passes from which on an estimate may say no: of fewer a busy moment makes what it will."""
+"""Passes from which on an estimate may say no: with fewer, noise dominates."""
 
 UNKNOWN: Final = (
     "what drafts are worth here is not known yet: no pass was made behind the prompt's own"
@@ -15,7 +15,7 @@ UNKNOWN: Final = (
 
 
 @dataclass(slots=True)
-class Worth:
+class Speedup:
     """Seconds of one answer, or of many, with drafts and without.
 
     Attributes:
@@ -73,7 +73,7 @@ class Worth:
 
         return observe
 
-    def add(self, other: "Worth") -> None:
+    def add(self, other: "Speedup") -> None:
         """Add the seconds of other answers."""
         if self.first_difference is None:
             self.first_difference = other.first_difference
