@@ -188,7 +188,7 @@ class Fate:
 class Drafter(Protocol):
     """Drafts continuations of many sequences at once; keeps a session for each.
 
-    Embedded drafters, remote clients, draft models and fusions of these implement it.
+    Embedded drafters, remote clients and fusions of these implement it.
     """
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
