@@ -15,14 +15,13 @@ from transformers import PreTrainedModel
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.asking import StepCosts
-from decoder.drafters.draft_model import DraftModel, frequent_tokens
+from decoder.drafters.draft_model import DraftModel, ModelReader, frequent_tokens
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
-from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.options import DraftOptions, check_trimming
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder
 from decoder.model.capability_check import FOUND_HERE

@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, Load, PassOutcome
 from decoder.drafters.following import (
+    FollowingDrafter,
     NoDrafter,
-    PassUnderWay,
+    PendingPass,
     SequenceDrafter,
     Verified,
-    ask_ahead,
-    draft_together,
-    follow,
+    following,
     prepare_outcomes,
 )
 from decoder.errors import (
@@ -422,7 +421,8 @@ class Generation:
         """
         if not self._has_begun:
             with self.statistics.drafting():
-                self.drafter = follow(self._followers, self._sequence)
+                drafting = following(self._followers)
+                self.drafter = drafting.follow(self._sequence, self._followers.limits)
             self._has_begun = True
 
     def accepted(self, tree: DraftTree, read: Read) -> Acceptance:
@@ -593,11 +593,11 @@ class _Row:
             return reading
         return replace(reading, selection=self.generation.selection(self.tree))
 
-    def under_way(self, num_outcomes: int) -> PassUnderWay:
+    def under_way(self, num_outcomes: int) -> PendingPass:
         """Return its part in the pass, for drafts after what may come and that others follow."""
         generation = self.generation
         most = generation.max_depth - 1
-        return PassUnderWay(generation.tokens, self.proposed, self.tree, num_outcomes, most)
+        return PendingPass(generation.tokens, self.proposed, self.tree, num_outcomes, most)
 
     def note_piece(self, states: States) -> None:
         """Take in that a piece of its prompt was read."""
@@ -632,8 +632,8 @@ class _Batch:
     """
 
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
-        self._followers = decoder.followers
-        self._ahead = _Ahead(decoder) if decoder.num_ahead else None
+        self._drafting = following(decoder.followers)
+        self._ahead = _Ahead(self._drafting, decoder.num_ahead) if decoder.num_ahead else None
         self._target, self._budget = decoder.target, decoder.budget
         self._waiting = waiting
         self._returned: deque[Generation] = deque()
@@ -701,9 +701,8 @@ class _Batch:
             return 0.0
         began_s = perf_counter()
         num_nodes = max_nodes if self._ahead is None else self._ahead.nodes_to_ask(max_nodes)
-        trees = draft_together(
-            self._followers,
-            [(row.generation.drafter, row.generation.nodes_within(num_nodes)) for row in asked],
+        trees = self._drafting.draft_together(
+            [(row.generation.drafter, row.generation.nodes_within(num_nodes)) for row in asked]
         )
         draft_s = perf_counter() - began_s
         for row, tree in zip(asked, trees, strict=True):
@@ -846,8 +845,8 @@ class _Ahead:
     not among the likeliest outcomes is asked for, as in any batch.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._followers, self._num_outcomes = decoder.followers, decoder.num_ahead
+    def __init__(self, drafting: FollowingDrafter, num_outcomes: int) -> None:
+        self._drafting, self._num_outcomes = drafting, num_outcomes
         self._num_asked = 0
         self._pass_began_s: float | None = None
         self._busy_s = 0.0
@@ -871,7 +870,7 @@ class _Ahead:
             if self._num_asked and row.is_verified and row.may_go_on_drafted
         ]
         if asked:
-            ask_ahead(self._followers, asked, self._busy_s)
+            self._drafting.ask_ahead(asked, self._busy_s)
         self._pass_began_s = perf_counter()
 
 

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from decoder.assembly import assemble
     from decoder.budget.budget import FixedBudget, MeasuredBudget
     from decoder.budget.pass_timing import measure_costs
-    from decoder.drafters.draft_model import DraftModel
+    from decoder.drafters.draft_model import DraftModel, ModelReader
     from decoder.drafters.following import NoDrafter
     from decoder.drafters.fusion import FusedDrafter
     from decoder.drafters.keeping import KeptLogits, kept_logits
-    from decoder.drafters.model_reader import ModelReader
     from decoder.drafters.recycling import RecycledLogits
     from decoder.engines.transformers.custom_generate import Foredraft
     from decoder.loop import Decoder, Generation, Request
@@ -184,11 +183,10 @@ _HOMES: Final = {
     "decoder.assembly": ("assemble",),
     "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
     "decoder.budget.pass_timing": ("measure_costs",),
-    "decoder.drafters.draft_model": ("DraftModel",),
+    "decoder.drafters.draft_model": ("DraftModel", "ModelReader"),
     "decoder.drafters.following": ("NoDrafter",),
     "decoder.drafters.fusion": ("FusedDrafter",),
     "decoder.drafters.keeping": ("KeptLogits", "kept_logits"),
-    "decoder.drafters.model_reader": ("ModelReader",),
     "decoder.drafters.recycling": ("RecycledLogits",),
     "decoder.engines.transformers.custom_generate": ("Foredraft",),
     "decoder.loop": ("Decoder", "Generation", "Request"),

@@ -356,7 +356,7 @@ most."""
 
 _FIRST_PAUSE_S: Final = 0.02
 """Longest pause in asking ahead after a first late answer, in seconds: a few steps. Pauses grow to
-seconds, so that a drafter that is always late is seldom asked in vain."""
+seconds, so that a drafter that is always late is rarely asked in vain."""
 
 _LEAST_PATIENCE_S: Final = 0.001
 """Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
@@ -373,7 +373,7 @@ Outcomes = Callable[[], Sequence[TokenIds]]
 """Returns int32[k] each, k at least 1: tokens that may come next, the likeliest first."""
 
 
-class _AskedAhead:
+class Prefetch:
     """Drafts ahead that are under way in another thread, and what becomes of them.
 
     They take little of the caller's time: the thread finds the outcomes and arranges the answers.
@@ -513,7 +513,7 @@ class Followers:
         self._ahead_backoff = Backoff(_FIRST_PAUSE_S, clock=clock)
         self._asks_ahead = False
         self._num_fitting = math.inf
-        self._under_way: _AskedAhead | None = None
+        self._under_way: Prefetch | None = None
         self._asking_s = patience_s
 
     @cached_property
@@ -620,7 +620,7 @@ class Followers:
         if following:
             self._asks_ahead = True
             timeout_s = busy_s + max(self._asking_s, _LEAST_PATIENCE_S)
-            self._under_way = _AskedAhead(
+            self._under_way = Prefetch(
                 self._ahead, following, self._num_fitting, timeout_s, self._clock()
             )
             self._under_way.begin(self._thread)
@@ -720,14 +720,14 @@ class Followers:
             self._ahead_backoff.succeed()
         return True
 
-    def _note_fit(self, asked: _AskedAhead) -> None:
+    def _note_fit(self, asked: Prefetch) -> None:
         """Note whether outcomes were answered within a pass."""
         if asked.is_done(0.0):
             self._num_fitting += 1
         elif asked.num_outcomes:
             self._num_fitting = max(_FEWER * min(self._num_fitting, asked.num_outcomes), 1.0)
 
-    def _note_late(self, asked: _AskedAhead) -> None:
+    def _note_late(self, asked: Prefetch) -> None:
         for follower in asked.followers:
             follower.num_failures += 1
         if not asked.is_late:

@@ -37,11 +37,11 @@ from decoder.drafters.kernels.siblings import (
     NUM_WEIGHTS,
     SLOPE,
     UNLISTED,
+    add_readers,
     gather,
-    hear_readers,
     set_of,
 )
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import PRIOR_ROWS, load_prior, prior_rows, save_prior
 from decoder.loop import Decoder
@@ -94,17 +94,15 @@ class RecordingDrafter(FusedDrafter):
         self._prior_rows = prior_rows(1, self._readers.kinds)
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
-        if not sequence.has_drafted:
-            return
         self._plant(sequence.trees)
         trees = np.arange(len(sequence.trees), dtype=np.int32)
         places = np.concatenate([trees, sequence.read.root_rows()])
         context, hints, readings = sequence.context(), sequence.hints, sequence.read.readings
-        told, table = self._siblings, self._table()
+        told, table = self._siblings, self._table
         for token in came.tolist():
             of_trees, rows = places[: len(trees)], places[len(trees) :]
             count = gather(told, self._forest, of_trees, table, context, hints, 0)
-            count = hear_readers(told, count, readings, rows)
+            count = add_readers(told, count, readings, rows)
             self.seen.append(self._seen(count, set_of(told.known, readings.labels), token))
             below = np.empty_like(places)
             descend(self._forest, readings, places, below, token)

@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.papers.datastore import SortedText, continuations, texts_of
-from decoder.contenders.sequence_drafter import SequenceDrafter
+from decoder.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
@@ -139,7 +139,7 @@ class StatisticsDatabase:
         return [draft for draft, _ in counts.most_common(self._max_drafts)]
 
 
-class HierarchyDrafting(SequenceDrafter[ContextSequence]):
+class HierarchyDrafting(SequenceRule[ContextSequence]):
     """Asks the three databases in order until the tree is full.
 
     Args:

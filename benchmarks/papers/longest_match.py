@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from benchmarks.papers.datastore import Datastore, continuations, longest_match
 from benchmarks.papers.kernels.trie_counting import grow
-from decoder.contenders.sequence_drafter import SequenceDrafter
+from decoder.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
@@ -70,7 +70,7 @@ class Reading:
     max_occurrences: int
 
 
-class LongestMatch(SequenceDrafter[TokenSequence]):
+class LongestMatch(SequenceRule[TokenSequence]):
     """Drafts the most frequent of what followed the longest match.
 
     Args:

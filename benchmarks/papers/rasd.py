@@ -13,8 +13,7 @@ import numpy as np
 from decoder.drafters.drawing import Children, Frontier
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.readings import LIKELY, NUM_LIKELY_COLUMNS, ROOT_ROW, Readings
-from decoder.drafters.readers import ReadTree
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import ReadTree, TreeReader
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree
@@ -75,7 +74,7 @@ class RasdDrafter(FusedDrafter):
             if not nodes:
                 break
             tokens, parents = _edges(frontier, nodes)
-            first = read.next_row(0)
+            first = int(read.num_rows[0])
             behind = np.array(parents, np.int32) + 1
             if not read.read(0, np.array(tokens, np.int32), behind):
                 break
@@ -144,13 +143,12 @@ def _children(readings: Readings, row: int) -> Children:
     log_shares = readings.logits[0, row, columns] - readings.log_sums[0, row]
     is_possible = np.isfinite(log_shares)
     tokens = readings.token_of[0, columns[is_possible]]
-    return Children(tokens, np.minimum(log_shares[is_possible], 0.0).astype(np.float64))
+    return tokens, np.minimum(log_shares[is_possible], 0.0).astype(np.float64)
 
 
 def _edges(frontier: Frontier, nodes: list[int]) -> tuple[list[int], list[int]]:
     """Return the tokens of nodes, and their parents' numbers among the expanded ones."""
-    above = [frontier.parents[node] for node in nodes]
-    rows = [ROOT if parent == ROOT else frontier.rows[parent] for parent in above]
+    rows = [frontier.rows[frontier.parents[node]] for node in nodes]
     return [frontier.tokens[node] for node in nodes], rows
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from benchmarks.papers.datastore import Datastore, continuation, first_occurrence, longest_match
 from decoder.contenders.prompt_lookup import longest_repeat
-from decoder.contenders.sequence_drafter import SequenceDrafter, chain
+from decoder.contenders.sequence_rule import SequenceRule, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
@@ -30,7 +30,7 @@ MAX_MATCH: Final = 512
 """Longest match that is told from longer ones, in tokens."""
 
 
-class SamDecoding(SequenceDrafter[TokenSequence]):
+class SamDecoding(SequenceRule[TokenSequence]):
     """Drafts one path from the sequence or from earlier texts, after the longer match.
 
     Args:

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.papers.kernels.speculation import speculate
 from benchmarks.papers.suffix_tree import OpenSequence, SuffixTree
-from decoder.contenders.sequence_drafter import SequenceDrafter
+from decoder.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
@@ -80,7 +80,7 @@ class SuffixSequence(TokenSequence):
             self._shared.append(self._shared_end, tokens)
 
 
-class SuffixDecoding(SequenceDrafter[SuffixSequence]):
+class SuffixDecoding(SequenceRule[SuffixSequence]):
     """Drafts the better of two trees' best drafts.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.sequence_drafter import SequenceDrafter
+from decoder.contenders.sequence_rule import SequenceRule
 from decoder.drafters.following import Verified
 from decoder.drafters.recycling import likeliest
 from retriever.drafter import TokenIds
@@ -58,7 +58,7 @@ _CHILDREN: Final[tuple[dict[tuple[int, ...], int], ...]] = (
 _NONE: Final = -1
 
 
-class TokenRecycling(SequenceDrafter[TokenSequence]):
+class TokenRecycling(SequenceRule[TokenSequence]):
     """Drafts a tree of fixed shape from the likeliest tokens last seen after each token.
 
     Args:

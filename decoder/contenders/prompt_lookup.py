@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from decoder.contenders.sequence_drafter import SequenceDrafter, chain
+from decoder.contenders.sequence_rule import SequenceRule, chain
 from retriever.drafter import TokenIds
 from retriever.kernels.compiling import kernel
 from retriever.sequences import TokenSequence
@@ -20,7 +20,7 @@ MAX_MATCHING_NGRAM_SIZE: Final = 32
 """The default of transformers is 2; more is better at copying and no worse elsewhere."""
 
 
-class PromptLookup(SequenceDrafter[TokenSequence]):
+class PromptLookup(SequenceRule[TokenSequence]):
     """Drafts one path from the sequence itself, as long as the budget allows.
 
     Args:

@@ -47,7 +47,7 @@ class StepCosts:
     pass_s: float
 
 
-class Pace:
+class DecodingPace:
     """How long a token takes at present: recent steps, and the tokens that came of them.
 
     The tokens of a single step vary from one to as many as a draft has, so their mean counts.
@@ -82,64 +82,19 @@ class Trials:
         return False
 
 
-class GainEstimate:
-    """Learns what asking adds to the tree that there is already, by how sure that tree is.
-
-    A reader is asked where the tokens that it has lately added there, at the pace of decoding, save
-    more time than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand. Gains fall
-    evenly with the tree's sureness, so they are a line, fitted to recent drafts: each draft then
-    tells something of all trees. They fade by the step, asked or not, so that what was learned long
-    ago is soon outweighed by trials.
-    """
-
-    def __init__(self) -> None:
-        self._gains = FadingLine(_DECAY, _KNOWN, at_0=_GUESS, at_1=0.0)
-        self._seconds = RecentMedian(_RECENT)
-        self._untimed = _TIMED
-        self._trials = Trials()
-
-    def pays(self, sureness: float, token_s: float) -> bool:
-        """Return whether to ask the reader now; each call counts as a step.
-
-        Args:
-            sureness: probability of the tree's first node, 0 where it is empty.
-            token_s: seconds that a token takes at the present pace; 0 where that is not known.
-        """
-        self._gains.fade()
-        seconds = self._seconds.value()
-        if seconds is None or self._untimed > 0 or token_s == 0:
-            return True
-        return self._trials.allow(pays=self.gain(sureness) * token_s >= seconds)
-
-    def gain(self, sureness: float) -> float:
-        """Return the tokens that asking is expected to add."""
-        return self._gains.at(sureness)
-
-    def learn(
-        self, sureness: float, gain: float, seconds: float, *, is_typical: bool = True
-    ) -> None:
-        """Take in a draft that the reader was asked for.
-
-        Args:
-            sureness: of the tree before it was asked.
-            gain: tokens that were accepted beyond those of that tree alone.
-            seconds: that asking took.
-            is_typical: whether other drafts take that, too; if not, they take no more.
-        """
-        self._gains.add(sureness, gain)
-        if is_typical or seconds < (self._seconds.value() or 0.0):
-            self._untimed -= is_typical
-            self._seconds.add(seconds)
-
-
 class AskingRule:
     """Decides whether a reader is asked for a draft, and whether it takes another pass for it.
 
-    A pass pays where the tokens that it is expected to bring are worth its time at the pace of
-    decoding, as for draft models alone (`StoppingRule`, after SpecDec++, arXiv:2405.19715). The
-    first pass, which reads the sequence, brings most: what it adds is learned by itself. A further
-    pass is expected to bring what such passes have lately brought, times how probable it is that
-    the target comes to one of the nodes that it reads.
+    A reader is asked where the tokens that it has lately added to the tree that there was already,
+    at the pace of decoding, save more time than it takes. RASD (arXiv:2503.03434) sets such a
+    threshold by hand. Gains fall evenly with the tree's sureness, so they are a line, fitted to
+    recent drafts: each draft then tells something of all trees. They fade by the step, asked or
+    not, so that what was learned long ago is soon outweighed by trials.
+
+    The first pass, which reads the sequence, brings most: what it adds is learned by itself. A
+    further pass pays where the tokens that it is expected to bring are worth its time, as for draft
+    models alone (SpecDec++, arXiv:2405.19715). It is expected to bring what such passes have lately
+    brought, times how probable it is that the target comes to one of the nodes that it reads.
 
     Args:
         pace: of decoding, shared with the rules of other readers; its owner keeps it up to date.
@@ -147,23 +102,31 @@ class AskingRule:
             given as free, the reader is always asked and reads as far as it can.
     """
 
-    def __init__(self, pace: Pace, costs: StepCosts | None = None) -> None:
+    def __init__(self, pace: DecodingPace, costs: StepCosts | None = None) -> None:
         self._pace = pace
         self._costs = costs
-        self._gain = GainEstimate()
+        self._gains = FadingLine(_DECAY, _KNOWN, at_0=_GUESS, at_1=0.0)
+        self._asking_s = RecentMedian(_RECENT)
+        self._untimed = _TIMED
+        self._asking_trials = Trials()
         self._pass_s = RecentMedian(_RECENT)
         self._brought = FadingRatio(_DECAY)  # tokens that further passes brought, to nodes reached
-        self._trials = Trials()
+        self._pass_trials = Trials()
 
     def asks(self, tree: DraftTree) -> bool:
-        """Return whether to ask the reader for this draft; each call counts as one.
+        """Return whether to ask the reader for this draft; each call counts as a step.
 
         Args:
             tree: that there is without it.
         """
         if self._costs is not None and self._costs.pass_s == 0:
             return True
-        return self._gain.pays(sureness_of(tree), self._token_s())
+        self._gains.fade()
+        seconds, token_s = self._asking_s.value(), self._token_s()
+        if seconds is None or self._untimed > 0 or token_s == 0:
+            return True
+        gain = self._gains.at(_sureness_of(tree))
+        return self._asking_trials.allow(pays=gain * token_s >= seconds)
 
     def is_worthwhile(self, reach: float) -> bool:
         """Return whether a further pass pays; each call counts as one.
@@ -176,7 +139,7 @@ class AskingRule:
         if not pass_s or token_s == 0:
             return True
         share = (self._brought.numerator + 1) / (self._brought.denominator + 1)
-        return self._trials.allow(pays=share * reach * token_s >= pass_s)
+        return self._pass_trials.allow(pays=share * reach * token_s >= pass_s)
 
     def record_pass(self, seconds: float) -> None:
         """Take in the time of a further pass."""
@@ -192,25 +155,26 @@ class AskingRule:
                 and count as one.
             gained: those of the whole draft.
         """
-        is_typical = self._costs is not None or asked.num_behind <= _LITTLE
         if first is None:
-            cost = self._cost(asked.num_passes, asked.seconds)
-            self._gain.learn(asked.sureness, gained - before, cost, is_typical=is_typical)
-            self._brought.add(gained - before, 1.0 + asked.reach)
-            return
-        cost = self._cost(1, asked.first_s)
-        self._gain.learn(asked.sureness, first - before, cost, is_typical=is_typical)
-        if asked.num_passes > 1:
-            self._brought.add(gained - first, asked.reach)
+            added, num_passes, seconds = gained - before, asked.num_passes, asked.seconds
+            self._brought.add(added, 1.0 + asked.reach)
+        else:
+            added, num_passes, seconds = first - before, 1, asked.first_s
+            if asked.num_passes > 1:
+                self._brought.add(gained - first, asked.reach)
+        self._gains.add(_sureness_of(asked.tree), added)
+        is_typical = self._costs is not None or asked.num_behind <= _LITTLE
+        if self._costs is not None:
+            seconds = num_passes * self._costs.pass_s
+        if is_typical or seconds < (self._asking_s.value() or 0.0):
+            self._untimed -= is_typical
+            self._asking_s.add(seconds)
 
     def _token_s(self) -> float:
         return self._pace.token_s() if self._costs is None else self._costs.target_s
 
-    def _cost(self, num_passes: int, seconds: float) -> float:
-        return seconds if self._costs is None else num_passes * self._costs.pass_s
 
-
-def sureness_of(tree: DraftTree) -> float:
+def _sureness_of(tree: DraftTree) -> float:
     """Return the probability of a tree's first node, 0 where it is empty."""
     return float(tree.probabilities[0]) if len(tree) else 0.0
 
@@ -244,21 +208,15 @@ class AskedDraft:
         self.num_passes = 0
         self._start = time.perf_counter()
 
-    @property
-    def sureness(self) -> float:
-        """Probability of the first node of the tree before, 0 where it was empty."""
-        return sureness_of(self.tree)
+    def note_pass(self, reach: float = 0.0) -> float:
+        """Note a pass that has just ended; return the seconds that it took.
 
-    def note_first(self) -> None:
-        """Note that the first pass has just ended."""
-        self.first_s = self._lap()
-
-    def note_further(self, reach: float) -> float:
-        """Note a further pass that has just ended; return the seconds that it took."""
-        self.reach += reach
-        return self._lap()
-
-    def _lap(self) -> float:
+        Args:
+            reach: expected number of its nodes that the target comes to; none of the first pass.
+        """
         before, self.seconds = self.seconds, time.perf_counter() - self._start
+        if self.num_passes == 0:
+            self.first_s = self.seconds
         self.num_passes += 1
+        self.reach += reach
         return self.seconds - before

@@ -1,23 +1,25 @@
-"""A draft model's forward passes, its cache of branches, and a head cut to frequent tokens.
+"""A draft model, its reading of sequences and trees, and a head cut to frequent tokens.
 
-A pass either reads new tokens of a sequence or expands nodes of a tree behind it. `BranchCache`
-keeps the keys and values of drafted nodes, so that those that come true are not read again.
+A pass either reads new tokens of a sequence or nodes of a tree behind it. `ModelReading` keeps the
+keys and values of drafted nodes, so that those that come true are not read again.
 
 The trimmed head computes logits for the frequent part of the vocabulary only: most of a small
 model's time goes into its head, and most tokens that it drafts are frequent (FR-Spec, Zhao et al.,
 2025, arXiv:2502.14856). The output does not change, because the target verifies every draft.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from decoder.drafters.following import Verified
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from decoder.model.cache import TreeCache
 from decoder.model.compatibility import (
@@ -32,9 +34,10 @@ from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import UserModel, is_spread
 from indexer.reader import COUNT_VALUES, Index
 from retriever.drafter import TokenIds
-from retriever.errors import VocabularyMismatchError
+from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
+from retriever.sequences import TokenSequence
 from retriever.sessions.bindings import shared_vocabulary
-from retriever.tree import ROOT
+from retriever.tree import ROOT, Source
 
 _log = getLogger(__name__)
 
@@ -48,34 +51,28 @@ _HIDDEN_CHANGES: Final = ("final_logit_softcapping", "logit_scale", "logits_scal
 """Settings that change logits behind the head, which a probe may be too small to show."""
 
 
-class TrimmedHead:
-    """A model without its head, and the rows of the head for some tokens.
+_MAX_CACHES: Final = 4
+"""Sequences whose keys and values are kept at once; the least recently used one is evicted, and
+read again when it is drafted for."""
 
-    Args:
-        model: whose head is plain, see `has_plain_head`.
-        kept: int32[n], the tokens.
+
+def trimmed_head(
+    model: PreTrainedModel, kept: TokenIds
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a model's head for some tokens, int32[n], of states [rows, hidden size].
+
+    `None`, with a warning, where the head is not plain; see `has_plain_head`.
     """
-
-    def __init__(self, model: PreTrainedModel, kept: TokenIds) -> None:
-        head = _head(model)
-        rows = torch.from_numpy(kept.astype(np.int64)).to(head.weight.device)
-        self._weight = head.weight.detach()[rows]
-        self._bias = None if head.bias is None else head.bias.detach()[rows]
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return [rows, n], the logits of the kept tokens after states [rows, hidden size]."""
-        return functional.linear(states, self._weight, self._bias)
-
-
-def trimmed_head(model: PreTrainedModel, kept: TokenIds) -> TrimmedHead | None:
-    """Return a model's head for some tokens; `None`, with a warning, where it is not plain."""
-    if has_plain_head(model):
-        return TrimmedHead(model, kept)
-    _log.warning(
-        "%s changes logits behind its head: it drafts with its whole vocabulary",
-        type(model).__name__,
-    )
-    return None
+    if not has_plain_head(model):
+        _log.warning(
+            "%s changes logits behind its head: it drafts with its whole vocabulary",
+            type(model).__name__,
+        )
+        return None
+    head = _head(model)
+    rows = torch.from_numpy(kept.astype(np.int64)).to(head.weight.device)
+    bias = None if head.bias is None else head.bias.detach()[rows]
+    return partial(functional.linear, weight=head.weight.detach()[rows], bias=bias)
 
 
 @torch.no_grad()
@@ -167,44 +164,25 @@ class DraftModel:
         """Return a cache of one sequence without windows: masks apply those, branches included."""
         return TreeCache([None] * self._num_layers)
 
-    def read(self, cache: TreeCache, tokens: TokenIds, start: int) -> torch.Tensor:
-        """Read the next tokens of a sequence, of which the cache holds the first `start`.
-
-        Args:
-            cache: of the sequence.
-            tokens: int32[n], at least one.
-            start: position of the first.
-
-        Returns:
-            [1, C], the logits after the last one.
-        """
-        if len(tokens) == 1:  # a single row gets no mask from the model, but may have a window
-            return self.expand(cache, tokens, TreeRows.in_line(1, start))
-        positions = np.arange(start, start + len(tokens))
-        return self._forward(cache, tokens, positions, None, num_logits=1)
-
-    def expand(self, cache: TreeCache, tokens: TokenIds, rows: TreeRows) -> torch.Tensor:
-        """Read the last nodes of a tree whose other nodes lie in the cache already.
-
-        Args:
-            cache: of the sequence, with its tokens and the earlier nodes behind them.
-            tokens: int32[n], of the last nodes.
-            rows: of the tree, n of them read.
-
-        Returns:
-            [n, C], the logits after each of the nodes.
-        """
-        return self._forward(cache, tokens, rows.positions, rows, num_logits=len(tokens))
-
     @torch.no_grad()
-    def _forward(
-        self,
-        cache: TreeCache,
-        tokens: TokenIds,
-        positions: NDArray[np.int64],
-        rows: TreeRows | None,
-        num_logits: int,
+    def read(
+        self, cache: TreeCache, tokens: TokenIds, start: int, rows: TreeRows | None = None
     ) -> torch.Tensor:
+        """Read the next tokens of a sequence, or the last nodes of a tree behind it.
+
+        Args:
+            cache: of the sequence, with all that comes before.
+            tokens: int32[n], at least one.
+            start: tokens of the sequence that the cache holds.
+            rows: of the tree, n of them read; `None` for tokens of the sequence.
+
+        Returns:
+            [n, C], the logits after each of the nodes; [1, C], after the last token.
+        """
+        num_logits = 1 if rows is None else len(tokens)
+        if len(tokens) == 1 and rows is None:  # the model makes no mask, but may have a window
+            rows = TreeRows.in_line(1, start)
+        positions = np.arange(start, start + len(tokens)) if rows is None else rows.positions
         device = self._user.device
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(tokens.astype(np.int64))[None].to(device),
@@ -212,7 +190,7 @@ class DraftModel:
         }
         if self._head is not None:
             states = self._user.run_base(rows, cache, **inputs).last_hidden_state
-            return self._head.logits(states[0, -num_logits:])
+            return self._head(states[0, -num_logits:])
         if self._user.takes("logits_to_keep"):
             inputs["logits_to_keep"] = num_logits
         logits: torch.Tensor = self._user.run(rows, cache, **inputs).logits
@@ -252,67 +230,114 @@ def _checked_kept(kept: TokenIds, vocabulary_size: int) -> TokenIds:
     return unique
 
 
-class BranchCache:
-    """The draft model's cache of one sequence: drafted nodes that came true are not read again.
+class ModelReader:
+    """Reads whole trees in one pass, and grows on from there; a `TreeReader`.
 
     Args:
-        model: whose keys and values these are.
+        model: the draft model, of the target's vocabulary.
+        max_caches: sequences whose keys and values are kept at once.
+    """
+
+    max_depth: int | None = None
+    reads_paths = True
+    states = frozenset[int]()
+    source = Source.MODEL
+
+    def __init__(self, model: DraftModel, max_caches: int = _MAX_CACHES) -> None:
+        self.model = model
+        self.name = f"draft model {model.name}"
+        self.columns = model.columns
+        self._max_caches = max_caches
+        self._cached: OrderedDict[ModelReading, None] = OrderedDict()
+
+    def follow(self, sequence: TokenSequence) -> "ModelReading":
+        """Return the reading of a sequence; see `TreeReader`."""
+        return ModelReading(self, sequence)
+
+    def keep(self, reading: "ModelReading") -> None:
+        """Note whose keys and values are used; those of too many sequences are evicted."""
+        self._cached[reading] = None
+        self._cached.move_to_end(reading)
+        if len(self._cached) > self._max_caches:
+            next(iter(self._cached)).close()
+
+    def forget(self, reading: "ModelReading") -> None:
+        """Note whose keys and values are gone."""
+        self._cached.pop(reading, None)
+
+
+class ModelReading:
+    """A draft model's reading of one sequence; see `SequenceReader`.
+
+    Drafted nodes that came true are not read again.
+
+    Args:
+        reader: whose it is.
+        sequence: its owner extends it.
     """
 
     _rows: TreeRows
 
-    def __init__(self, model: DraftModel) -> None:
-        self._model = model
-        self._cache = model.new_cache()
-        self._length = 0
-        self._drop_branches()
+    def __init__(self, reader: ModelReader, sequence: TokenSequence) -> None:
+        self._reader = reader
+        self._model = reader.model
+        self._sequence = sequence
+        self._num_checked = 0
+        self.close()
 
     @torch.no_grad()
-    def catch_up(self, tokens: TokenIds) -> torch.Tensor:
-        """Read the tokens of a sequence that the cache lacks.
-
-        Keeps the branch that the sequence took and drops all others.
-
-        Args:
-            tokens: int32[n], the whole sequence, at least one token; it begins with what was
-                given the last time.
-
-        Returns:
-            [1, C], the logits after its last token.
-        """
-        kept = self._followed(tokens[self._length : -1])
-        self._keep(kept, min(self._length, len(tokens) - 1))
+    def begin(self) -> torch.Tensor | None:
+        """Read the tokens that came, but for a drafted branch; see `SequenceReader.begin`."""
+        tokens = self._sequence.tokens
+        self._check_room(len(tokens))
+        self._check_known(tokens[self._num_checked :])
+        self._num_checked = len(tokens)
+        if len(tokens) == 0:
+            return None
+        self._reader.keep(self)
+        self._keep_branch(tokens)
         logits = self._model.read(self._cache, tokens[self._length :], self._length)
-        self._length = len(tokens)
-        self._drop_branches()
+        self._begin_tree(len(tokens))
         return logits
 
-    def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        """Read nodes behind the sequence in one pass.
-
-        Args:
-            tokens: of n nodes.
-            parents: their parents, numbered in the order in which they were read since the last
-                `catch_up`, or `ROOT`; some may be among the n nodes, each before its children.
-
-        Returns:
-            [n, C], the logits after each node.
-        """
+    def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        """Read nodes behind the sequence; see `SequenceReader.read`."""
         rows = self._rows.extended(parents)
-        logits = self._model.expand(self._cache, np.array(tokens, np.int32), rows)
+        self._check_room(rows.past + 1 + int(rows.depths.max()))
+        logits = self._model.read(self._cache, np.array(tokens, np.int32), rows.past, rows)
         self._rows = rows
-        self._parents.extend(parents)
-        self._tokens.extend(tokens)
+        self._edges.extend(zip(parents, tokens, strict=True))
         return logits
 
-    def _drop_branches(self) -> None:
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._rows = TreeRows.of((), self._length)
+    def learn(self, verified: Verified) -> None:
+        """Learn nothing: it reads tokens alone."""
+
+    def close(self) -> None:
+        """Drop the keys and values; see `SequenceReader.close`."""
+        self._reader.forget(self)
+        self._cache = self._model.new_cache()
+        self._begin_tree(0)
+
+    def _begin_tree(self, length: int) -> None:
+        """Note how many tokens of the sequence the cache holds, and no nodes behind them."""
+        self._length = length
+        self._rows = TreeRows.of((), length)
+        self._edges: list[tuple[int, int]] = []  # row of the parent and token of each row
+
+    def _keep_branch(self, tokens: TokenIds) -> None:
+        """Keep of the cache what the sequence begins with, and the branch that it took."""
+        path = self._followed(tokens[self._length : -1])
+        length = min(self._length, len(tokens) - 1)
+        if path:
+            device = self._cache.growing_layers[0].device
+            self._cache.keep(length, torch.tensor(path, device=device) + length)
+        else:
+            self._cache.truncate(length)
+        self._length = length + len(path)
 
     def _followed(self, tokens: TokenIds) -> list[int]:
         """Return the rows of the branch that new tokens of the sequence match."""
-        rows = {edge: row for row, edge in enumerate(zip(self._parents, self._tokens, strict=True))}
+        rows = {edge: row for row, edge in enumerate(self._edges)}
         path: list[int] = []
         row = ROOT
         for token in tokens.tolist():
@@ -322,14 +347,16 @@ class BranchCache:
             path.append(row := found)
         return path
 
-    def _keep(self, path: list[int], length: int) -> None:
-        """Keep the first `length` tokens, followed by the rows of a path."""
-        if path:
-            device = self._cache.growing_layers[0].device
-            self._cache.keep(length, torch.tensor(path, device=device) + length)
-        else:
-            self._cache.truncate(length)
-        self._length = length + len(path)
+    def _check_known(self, tokens: TokenIds) -> None:
+        if len(tokens) and int(tokens.max()) >= self._model.vocabulary_size:
+            raise DrafterUnavailableError(f"it does not know token {int(tokens.max())}")
+
+    def _check_room(self, length: int) -> None:
+        limit = self._model.max_length
+        if limit is not None and length > limit:
+            raise DrafterUnavailableError(
+                f"it reads sequences of at most {limit} tokens, their drafts included"
+            )
 
 
 def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:

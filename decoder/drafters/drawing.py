@@ -17,8 +17,9 @@ of the distribution, and that is the proposal that verification is told: so a to
 no draw is spent on a token that is there already, and no draw is dropped for its value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -31,19 +32,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decoder.drafters.asking import AskedDraft, AskingRule, StepCosts
+from decoder.drafters.asking import AskedDraft, StepCosts
 from decoder.drafters.following import Verified
 from decoder.drafters.fusion import MAX_PASSES, WIDTH, FusedDrafter, FusedSequence
 from decoder.drafters.kernels.readings import ROOT_ROW
 from decoder.drafters.kernels.siblings import Hints
-from decoder.drafters.readers import ReadTree
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import ReadTree, TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.sampling.verification import CERTAIN, SampledTree
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits
-from retriever.tree import ROOT, DraftTree, Source
+from retriever.tree import ROOT, DraftTree
 
 MAX_SIBLINGS: Final = 8
 """Most draws below one node. Each later one is kept less often: with the prior below, the eighth in
@@ -173,21 +173,9 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
     return columns
 
 
-_NOT_EXPANDED: Final = -1
-_NEVER_EXPANDED: Final = -2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Children:
-    """Candidates for the children of one node.
-
-    Attributes:
-        tokens: int32[n].
-        log_probabilities: float64[n], each given the node, falling and at most 0.
-    """
-
-    tokens: TokenIds
-    log_probabilities: NDArray[np.float64]
+Children = tuple[TokenIds, NDArray[np.float64]]
+"""Candidates for the children of one node: tokens int32[n], and float64[n], the logarithms of their
+probabilities given the node, falling and at most 0."""
 
 
 class Frontier:
@@ -201,8 +189,10 @@ class Frontier:
         max_depth: nodes as deep as this are not expanded; `None` for no limit.
 
     Attributes:
-        kept: int64[n], the nodes by falling probability.
-        num_expanded: how many were expanded.
+        tokens: of each node.
+        parents: number of each node's parent, or `ROOT`.
+        rows: of the nodes that were expanded, and of the root: their numbers in that order.
+        kept: the nodes to keep, by falling probability.
     """
 
     def __init__(
@@ -213,172 +203,100 @@ class Frontier:
         self._max_depth = max_depth
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.rows: list[int] = []
+        self.rows = {ROOT: ROOT}
+        self.kept: list[int] = []
         self._depths: list[int] = []
-        self._log_probabilities = np.empty(0)
-        self.kept = np.empty(0, np.int64)
-        self.num_expanded = 0
+        self._log_probabilities: list[float] = []
+        self._is_expandable: list[bool] = []
 
-    def log_probabilities(self, nodes: NDArray[np.int64] | list[int]) -> NDArray[np.float64]:
+    def log_probabilities(self, nodes: list[int]) -> NDArray[np.float64]:
         """Return float64[n], of the paths to nodes."""
-        return self._log_probabilities[np.asarray(nodes, np.int64)]
+        return np.array([self._log_probabilities[node] for node in nodes], np.float64)
 
     def worth_expanding(self, width: int) -> list[int]:
         """Return the most probable nodes, `width` at most, below which there may be more to keep.
 
         No node is more probable than its parent, so the last of a full tree has nothing to add.
         """
-        if self._max_nodes == 0:
-            return []
-        is_full = len(self.kept) == self._max_nodes
+        is_full = 0 < len(self.kept) == self._max_nodes
         least = self._log_probabilities[self.kept[-1]] if is_full else -np.inf
-        found: list[int] = []
-        for node in self.kept.tolist():
-            if len(found) == width or self._log_probabilities[node] <= least:
-                break
-            is_deep = self._max_depth is not None and self._depths[node] >= self._max_depth
-            above = self.parents[node]
-            is_known = above == ROOT or self.rows[above] >= 0
-            if self.rows[node] == _NOT_EXPANDED and is_known and not is_deep:
-                found.append(node)
-        return found
+        found = (
+            node
+            for node in self.kept
+            if self._log_probabilities[node] > least and self._can_be_expanded(node)
+        )
+        return list(islice(found, width))
 
-    def plant(
-        self, tree: DraftTree, log_probabilities: NDArray[np.float64], readable: NDArray[np.bool_]
-    ) -> None:
-        """Make the nodes of a tree known, before any other.
+    def plant(self, tree: DraftTree, readable: NDArray[np.bool_]) -> None:
+        """Make the nodes of a tree known, before any other; they keep their numbers.
 
         Args:
             tree: N nodes, the most probable first.
-            log_probabilities: float64[N], of their paths.
             readable: bool[N], which of them may be expanded, once their parents are.
         """
-        self.tokens.extend(tree.token_ids.tolist())
-        self.parents.extend(tree.parents.tolist())
-        self.rows.extend(np.where(readable, _NOT_EXPANDED, _NEVER_EXPANDED).tolist())
-        self._depths.extend(tree.depths().tolist())
-        self._log_probabilities = log_probabilities
-        num_kept = min(len(tree), self._max_nodes)
-        self.kept = np.flatnonzero(log_probabilities[:num_kept] >= self._min_log_probability)
+        with np.errstate(divide="ignore"):
+            logarithms = np.log(tree.probabilities.astype(np.float64)).tolist()
+        parents, depths = tree.parents.tolist(), tree.depths().tolist()
+        nodes = zip(parents, tree.token_ids.tolist(), logarithms, depths, strict=True)
+        for node, is_readable in zip(nodes, readable.tolist(), strict=True):
+            self._add(*node, is_expandable=is_readable)
+        self._keep(range(min(len(tree), self._max_nodes)))
 
     def expand(self, nodes: list[int], children: list[Children]) -> None:
         """Add the children of nodes, or of the sequence itself (`ROOT`)."""
-        for node, each in zip(nodes, children, strict=True):
+        num_known = len(self.tokens)
+        for node, (tokens, log_probabilities) in zip(nodes, children, strict=True):
+            above, depth = 0.0, 1
             if node != ROOT:
-                self.rows[node] = self.num_expanded
-                self.num_expanded += 1
-            self._add(node, each)
-        known = np.arange(len(self.tokens) - sum(len(each.tokens) for each in children))
-        new = np.arange(len(known), len(self.tokens))
-        candidates = np.concatenate([self.kept, new])
-        values = self._log_probabilities[candidates]
-        candidates = candidates[values >= self._min_log_probability]
-        order = np.argsort(-self._log_probabilities[candidates], kind="stable")
-        self.kept = candidates[order[: self._max_nodes]]
+                above, depth = self._log_probabilities[node], self._depths[node] + 1
+                self.rows[node] = len(self.rows) - 1
+            for token, logarithm in zip(tokens.tolist(), log_probabilities.tolist(), strict=True):
+                self._add(node, token, above + logarithm, depth, is_expandable=True)
+        self._keep([*self.kept, *range(num_known, len(self.tokens))])
 
-    def _add(self, node: int, children: Children) -> None:
-        above, depth = (
-            (0.0, 0) if node == ROOT else (self._log_probabilities[node], self._depths[node])
-        )
-        count = len(children.tokens)
-        self.tokens.extend(children.tokens.tolist())
-        self.parents.extend([node] * count)
-        self.rows.extend([_NOT_EXPANDED] * count)
-        self._depths.extend([depth + 1] * count)
-        self._log_probabilities = np.concatenate(
-            [self._log_probabilities, above + children.log_probabilities]
-        )
+    def _can_be_expanded(self, node: int) -> bool:
+        is_below_expanded = self.parents[node] in self.rows
+        return is_below_expanded and self._is_expandable[node] and node not in self.rows
 
-
-def grow(
-    frontier: Frontier,
-    expand: Callable[[list[int]], list[Children]],
-    width: int,
-    max_passes: int,
-    is_worthwhile: Callable[[NDArray[np.float64]], bool],
-) -> list[list[int]]:
-    """Expand a frontier until no pass pays, and return the nodes of each pass.
-
-    Args:
-        frontier: knows the children of the root.
-        expand: returns the children of nodes, computed in one pass.
-        width: most nodes of a pass.
-        max_passes: most passes.
-        is_worthwhile: whether a pass over nodes of these log probabilities pays.
-    """
-    passes: list[list[int]] = []
-    while len(passes) < max_passes and (nodes := frontier.worth_expanding(width)):
-        if not is_worthwhile(frontier.log_probabilities(nodes)):
-            break
-        frontier.expand(nodes, expand(nodes))
-        passes.append(nodes)
-    return passes
-
-
-class Plan(Frontier):
-    """The shape of a tree before anything is drawn: certain nodes, and places for draws.
-
-    Certain nodes have the numbers that they have in their tree. In place of a token, the others
-    carry the rank of their draw.
-
-    Args:
-        certain: nodes whose tokens are known.
-        readable: bool[N], which of them can be read.
-        max_nodes: most nodes that are kept.
-        min_log_probability: of a path; less probable nodes are never kept.
-        max_depth: nodes as deep as this are not read; `None` for no limit.
-    """
-
-    def __init__(
-        self,
-        certain: DraftTree,
-        readable: NDArray[np.bool_],
-        max_nodes: int,
-        min_log_probability: float = -np.inf,
-        max_depth: int | None = None,
+    def _add(
+        self, parent: int, token: int, log_probability: float, depth: int, *, is_expandable: bool
     ) -> None:
-        super().__init__(max_nodes, min_log_probability, max_depth)
-        self.num_certain = len(certain)
-        self.shares_left = shares_left(certain, np.ones(len(certain), np.bool_))
-        with np.errstate(divide="ignore"):
-            self.plant(certain, np.log(certain.probabilities.astype(np.float64)), readable)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self._depths.append(depth)
+        self._log_probabilities.append(log_probability)
+        is_shallow = self._max_depth is None or depth < self._max_depth
+        self._is_expandable.append(is_expandable and is_shallow)
 
-    def children(self, nodes: list[int], rates: NDArray[np.float64]) -> list[Children]:
-        """Return the places for draws below nodes, or the root, by the rates of ranks."""
-        ranks = np.flatnonzero(rates > 0).astype(np.int32)
-        below = []
-        for node in nodes:
-            left = self.shares_left[node] if node < self.num_certain else 1.0
-            below.append(Children(ranks, np.log(rates[ranks] * left)))
-        return below
+    def _keep(self, candidates: Sequence[int]) -> None:
+        """Keep the most probable nodes; of equals the first."""
+        values = self._log_probabilities
+        probable = [node for node in candidates if values[node] >= self._min_log_probability]
+        self.kept = sorted(probable, key=values.__getitem__, reverse=True)[: self._max_nodes]
 
 
 class Filling:
-    """Puts drawn tokens into a planned shape.
+    """Puts drawn tokens into a planned shape: certain nodes, and places for draws.
 
     Args:
-        plan: the shape.
+        plan: the shape. In place of a token, nodes that are drawn carry the rank of their draw.
+        certain: the first nodes of the plan, which have tokens already.
+        reader: that the others are drawn from.
         random: generator of random numbers.
-        certain: the nodes that have tokens already, the first ones of the plan.
-        source: that drawn nodes are labelled with.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        random: np.random.Generator,
-        certain: DraftTree,
-        source: Source,
+        self, plan: Frontier, certain: DraftTree, reader: TreeReader, random: np.random.Generator
     ) -> None:
         self._plan = plan
+        self._reader = reader
         self._random = random
-        self._source = source
-        self._sources = certain.sources
+        self._sources: dict[int, int] = dict(enumerate(certain.sources.tolist()))
         self._tokens: dict[int, int] = dict(enumerate(certain.token_ids.tolist()))
         self._children: dict[int, list[int]] = {}
         self._named: dict[int, list[int]] = {}
         self._to_read = {ROOT}
-        for node in plan.kept.tolist():
+        for node in plan.kept:
             parent = plan.parents[node]
             if node in self._tokens:
                 self._named.setdefault(parent, []).append(self._tokens[node])
@@ -400,33 +318,30 @@ class Filling:
             self._read[node] = len(self._read) - 1
         return [self._tokens[node] for node in nodes], parents
 
-    def take(
-        self, nodes: list[int], distributions: torch.Tensor, columns: NDArray[np.int32]
-    ) -> None:
-        """Draw the children of nodes from distributions [n, C] over tokens int32[C], rising."""
+    def take(self, nodes: list[int], distributions: torch.Tensor) -> None:
+        """Draw the children of nodes from distributions [n, C] over the reader's columns."""
+        columns = self._reader.columns
         for node, distribution in zip(nodes, distributions.cpu(), strict=True):
             children = self._children.get(node, [])
             left = _without_named(distribution, columns, self._named.get(node, []))
             drawn = drawn_below(left, len(children), self._random)
             for child, column in zip(children, drawn, strict=False):
                 self._tokens[child] = int(columns[column])
+                self._sources[child] = int(self._reader.source)
                 self._rows[child] = len(self._distributions)
             if drawn:
                 self._distributions.append(left)
 
-    def tree(self, columns: NDArray[np.int32], num_tokens: int) -> SampledTree:
+    def tree(self, num_tokens: int) -> SampledTree:
         """Return the planned nodes that have a token, with proposals over so many tokens."""
-        nodes = [node for node in self._plan.kept.tolist() if node in self._tokens]
+        nodes = [node for node in self._plan.kept if node in self._tokens]
         places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
-        sources = [
-            int(self._source) if node in self._rows else int(self._sources[node]) for node in nodes
-        ]
         return SampledTree(
             np.array([self._tokens[node] for node in nodes], np.int32),
             np.array([places[self._plan.parents[node]] for node in nodes], np.int32),
             np.exp(self._plan.log_probabilities(nodes)).astype(np.float32),
-            np.array(sources, np.uint8),
-            self._proposals(columns, num_tokens),
+            np.array([self._sources[node] for node in nodes], np.uint8),
+            self._proposals(num_tokens),
             np.array([self._rows.get(node, CERTAIN) for node in nodes], np.int32),
         )
 
@@ -436,13 +351,12 @@ class Filling:
             self._to_read.add(node)
             node = self._plan.parents[node]
 
-    def _proposals(self, columns: NDArray[np.int32], num_tokens: int) -> torch.Tensor:
+    def _proposals(self, num_tokens: int) -> torch.Tensor:
         """Return float32[rows, num_tokens]: zero for tokens that the model cannot draft."""
         proposals = torch.zeros(len(self._distributions), num_tokens)
         if self._distributions:
-            proposals[:, torch.from_numpy(columns.astype(np.int64))] = torch.stack(
-                self._distributions
-            )
+            columns = torch.from_numpy(self._reader.columns.astype(np.int64))
+            proposals[:, columns] = torch.stack(self._distributions)
         return proposals
 
 
@@ -485,6 +399,8 @@ class DrawnFusion(FusedDrafter):
         VocabularyMismatchError: a reader proposes tokens that the target does not know.
     """
 
+    _asks_all = False
+
     def __init__(  # noqa: PLR0913  as `FusedDrafter`, and how to draw
         self,
         drafters: Sequence[Drafter],
@@ -510,59 +426,51 @@ class DrawnFusion(FusedDrafter):
             self._rates[sequence.asked[0].number].learn(verified.tree, came.astype(np.int32))
         return super().take_in(sequence, verified)
 
-    def _extended(
-        self, sequence: FusedSequence, tree: DraftTree, budget_nodes: int, floor: float
-    ) -> DraftTree:
-        """Return the tree with draws of the first reader that pays."""
-        read = sequence.read
-        for number in read.present():
-            asked = AskedDraft(number, tree, read.num_behind(number))
-            if self._readers.rules[number].asks(tree) and read.begin(number):
-                drawn = self._drawn(sequence, asked, budget_nodes, floor)
-                sequence.asked.append(asked)
-                read.drop()  # weights are learned as the certain tree was made: without readers
-                return drawn
-        return tree
-
-    def _drawn(
+    def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> SampledTree:
         """Return a tree of certain nodes and draws."""
         read, number = sequence.read, asked.number
-        rule, reader = self._readers.rules[number], self._readers.all[number]
-        plan, passes = self._planned(asked, rule, (budget_nodes, floor))
-        filling = Filling(plan, self._random, asked.tree, reader.source)
-        filling.take([ROOT], self._distributions(read, number, ROOT_ROW, 1), reader.columns)
-        asked.note_first()
+        plan, passes = self._planned(asked, budget_nodes, floor)
+        filling = Filling(plan, asked.tree, self._readers.all[number], self._random)
+        filling.take([ROOT], self._distributions(read, number, ROOT_ROW, 1))
+        asked.note_pass()
         for planned in passes:
             nodes = filling.to_expand(planned)
-            if nodes:
-                first, (tokens, parents) = read.next_row(number), filling.edges(nodes)
-                rows = np.array(parents, np.int32) + 1
-                if not read.read(number, np.array(tokens, np.int32), rows):
-                    break
-                found = self._distributions(read, number, first, len(nodes))
-                filling.take(nodes, found, reader.columns)
-                reach = float(np.exp(plan.log_probabilities(nodes)).sum())
-                rule.record_pass(asked.note_further(reach))
-        return filling.tree(reader.columns, self._num_tokens)
+            if not nodes:
+                continue
+            first, (tokens, parents) = int(read.num_rows[number]), filling.edges(nodes)
+            if not read.read(number, np.array(tokens, np.int32), np.array(parents, np.int32) + 1):
+                break
+            filling.take(nodes, self._distributions(read, number, first, len(nodes)))
+            reach = float(np.exp(plan.log_probabilities(nodes)).sum())
+            self._readers.rules[number].record_pass(asked.note_pass(reach))
+        read.drop()  # weights are learned as the certain tree was made: without readers
+        return filling.tree(self._num_tokens)
 
     def _planned(
-        self, asked: AskedDraft, rule: AskingRule, limits: tuple[int, float]
-    ) -> tuple[Plan, list[list[int]]]:
+        self, asked: AskedDraft, budget_nodes: int, floor: float
+    ) -> tuple[Frontier, list[list[int]]]:
         """Return the best shape before anything is drawn, and the nodes of each pass."""
+        rule, certain = self._readers.rules[asked.number], asked.tree
         rates = self._rates[asked.number].rates()
-        readable = self._known_paths(len(asked.tree))
+        ranks = np.flatnonzero(rates > 0).astype(np.int32)
+        left = shares_left(certain, np.ones(len(certain), np.bool_))
+
+        def draws_below(nodes: list[int]) -> list[Children]:
+            shares = [left[node] if node < len(certain) else 1.0 for node in nodes]
+            return [(ranks, np.log(rates[ranks] * share)) for share in shares]
+
         max_depth = self._readers.all[asked.number].max_depth
-        plan = Plan(asked.tree, readable, limits[0], float(np.log(limits[1])), max_depth)
-        plan.expand([ROOT], plan.children([ROOT], rates))
-        passes = grow(
-            plan,
-            lambda nodes: plan.children(nodes, rates),
-            WIDTH,
-            MAX_PASSES,
-            lambda logs: rule.is_worthwhile(float(np.exp(logs).sum())),
-        )
+        plan = Frontier(budget_nodes, float(np.log(floor)), max_depth)
+        plan.plant(certain, self._known_paths(len(certain)))
+        plan.expand([ROOT], draws_below([ROOT]))
+        passes: list[list[int]] = []
+        while len(passes) < MAX_PASSES and (nodes := plan.worth_expanding(WIDTH)):
+            if not rule.is_worthwhile(float(np.exp(plan.log_probabilities(nodes)).sum())):
+                break
+            plan.expand(nodes, draws_below(nodes))
+            passes.append(nodes)
         return plan, passes
 
     def _distributions(self, read: ReadTree, number: int, first: int, count: int) -> torch.Tensor:

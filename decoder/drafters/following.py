@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.kernels.likely_outcomes import LOOKED_AT, Found, Nodes, find_outcomes
+from decoder.drafters.kernels.likely_outcomes import LOOKED_AT, LikelyOutcomes, Nodes, find_outcomes
 from decoder.drafters.kernels.recycled import Table
 from retriever.drafter import NUM_FOUND, Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
@@ -70,9 +70,74 @@ class SequenceDrafter(Protocol):
         ...
 
 
+NO_TABLE: Final = Table.of(4, NUM_FOUND)
+"""In place of recycled logits, where there are none."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingPass:
+    """One sequence's part in a pass of the target that is running: what may come of it.
+
+    Attributes:
+        tokens: int32[n], what is committed, at least one token; a view that does not change.
+        proposed: the tree that its drafter proposed.
+        verified: what is verified: any tree.
+        most: outcomes to find.
+        max_tokens: of each.
+        table: recycled logits. They may be written to meanwhile: what is found is a guess.
+    """
+
+    tokens: TokenIds
+    proposed: DraftTree
+    verified: DraftTree
+    most: int
+    max_tokens: int
+    table: Table = NO_TABLE
+    _outcomes: list[TokenIds] | None = field(default=None, init=False)
+
+    def outcomes(self) -> list[TokenIds]:
+        """Return int32[k] each, k at least 1: what may come, the likeliest first.
+
+        An outcome is an accepted path of the verified tree and a token that does not go on in it.
+        Called in another thread than the loop's, so that the pass does not wait for it.
+        """
+        if self._outcomes is None:
+            self._outcomes = self._find()
+        return self._outcomes
+
+    def _find(self) -> list[TokenIds]:
+        proposed, verified = self.proposed, self.verified
+        found = LikelyOutcomes.of(self.most, len(proposed), len(verified), self.table)
+        count = find_outcomes(
+            found,
+            self.tokens[-LOOKED_AT:],
+            self.table,
+            Nodes(proposed.token_ids, proposed.parents, proposed.probabilities),
+            Nodes(verified.token_ids, verified.parents, verified.probabilities),
+            self.max_tokens,
+        )
+        paths = (
+            verified.token_ids[verified.path_to(node)] for node in found.nodes[:count].tolist()
+        )
+        tokens = found.tokens[:count].tolist()
+        return [np.append(path, np.int32(end)) for path, end in zip(paths, tokens, strict=True)]
+
+
+def prepare_outcomes() -> None:
+    """Compile or load what finds outcomes, so that no pass is over before it is there."""
+    PendingPass(np.zeros(1, np.int32), DraftTree.empty(), DraftTree.empty(), 1, 1).outcomes()
+
+
+Likely = tuple[Any, int, PendingPass]
+"""A drafter of one sequence, the most nodes of each tree, and what they are drafts after."""
+
+
 @runtime_checkable
 class FollowingDrafter(Protocol):
-    """A drafter that makes its own sequence drafters, as one that combines drafters does."""
+    """Makes the drafters of sequences; what a decoding loop calls, whatever the drafter is.
+
+    A drafter that is made of others does so itself; any other is made one by `following`.
+    """
 
     @property
     def states(self) -> frozenset[int]:
@@ -80,7 +145,7 @@ class FollowingDrafter(Protocol):
         ...
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> SequenceDrafter:
-        """Return the drafter of one sequence.
+        """Return the drafter of one sequence, its sessions open.
 
         Args:
             sequence: the committed tokens; its owner extends it.
@@ -99,140 +164,56 @@ class FollowingDrafter(Protocol):
         """
         ...
 
+    def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
+        """Have it answer for what may come, while the caller runs a pass of the target.
 
-NO_TABLE: Final = Table.of(4, NUM_FOUND)
-"""In place of recycled logits, where there are none."""
+        The next `draft_together` takes the answers for what came; see `Followers.ask_ahead`.
+
+        Args:
+            asked: what `follow` made for each sequence, the most nodes of each tree, and the
+                sequence's part in the pass.
+            busy_s: about how long the caller will not draft, in seconds.
+        """
+        ...
 
 
-class PassUnderWay:
-    """One sequence's part in a pass of the target that is under way: what may come of it.
+class FollowedDrafter:
+    """A drafter that is told what each sequence commits; a `FollowingDrafter`.
 
     Args:
-        tokens: int32[n], what is committed, at least one token; a view that does not change.
-        proposed: the tree that its drafter proposed.
-        verified: what is verified: any tree.
-        most: outcomes to find.
-        max_tokens: of each.
-        table: recycled logits. They may be written to meanwhile: what is found is a guess.
+        followers: of the drafter; those who share them share its back-off.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  (what outcomes depend on)
-        self,
-        tokens: TokenIds,
-        proposed: DraftTree,
-        verified: DraftTree,
-        most: int,
-        max_tokens: int,
-        table: Table = NO_TABLE,
-    ) -> None:
-        self._tokens = tokens
-        self._proposed, self._verified = proposed, verified
-        self._most, self._max_tokens = most, max_tokens
-        self._table = table
-        self._outcomes: list[TokenIds] | None = None
+    states: frozenset[int] = frozenset()
 
-    def recalling(self, table: Table) -> "PassUnderWay":
-        """Return the same pass, with what the target found likely earlier."""
-        parts = self._tokens, self._proposed, self._verified, self._most, self._max_tokens
-        return PassUnderWay(*parts, table)
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
 
-    def outcomes(self) -> list[TokenIds]:
-        """Return int32[k] each, k at least 1: what may come, the likeliest first.
+    def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> Follower:
+        """Return the drafter of one sequence; see `FollowingDrafter.follow`."""
+        follower = self._followers.follow(sequence, limits=limits)
+        self._followers.open([follower])
+        return follower
 
-        An outcome is an accepted path of the verified tree and a token that does not go on in it.
-        Called in another thread than the loop's, so that the pass does not wait for it.
-        """
-        if self._outcomes is None:
-            self._outcomes = self._find()
-        return self._outcomes
+    def draft_together(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
+        """Return a tree for each of several sequences; see `Followers.draft`."""
+        return self._followers.draft(asked)
 
-    def _find(self) -> list[TokenIds]:
-        proposed, verified = self._proposed, self._verified
-        found = Found.of(self._most, len(proposed), len(verified), self._table)
-        count = find_outcomes(
-            found,
-            self._tokens[-LOOKED_AT:],
-            self._table,
-            Nodes(proposed.token_ids, proposed.parents, proposed.probabilities),
-            Nodes(verified.token_ids, verified.parents, verified.probabilities),
-            self._max_tokens,
-        )
-        ends = zip(found.nodes[:count].tolist(), found.tokens[:count].tolist(), strict=True)
-        return [np.array([*self._path_to(node), token], np.int32) for node, token in ends]
-
-    def _path_to(self, node: int) -> list[int]:
-        path: list[int] = self._verified.token_ids[self._verified.path_to(node)].tolist()
-        return path
+    def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
+        """Have the drafter answer for what may come; see `Followers.ask_ahead`."""
+        outcomes = [(each, nodes, pending.outcomes) for each, nodes, pending in asked]
+        self._followers.ask_ahead(outcomes, busy_s)
 
 
-def prepare_outcomes() -> None:
-    """Compile or load what finds outcomes, so that no pass is over before it is there."""
-    PassUnderWay(np.zeros(1, np.int32), DraftTree.empty(), DraftTree.empty(), 1, 1).outcomes()
-
-
-Likely = tuple[Any, int, PassUnderWay]
-"""A drafter of one sequence, the most nodes of each tree, and what they are drafts after."""
+def following(followers: Followers) -> FollowingDrafter:
+    """Return what makes the drafters of sequences: the drafter itself, if it is made for that."""
+    drafter = followers.drafter
+    return drafter if isinstance(drafter, FollowingDrafter) else FollowedDrafter(followers)
 
 
 def states_of(drafter: Drafter) -> frozenset[int]:
     """Return the numbers of the target's states that a drafter learns from."""
-    return drafter.states if isinstance(drafter, FollowingDrafter) else frozenset()
-
-
-def follow(
-    followers: Followers, sequence: TokenSequence, limits: DraftLimits | None = None
-) -> SequenceDrafter:
-    """Return the drafter of one sequence, with its session open; see `FollowingDrafter.follow`."""
-    if isinstance(followers.drafter, FollowingDrafter):
-        return followers.drafter.follow(sequence, followers.limits.within(limits))
-    follower = followers.follow(sequence, limits=limits)
-    followers.open([follower])
-    return follower
-
-
-def draft_together(
-    followers: Followers, asked: Sequence[tuple[SequenceDrafter, int]]
-) -> list[DraftTree]:
-    """Return a tree for each of several sequences, with one call of their drafter.
-
-    Args:
-        followers: of the drafter.
-        asked: what `follow` made for each, with the most nodes of its tree.
-    """
-    if isinstance(followers.drafter, FollowingDrafter):
-        return followers.drafter.draft_together(asked)
-    return followers.draft([(each, nodes) for each, nodes in asked if isinstance(each, Follower)])
-
-
-@runtime_checkable
-class AskedAhead(Protocol):
-    """A `FollowingDrafter` whose parts may answer ahead."""
-
-    def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
-        """Have the parts answer for what may come; see `Followers.ask_ahead`."""
-        ...
-
-
-def ask_ahead(followers: Followers, asked: Sequence[Likely], busy_s: float) -> None:
-    """Have a drafter answer for what may come, while the caller runs a pass of the target.
-
-    The next `draft_together` takes the answers for what came; see `Followers.ask_ahead`.
-
-    Args:
-        followers: of the drafter.
-        asked: what `follow` made for each sequence, the most nodes of each tree, and the
-            sequence's part in the pass.
-        busy_s: about how long the caller will not draft, in seconds.
-    """
-    if isinstance(followers.drafter, AskedAhead):
-        followers.drafter.ask_ahead(asked, busy_s)
-        return
-    of_sequences = [
-        (each, nodes, under_way.outcomes)
-        for each, nodes, under_way in asked
-        if isinstance(each, Follower)
-    ]
-    followers.ask_ahead(of_sequences, busy_s)
+    return following(Followers(drafter)).states
 
 
 class NoDrafter:

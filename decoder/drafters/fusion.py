@@ -6,14 +6,15 @@ gives probabilities for its children. A logistic model, which learns from every 
 turns them into one probability: nodes that sources share gain, nodes that a sure source lacks lose,
 and the merged tree is cut to the budget.
 
-Models read the merged tree while it grows: they say how probable its nodes are, whoever proposed
-them, and propose others below. RASD prunes the first retrieved tokens by a draft model; here each
+Models read the merged tree while it grows: they say how probable all of its nodes are, and propose
+others below. RASD prunes the first retrieved tokens by a draft model; here each
 reading counts, at every depth, as one more source.
 """
 
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Final, Unpack
 
 import numpy as np
@@ -25,18 +26,16 @@ from decoder.drafters.following import (
     Likely,
     SequenceDrafter,
     Verified,
-    ask_ahead,
-    draft_together,
-    follow,
+    following,
 )
 from decoder.drafters.kernels.forest import NOWHERE, Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
-from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
+from decoder.drafters.kernels.readings import MAX_READ
+from decoder.drafters.kernels.recycled import NUM_ORDERS
 from decoder.drafters.kernels.siblings import Hints, Siblings
 from decoder.drafters.options import MAX_NODES
-from decoder.drafters.readers import Readers, ReadTree
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import Readers, ReadTree, TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
 from retriever.drafter import Drafter, DraftRequest, KinOptions, OfOneProcess, Prediction, TokenIds
@@ -72,42 +71,31 @@ _LEAST_PROBABILITY: Final = 1e-4
 candidate of a node must be scored."""
 
 
+@dataclass(slots=True, eq=False)
 class FusedSequence:
     """One sequence of a fused drafter: the decoding loop uses it as it uses a `Follower`.
 
     Its members follow the sequence that the loop commits to. Made by `FusedDrafter.follow`.
 
-    Args:
+    Attributes:
         drafter: fuses the trees, and learns.
         members: the drafters of this sequence.
         read: what readers say of its tree.
         sequence: the committed tokens; its owner extends it.
-
-    Attributes:
-        members: as given.
-        sequence: as given.
-        read: as given.
         trees: of the last draft, one for each member.
         asked: readers that were asked for the last draft.
         hints: the other tokens that the target found likely where it chose the last one.
     """
 
-    def __init__(
-        self,
-        drafter: "FusedDrafter",
-        members: list[SequenceDrafter],
-        read: ReadTree,
-        sequence: TokenSequence,
-    ) -> None:
-        self._drafter = drafter
-        self._num_paced: int | None = None
-        self._drafted_length = -1
-        self.members = members
-        self.sequence = sequence
-        self.read = read
-        self.trees: list[DraftTree] = []
-        self.asked: list[AskedDraft] = []
-        self.hints = NO_HINTS
+    drafter: "FusedDrafter"
+    members: list[SequenceDrafter]
+    read: ReadTree
+    sequence: TokenSequence
+    trees: list[DraftTree] = field(default_factory=list)
+    asked: list[AskedDraft] = field(default_factory=list)
+    hints: Hints = NO_HINTS
+    _num_paced: int | None = None
+    _drafted_length: int = -1
 
     @property
     def num_failures(self) -> int:
@@ -128,7 +116,7 @@ class FusedSequence:
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
         """Ask the members, fuse their trees, and have models read the result where that pays."""
-        return self._drafter.draft_together([(self, budget_nodes)], min_probability)[0]
+        return self.drafter.draft_together([(self, budget_nodes)], min_probability)[0]
 
     def take_trees(self, trees: list[DraftTree]) -> None:
         """Take in what the members drafted for the sequence at its present length."""
@@ -145,7 +133,7 @@ class FusedSequence:
         for member in self.members:
             member.learn(verified)
         self.read.learn(verified)
-        self.hints = self._drafter.take_in(self, verified)
+        self.hints = self.drafter.take_in(self, verified)
 
     def close(self) -> None:
         """End the sessions of all members."""
@@ -180,6 +168,8 @@ class FusedDrafter(OfOneProcess):
     """
 
     takes_groups = True
+    _asks_all = True
+    """Whether a tree is read by every reader that is expected to pay, or by the first alone."""
 
     def __init__(  # noqa: PLR0913  (the last four are options)
         self,
@@ -195,8 +185,10 @@ class FusedDrafter(OfOneProcess):
         self.followers = tuple(
             Followers(drafter, limits, patience_s=patience_s) for drafter in drafters
         )
+        self._drafters = [following(each) for each in self.followers]
         self._readers = Readers(readers, costs, limits.model_vocabulary)
         self._recycled = recycled
+        self._table = NO_TABLE if recycled is None else recycled.table
         self._sessions: OpenSessions[str, FusedSequence] = OpenSessions()
         self._weights = SourceWeights(len(drafters), self._readers.kinds)
         self._forest = Forest.of(len(drafters), MAX_NODES)
@@ -223,10 +215,10 @@ class FusedDrafter(OfOneProcess):
             self._recycled.serve(sequence.tenant)
         with ExitStack() as opened:
             members = []
-            for followers in self.followers:
-                members.append(follow(followers, sequence, limits))
+            for drafter in self._drafters:
+                members.append(drafter.follow(sequence, self._limits.within(limits)))
                 opened.callback(members[-1].close)
-            read = self._readers.follow(sequence)
+            read = ReadTree(self._readers, sequence)
             opened.pop_all()
         return FusedSequence(self, members, read, sequence)
 
@@ -274,11 +266,10 @@ class FusedDrafter(OfOneProcess):
         self._note_pace([sequence for sequence, _ in asked])
         limits = [min(nodes, MAX_NODES) for _, nodes in asked]
         drafted = [
-            draft_together(
-                followers,
-                [(each.members[at], most) for (each, _), most in zip(asked, limits, strict=True)],
+            drafter.draft_together(
+                [(each.members[at], most) for (each, _), most in zip(asked, limits, strict=True)]
             )
-            for at, followers in enumerate(self.followers)
+            for at, drafter in enumerate(self._drafters)
         ]
         for number, (sequence, _) in enumerate(asked):
             sequence.take_trees([trees[number] for trees in drafted])
@@ -294,14 +285,15 @@ class FusedDrafter(OfOneProcess):
         readers need the target's pass. What the recycled logits know of it counts as likely.
         """
         if self._recycled is not None:
-            table = self._recycled.table
-            asked = [(each, nodes, under_way.recalling(table)) for each, nodes, under_way in asked]
-        for at, followers in enumerate(self.followers):
-            of_members = [
-                (sequence.members[at], min(nodes, MAX_NODES), under_way)
-                for sequence, nodes, under_way in asked
+            asked = [
+                (each, nodes, replace(pending, table=self._table)) for each, nodes, pending in asked
             ]
-            ask_ahead(followers, of_members, busy_s)
+        for at, drafter in enumerate(self._drafters):
+            of_members = [
+                (sequence.members[at], min(nodes, MAX_NODES), pending)
+                for sequence, nodes, pending in asked
+            ]
+            drafter.ask_ahead(of_members, busy_s)
 
     def learn(self, session: str, verified: Verified) -> None:
         """Learn from a pass over the session's last draft how to weigh each source."""
@@ -313,10 +305,6 @@ class FusedDrafter(OfOneProcess):
         if new_tokens is not None:
             fused.sequence.extend(new_tokens)
         fused.close()
-
-    def num_failures(self, session: str) -> int:
-        """Return how many drafts of a session failed or were refused, over all drafters."""
-        return self._sessions.get(session).num_failures
 
     def _note_pace(self, sequences: Sequence[FusedSequence]) -> None:
         """Take in the step since the last drafts: its time, and the tokens that came of it."""
@@ -333,7 +321,14 @@ class FusedDrafter(OfOneProcess):
         sequence.read.drop()
         sequence.asked.clear()
         tree = self._tree(self._grow(sequence, budget_nodes, floor))
-        return self._extended(sequence, tree, budget_nodes, floor)
+        for number in sequence.read.present():
+            asked = AskedDraft(number, tree, sequence.read.num_behind(number))
+            if self._readers.rules[number].asks(tree) and sequence.read.begin(number):
+                tree = self._read(sequence, asked, budget_nodes, floor)
+                sequence.asked.append(asked)
+                if not self._asks_all:
+                    break
+        return tree
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
         """Learn from a pass; return the other likely tokens where the target chose its own."""
@@ -341,23 +336,11 @@ class FusedDrafter(OfOneProcess):
         came = came.astype(np.int32)
         if sequence.has_drafted:
             self._learn_gains(sequence, verified, came)
-        self._learn_weights(sequence, came)
+            self._learn_weights(sequence, came)
         if self._recycled is None:
             return NO_HINTS
         keep = sequence.sequence.remember
         return self._recycled.learn(verified, sequence.context(), keep=keep)
-
-    def _extended(
-        self, sequence: FusedSequence, tree: DraftTree, budget_nodes: int, floor: float
-    ) -> DraftTree:
-        """Return the tree that models make of the quick drafters' one, where asking them pays."""
-        for number in sequence.read.present():
-            if self._readers.rules[number].asks(tree):
-                asked = AskedDraft(number, tree, sequence.read.num_behind(number))
-                if sequence.read.begin(number):
-                    tree = self._read(sequence, asked, budget_nodes, floor)
-                    sequence.asked.append(asked)
-        return tree
 
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
@@ -367,7 +350,7 @@ class FusedDrafter(OfOneProcess):
         considered = min(int(_CONSIDERED * budget_nodes), MAX_NODES)
         size = self._grow(sequence, considered, floor)
         asked.first = self._tree(min(size, budget_nodes))
-        asked.note_first()
+        asked.note_pass()
         while asked.num_passes <= MAX_PASSES:
             nodes = self._unread(sequence.read, asked, size)
             reach = self._reach(nodes, size, budget_nodes)
@@ -375,7 +358,7 @@ class FusedDrafter(OfOneProcess):
                 break
             goes_on = self._read_nodes(sequence.read, number, nodes)
             size = self._grow(sequence, considered, floor)
-            rule.record_pass(asked.note_further(reach))
+            rule.record_pass(asked.note_pass(reach))
             if not goes_on:
                 break
         return self._tree(min(size, budget_nodes))
@@ -390,7 +373,7 @@ class FusedDrafter(OfOneProcess):
             can_be_read &= self._tree(size).depths() <= reader.max_depth
         is_first = asked.num_passes == 1
         width = _FIRST_WIDTH if is_first and reader.reads_paths else WIDTH
-        return np.flatnonzero(can_be_read)[: min(width, read.room(asked.number))]
+        return np.flatnonzero(can_be_read)[: min(width, MAX_READ + 1 - read.num_rows[asked.number])]
 
     def _known_paths(self, size: int) -> NDArray[np.bool_]:
         """Return bool[size], the nodes of the tree whose paths have known tokens only."""
@@ -418,7 +401,7 @@ class FusedDrafter(OfOneProcess):
 
     def _read_nodes(self, read: ReadTree, number: int, nodes: NDArray[np.intp]) -> bool:
         """Have a reader read nodes of the tree that was grown last; return whether it did."""
-        growth, rows, first = self._growth, self._rows(number), read.next_row(number)
+        growth, rows, first = self._growth, self._rows(number), int(read.num_rows[number])
         rows[nodes + 1] = np.arange(first, first + len(nodes))
         parents = rows[growth.parents[nodes] + 1]
         return read.read(number, growth.tokens[nodes], parents)
@@ -432,7 +415,7 @@ class FusedDrafter(OfOneProcess):
             growth,
             self._siblings,
             self._forest,
-            self._table(),
+            self._table,
             self._weights.values,
             sequence.hints,
             sequence.read.readings,
@@ -449,9 +432,6 @@ class FusedDrafter(OfOneProcess):
             growth.probabilities[:size].copy(),
             growth.sources[:size].copy(),
         )
-
-    def _table(self) -> Table:
-        return NO_TABLE if self._recycled is None else self._recycled.table
 
     def _plant(self, trees: Sequence[DraftTree]) -> None:
         """Enter trees into the forest, unless it holds these already."""
@@ -480,8 +460,6 @@ class FusedDrafter(OfOneProcess):
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
         """Learn from the tokens that came after a draft."""
-        if not sequence.has_drafted:
-            return
         self._plant(sequence.trees)
         places = np.zeros((2, self._growth.places.shape[1]), np.int32)
         places[0, : self._num_trees] = np.arange(self._num_trees)
@@ -489,7 +467,7 @@ class FusedDrafter(OfOneProcess):
         learn(
             self._siblings,
             self._forest,
-            self._table(),
+            self._table,
             self._weights.values,
             self._weights.curvature,
             places,

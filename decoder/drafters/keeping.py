@@ -100,10 +100,12 @@ class KeptLogits:
         try:
             while not self._is_refused:
                 page = self._store.fetch_findings(self._model, before)
-                self._check(page.findings)
-                pages.append(page.findings)
-                before = page.before
-                if not before or self._has_enough(pages) or time.monotonic() > deadline:
+                found, before = page.findings, page.before
+                # What leaves the model's tables is refused.
+                check_findings(found.contexts, found.tokens, found.log_odds, self._vocabulary_size)
+                pages.append(found)
+                has_enough = sum(map(len, pages)) >= self._most
+                if not before or has_enough or time.monotonic() > deadline:
                     break
         except RetrieverError as error:
             self._say("taken from", error)
@@ -128,7 +130,8 @@ class KeptLogits:
                     if time.monotonic() > end_s:
                         return begin
                     part = findings.part(slice(begin, begin + MAX_FINDINGS))
-                    self._store.share_findings(self._model, self._known(part))
+                    is_known = part.tokens.max(axis=1) < self._vocabulary_size  # may be padding
+                    self._store.share_findings(self._model, part.part(np.flatnonzero(is_known)))
             except RetrieverError as error:
                 self._say("kept in", error)
                 return 0
@@ -158,22 +161,6 @@ class KeptLogits:
     def _run(self) -> None:
         while not self._ended.wait(self._period_s):
             self.save()
-
-    def _has_enough(self, pages: list[Findings]) -> bool:
-        return sum(map(len, pages)) >= self._most
-
-    def _check(self, findings: Findings) -> None:
-        """Refuse findings of a store that would leave the model's tables.
-
-        Raises:
-            InvalidRequestError: they are none.
-        """
-        size = self._vocabulary_size
-        check_findings(findings.contexts, findings.tokens, findings.log_odds, size)
-
-    def _known(self, findings: Findings) -> Findings:
-        """Return those whose tokens are all of the vocabulary: logits may be padded."""
-        return findings.part(np.flatnonzero(findings.tokens.max(axis=1) < self._vocabulary_size))
 
     def _say(self, where: str, error: RetrieverError) -> None:
         """Log why nothing is kept: once, until it works again."""

@@ -1,20 +1,24 @@
-"""The models that read the trees of a fused drafter, and what they said of one sequence's tree."""
+"""Models that read a draft tree while it grows, and what they said of one sequence's tree.
+
+Such a model does two things in one pass: it proposes children of the nodes that it reads, and says
+how probable the children are that others proposed. A draft model is one, which reads tokens; a
+speculator another, which reads the target's states as well.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from logging import getLogger
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.asking import AskingRule, Pace, StepCosts
+from decoder.drafters.asking import AskingRule, DecodingPace, StepCosts
 from decoder.drafters.following import Verified
 from decoder.drafters.kernels.forest import NOWHERE
 from decoder.drafters.kernels.readings import (
     DRAFT_MODEL,
     LIKELY,
-    MAX_READ,
     NUM_LIKELY_COLUMNS,
     ROOT_ROW,
     SPECULATOR,
@@ -22,16 +26,81 @@ from decoder.drafters.kernels.readings import (
     enter_rows,
 )
 from decoder.drafters.kernels.recycled import rank_columns
-from decoder.drafters.reading import SequenceReader, TreeReader
 from decoder.errors import OutOfMemoryError
+from retriever.drafter import TokenIds
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
+from retriever.tree import Source
 
 if TYPE_CHECKING:  # a fused drafter without readers needs none
     import torch
 
 _log = getLogger(__name__)
-_Said = TypeVar("_Said")
+_Answer = TypeVar("_Answer")
+
+
+class SequenceReader(Protocol):
+    """A model's reading of one sequence and of the tree that is being drafted behind it.
+
+    It shares the sequence with the loop that commits to it.
+    """
+
+    def begin(self) -> "torch.Tensor | None":
+        """Catch up with the committed sequence, and drop the tree that was read last.
+
+        Returns:
+            [1, C], logits over `TreeReader.columns` after the last committed token; `None` where
+            there is nothing to say, as before the target's first states are known.
+
+        Raises:
+            DrafterUnavailableError: the sequence is too long for the model, or memory ran out.
+        """
+        ...
+
+    def read(self, tokens: list[int], parents: list[int]) -> "torch.Tensor":
+        """Read nodes behind the sequence in one pass.
+
+        Args:
+            tokens: of n nodes, at least one.
+            parents: their parents, numbered in the order in which nodes were read since `begin`,
+                or `ROOT`. Where `reads_paths` is not set, none is among the n nodes themselves.
+
+        Returns:
+            [n, C], logits after each node.
+        """
+        ...
+
+    def learn(self, verified: Verified) -> None:
+        """Take in a pass of the target, before its path is committed."""
+        ...
+
+    def close(self) -> None:
+        """Forget the sequence."""
+        ...
+
+
+class TreeReader(Protocol):
+    """A model that reads trees, of any number of sequences; not to be used by two threads.
+
+    Attributes:
+        name: in messages.
+        columns: int32[C], rising, the token that each column of its logits stands for.
+        max_depth: nodes deeper than this are not read; `None` for no limit.
+        reads_paths: whether a node and its parent can be read in one pass.
+        states: numbers of the target's states that it needs; see `decoder.model.states`.
+        source: what its own proposals are labelled with.
+    """
+
+    name: str
+    columns: TokenIds
+    max_depth: int | None
+    reads_paths: bool
+    states: frozenset[int]
+    source: Source
+
+    def follow(self, sequence: TokenSequence) -> SequenceReader:
+        """Return the reading of a sequence, of which nothing has been read."""
+        ...
 
 
 class Readers:
@@ -60,7 +129,7 @@ class Readers:
         for reader in readers:
             _check_columns(reader, vocabulary)
         self.all = list(readers)
-        self.pace = Pace()
+        self.pace = DecodingPace()
         self.rules = [AskingRule(self.pace, costs) for _ in readers]
         self.kinds = [SPECULATOR if reader.states else DRAFT_MODEL for reader in readers]
         self.is_usable = [True for _ in readers]
@@ -74,10 +143,6 @@ class Readers:
     def states(self) -> frozenset[int]:
         """Numbers of the target's states that they need."""
         return frozenset[int]().union(*(reader.states for reader in self.all))
-
-    def follow(self, sequence: TokenSequence) -> "ReadTree":
-        """Return the reading of a sequence by all that are usable."""
-        return ReadTree(self, sequence)
 
 
 def _check_columns(reader: TreeReader, vocabulary: int | None) -> None:
@@ -101,6 +166,7 @@ class ReadTree:
 
     Attributes:
         readings: what was said.
+        num_rows: int64[readers], rows that each has read for this draft, the root's the first.
         num_failures: of readers.
     """
 
@@ -109,7 +175,7 @@ class ReadTree:
         self._members: list[SequenceReader | None] = []
         self._sequence = sequence
         self._num_known = [0 for _ in readers.all]
-        self._num_rows = np.zeros(len(readers.all), np.int64)
+        self.num_rows = np.zeros(len(readers.all), np.int64)
         self.num_failures = 0
         with ExitStack() as opened:
             for number, reader in enumerate(readers.all):
@@ -122,20 +188,12 @@ class ReadTree:
 
     def root_rows(self) -> NDArray[np.int32]:
         """Return int32[readers], the row of the last committed token, where it was read."""
-        return np.where(self._num_rows > 0, ROOT_ROW, NOWHERE).astype(np.int32)
+        return np.where(self.num_rows > 0, ROOT_ROW, NOWHERE).astype(np.int32)
 
     def present(self) -> list[int]:
         """Return the numbers of the readers that can be asked."""
         usable = self._readers.is_usable
         return [n for n, member in enumerate(self._members) if member is not None and usable[n]]
-
-    def room(self, number: int) -> int:
-        """Return how many more nodes a reader can read in this draft."""
-        return MAX_READ + 1 - int(self._num_rows[number])
-
-    def next_row(self, number: int) -> int:
-        """Return the row of the next node that a reader reads."""
-        return int(self._num_rows[number])
 
     def num_behind(self, number: int) -> int:
         """Return how many tokens of the sequence a reader was not asked about yet."""
@@ -143,14 +201,13 @@ class ReadTree:
 
     def drop(self) -> None:
         """Drop what was read."""
-        self._num_rows[:] = 0
+        self.num_rows[:] = 0
 
     def begin(self, number: int) -> bool:
         """Have a reader catch up with the sequence; return whether it has anything to say."""
         self._num_known[number] = len(self._sequence)
-        logits = self._said(number, lambda member: member.begin())
-        root = np.array([0], np.int32), np.array([NOWHERE], np.int32)
-        return logits is not None and self._enter(number, *root, logits)
+        logits = self._answer(number, lambda member: member.begin())
+        return self._enter(number, np.zeros(1, np.int32), np.full(1, NOWHERE, np.int32), logits)
 
     def read(self, number: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> bool:
         """Have a reader read nodes; return whether it did.
@@ -161,13 +218,13 @@ class ReadTree:
             parents: int32[n], rows of their parents; the nodes' own rows are the next ones.
         """
         behind = (parents - 1).tolist()  # without the root's row
-        logits = self._said(number, lambda member: member.read(tokens.tolist(), behind))
-        return logits is not None and self._enter(number, tokens, parents, logits)
+        logits = self._answer(number, lambda member: member.read(tokens.tolist(), behind))
+        return self._enter(number, tokens, parents, logits)
 
     def learn(self, verified: Verified) -> None:
         """Show a pass of the target to all readers."""
         for number in self.present():
-            self._said(number, lambda member: member.learn(verified))
+            self._answer(number, lambda member: member.learn(verified))
 
     def close(self) -> None:
         """Have all readers forget the sequence."""
@@ -179,8 +236,8 @@ class ReadTree:
         self.readings = self._readers.no_readings
         self.drop()
 
-    def _said(self, number: int, ask: Callable[[SequenceReader], _Said]) -> _Said | None:
-        """Return a reader's answer; one that is not available is left out from now on."""
+    def _answer(self, number: int, ask: Callable[[SequenceReader], _Answer]) -> _Answer | None:
+        """Return what a reader says; one that is not available is left out from now on."""
         member = self._members[number]
         if member is None:
             return None
@@ -188,7 +245,8 @@ class ReadTree:
             return ask(member)
         except _unavailable() as error:
             self._leave_out(number)
-            _log.warning("a sequence goes on without %s: %s", self._name(number), error)
+            name = self._readers.all[number].name
+            _log.warning("a sequence goes on without %s: %s", name, error)
             return None
 
     def _enter(
@@ -196,10 +254,12 @@ class ReadTree:
         number: int,
         tokens: NDArray[np.int32],
         parents: NDArray[np.int32],
-        logits: "torch.Tensor",
+        logits: "torch.Tensor | None",
     ) -> bool:
-        """Keep rows of logits; return whether they are numbers."""
-        first, readings = int(self._num_rows[number]), self.readings
+        """Keep rows of logits; return whether there are any, and they are numbers."""
+        if logits is None:
+            return False
+        first, readings = int(self.num_rows[number]), self.readings
         end, width = first + len(tokens), logits.shape[-1]
         rows = readings.logits[number, first:end, :width]
         rows[:] = logits.detach().float().cpu().numpy()
@@ -209,28 +269,23 @@ class ReadTree:
         if not enter_rows(readings, number, first, tokens, parents):
             self._distrust(number)
             return False
-        self._num_rows[number] = end
+        self.num_rows[number] = end
         return True
 
     def _distrust(self, number: int) -> None:
         """Leave a reader out for good."""
         if self._readers.is_usable[number]:
             self._readers.is_usable[number] = False
-            _log.warning(
-                "%s gives logits that are no numbers: drafts go on without it",
-                self._name(number),
-            )
+            name = self._readers.all[number].name
+            _log.warning("%s gives logits that are no numbers: drafts go on without it", name)
         self._leave_out(number)
 
     def _leave_out(self, number: int) -> None:
         member, self._members[number] = self._members[number], None
-        self._num_rows[number] = 0
+        self.num_rows[number] = 0
         self.num_failures += 1
         if member is not None:
             member.close()
-
-    def _name(self, number: int) -> str:
-        return self._readers.all[number].name
 
 
 def _unavailable() -> tuple[type[Exception], ...]:

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.following import Verified
-from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, rank_columns, write_rows
-from decoder.drafters.kernels.recycled_entries import enter
+from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, enter, rank_columns, write_rows
 from decoder.drafters.kernels.siblings import Hints
 from retriever.drafter import NUM_FOUND, Findings, TokenIds
 from retriever.errors import InvalidRequestError
@@ -100,18 +99,14 @@ class RecycledLogits:
         else:
             tokens, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
         log_odds = _log_odds(values)
-        self._write(contexts_of(verified.tree, context), tokens, log_odds, keep=keep)
-        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
-        others = tokens[end] != verified.next_token
-        return Hints(tokens[end][others], log_odds[end][others])
-
-    def _write(
-        self, contexts: TokenIds, tokens: TokenIds, log_odds: NDArray[np.float32], *, keep: bool
-    ) -> None:
+        contexts = contexts_of(verified.tree, context)
         with self._lock:
             self._now += 1
             number = self._now << 1 | (_MAY_BE_KEPT if keep else 0)
             write_rows(self.table, contexts, tokens, log_odds, number)
+        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
+        others = tokens[end] != verified.next_token
+        return Hints(tokens[end][others], log_odds[end][others])
 
     def take_in(self, findings: Findings) -> None:
         """Enter what was found earlier or elsewhere, as if each context were of a later pass.
@@ -168,7 +163,7 @@ def likeliest(
         columns = np.empty((len(logits), count), np.int32)
         rank_columns(np.ascontiguousarray(logits).view(np.int32), columns)
         return columns, np.take_along_axis(logits, columns, axis=1)
-    import torch  # noqa: PLC0415  (loaded by whoever has a tensor)
+    import torch  # noqa: PLC0415  (a caller with a tensor has loaded it)
 
     integers = {torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(logits.dtype)
     if integers is None or logits.device.type != "cpu":

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from decoder.drafters.following import Verified
 from decoder.drafters.options import DEFAULT_SHARE
-from decoder.drafters.reading import SequenceReader
+from decoder.drafters.readers import SequenceReader
 from decoder.errors import DecoderError, UnsupportedModelError
 from decoder.model.states import FINAL
 from decoder.speculators.eagle import Eagle3Head

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from decoder.drafters.draft_model import has_plain_head
 from decoder.drafters.following import Verified
-from decoder.drafters.reading import SequenceReader
+from decoder.drafters.readers import SequenceReader
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
 from decoder.model.cache import GrowingLayer
 from decoder.model.products import products_of

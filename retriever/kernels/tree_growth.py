@@ -80,7 +80,7 @@ def pop(heap: NDArray[np.int64], size: int) -> int:
 
 
 _NEXT: Final = 3  # candidates on top of the heap that are prefetched
-_HOPE: Final = 0.33  # children are seldom more probable than this, where it matters
+LIKELY_CHILD_BOUND: Final = 0.33  # children are rarely more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
 
@@ -166,7 +166,7 @@ def grow_tree(
     num_nodes, heap_size, size, current = 1, 0, 0, 0
     lowest, spare = NUM_RANKS - 1, -budget
     while True:
-        if rank_of(nodes[current].probability * _HOPE) <= lowest:
+        if rank_of(nodes[current].probability * LIKELY_CHILD_BOUND) <= lowest:
             num_nodes = gather(
                 rows, continuations, tables, live, sequence, escape, work, num_slots, current,
                 num_nodes,

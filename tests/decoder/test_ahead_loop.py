@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
-from decoder.drafters.following import PassUnderWay
+from decoder.drafters.following import PendingPass
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.kernels.recycled import write_rows
 from decoder.drafters.recycling import RecycledLogits
@@ -217,8 +217,8 @@ def test_members_are_asked_for_what_the_target_found_likely() -> None:
     likely, empty = np.arange(20, 28, dtype=np.int32)[None], DraftTree.empty()
     context = np.array([[5, 4, 3]], np.int32)
     write_rows(recycled.table, context, likely, np.ones_like(likely, np.float32), 1)
-    under_way = PassUnderWay(sequence.tokens, empty, empty, 8, 9)
-    drafter.ask_ahead([(following, 4, under_way)], 1.0)
+    pending = PendingPass(sequence.tokens, empty, empty, 8, 9)
+    drafter.ask_ahead([(following, 4, pending)], 1.0)
     following.close()
     assert {tuple(each.tolist()) for each in member.outcomes} == {(token,) for token in likely[0]}
 

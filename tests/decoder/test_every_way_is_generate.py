@@ -21,11 +21,10 @@ from transformers import (
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.asking import StepCosts
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target

@@ -15,8 +15,7 @@ from decoder.assembly import DrafterSettings
 from decoder.drafters.following import Verified
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import KeptLogits
-from decoder.drafters.kernels.recycled import Table, find, key_of
-from decoder.drafters.kernels.recycled_entries import enter
+from decoder.drafters.kernels.recycled import Table, enter, find, key_of
 from decoder.drafters.recycling import NUM_LIKELY, RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.pretrained import LanguageModel

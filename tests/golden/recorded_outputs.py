@@ -29,12 +29,11 @@ from decoder.budget.budget import FixedBudget
 from decoder.budget.cost_store import key_of
 from decoder.budget.costs import CostSurface
 from decoder.drafters.asking import StepCosts
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers import custom_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from decoder.drafters.kernels.forest import Forest, step_down
 from decoder.drafters.kernels.readings import Readings, descend
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
-from decoder.drafters.kernels.siblings import Hints, Siblings, gather, hear_readers, score, set_of
+from decoder.drafters.kernels.siblings import Hints, Siblings, add_readers, gather, score, set_of
 from retriever.kernels.compiling import kernel
 from retriever.kernels.tree_growth import candidate_of, pop, push
 from retriever.kernels.tree_growth import key_of as rank_key
@@ -107,7 +107,7 @@ def grow(
         places, context = growth.places[size], growth.contexts[size]
         count = gather(siblings, forest, places[:num_trees], table, context, said, table_source)
         if num_trees < len(places):
-            count = hear_readers(siblings, count, readings, places[num_trees:])
+            count = add_readers(siblings, count, readings, places[num_trees:])
         total = score(siblings, count, weights[set_of(siblings.known, readings.labels)])
         scale = above * -np.expm1(-_LISTING * total) / max(total, _LEAST_TOTAL)
         for candidate in range(count):

@@ -13,8 +13,8 @@ from decoder.drafters.kernels.siblings import (
     UNLISTED,
     Hints,
     Siblings,
+    add_readers,
     gather,
-    hear_readers,
     score,
     set_of,
 )
@@ -59,7 +59,7 @@ def learn(
         said = hints if depth == 0 else nothing
         trees, rows = places[0, :num_trees], places[0, num_trees:]
         count = gather(siblings, forest, trees, table, context, said, 0)
-        count = hear_readers(siblings, count, readings, rows)
+        count = add_readers(siblings, count, readings, rows)
         chosen = set_of(siblings.known, readings.labels)
         score(siblings, count, weights[chosen])
         for candidate in range(count):

@@ -48,7 +48,7 @@ class Nodes(NamedTuple):
     probabilities: NDArray[np.float32]
 
 
-class Found(NamedTuple):
+class LikelyOutcomes(NamedTuple):
     """The likeliest outcomes so far, by falling score.
 
     Attributes:
@@ -84,7 +84,7 @@ class Found(NamedTuple):
     successors: NDArray[np.int32]
 
     @classmethod
-    def of(cls, most: int, num_proposed: int, num_verified: int, table: Table) -> "Found":
+    def of(cls, most: int, num_proposed: int, num_verified: int, table: Table) -> "LikelyOutcomes":
         """Return room for so many outcomes of a pass."""
         num_guessed = _MOST_SUCCESSORS + NUM_FREQUENT + table.tokens.shape[1]
         return cls(
@@ -106,7 +106,7 @@ class Found(NamedTuple):
 
 @kernel()
 def find_outcomes(
-    found: Found,
+    found: LikelyOutcomes,
     last: NDArray[np.int32],
     table: Table,
     proposed: Nodes,
@@ -148,7 +148,7 @@ def find_outcomes(
 
 
 @kernel()
-def _measure(found: Found, verified: Nodes) -> None:
+def _measure(found: LikelyOutcomes, verified: Nodes) -> None:
     """Set how probable each row is without its children, and how many tokens lead to it."""
     found.left[0], found.depths[0] = 1.0, 0
     for node in range(len(verified.parents)):
@@ -159,7 +159,9 @@ def _measure(found: Found, verified: Nodes) -> None:
 
 
 @kernel()
-def _enter_proposed(found: Found, proposed: Nodes, verified: Nodes, max_tokens: int) -> int:
+def _enter_proposed(
+    found: LikelyOutcomes, proposed: Nodes, verified: Nodes, max_tokens: int
+) -> int:
     """Enter proposed nodes that are not verified, below one that is; return how many there are."""
     count = 0
     for node in range(len(proposed.tokens)):
@@ -196,7 +198,7 @@ def _is_verified(row: int, token: int, verified: Nodes) -> bool:
 
 
 @kernel()
-def _is_proposed(found: Found, row: int, token: int, proposed: Nodes) -> bool:
+def _is_proposed(found: LikelyOutcomes, row: int, token: int, proposed: Nodes) -> bool:
     """Return whether the drafter proposes a token after a row."""
     for node in range(len(proposed.tokens)):
         if proposed.tokens[node] == token:
@@ -207,13 +209,13 @@ def _is_proposed(found: Found, row: int, token: int, proposed: Nodes) -> bool:
 
 
 @kernel()
-def _is_beaten(found: Found, count: int, score: float) -> bool:
+def _is_beaten(found: LikelyOutcomes, count: int, score: float) -> bool:
     """Return whether there is no room for a score."""
     return count == len(found.scores) and (count == 0 or score <= found.scores[count - 1])
 
 
 @kernel()
-def _keep(found: Found, count: int, node: int, token: int, score: float) -> int:
+def _keep(found: LikelyOutcomes, count: int, node: int, token: int, score: float) -> int:
     """Enter an outcome where it belongs, if there is room; return how many there are."""
     if _is_beaten(found, count, score):
         return count
@@ -227,7 +229,7 @@ def _keep(found: Found, count: int, node: int, token: int, score: float) -> int:
 
 
 @kernel()
-def _count_frequent(found: Found, last: NDArray[np.int32]) -> int:
+def _count_frequent(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
     """Find the most frequent tokens; return how many there are."""
     found.slots[:] = 0
     mask = len(found.slots) - 1
@@ -270,7 +272,7 @@ def _enter_context(
 
 
 @kernel()
-def _guess(found: Found, last: NDArray[np.int32], table: Table, num_frequent: int) -> int:
+def _guess(found: LikelyOutcomes, last: NDArray[np.int32], table: Table, num_frequent: int) -> int:
     """Share probability among tokens that may follow a context; return how many there are."""
     count = _recall(found, table)
     rest = 1.0 - TRUSTED if count else 1.0
@@ -282,7 +284,7 @@ def _guess(found: Found, last: NDArray[np.int32], table: Table, num_frequent: in
 
 
 @kernel()
-def _recall(found: Found, table: Table) -> int:
+def _recall(found: LikelyOutcomes, table: Table) -> int:
     """Share among what the target found likely after the longest context that the table knows."""
     for order in range(NUM_ORDERS, 0, -1):
         if found.context[order - 1] < 0:
@@ -298,7 +300,7 @@ def _recall(found: Found, table: Table) -> int:
 
 
 @kernel()
-def _list_successors(found: Found, last: NDArray[np.int32]) -> int:
+def _list_successors(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
     """List what followed the context's last token, and its last two; return how many tokens."""
     token, before = found.context[0], found.context[1]
     size = num_occurrences = 0
@@ -321,7 +323,9 @@ def _list_successors(found: Found, last: NDArray[np.int32]) -> int:
 
 
 @kernel()
-def _succeed(found: Found, count: int, rest: float, num_successors: int) -> tuple[int, float]:
+def _succeed(
+    found: LikelyOutcomes, count: int, rest: float, num_successors: int
+) -> tuple[int, float]:
     """Share among listed successors; return how many tokens there are, and what is left."""
     num_after_one = num_after_two = num_distinct = 0
     for entry in range(num_successors):
@@ -341,7 +345,7 @@ def _succeed(found: Found, count: int, rest: float, num_successors: int) -> tupl
 
 
 @kernel()
-def _share(found: Found, count: int, token: int, share: float) -> int:
+def _share(found: LikelyOutcomes, count: int, token: int, share: float) -> int:
     """Add to a token's share; return how many tokens there are."""
     for at in range(count):
         if found.guessed[at] == token:

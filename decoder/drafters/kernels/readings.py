@@ -188,7 +188,7 @@ def descend(
 
 
 @kernel()
-def said_of(readings: Readings, reader: int, row: int, token: int, unknown: float) -> float:
+def reader_log_odds(readings: Readings, reader: int, row: int, token: int, unknown: float) -> float:
     """Return the log-odds that a reader gives a token; `unknown` outside of its vocabulary."""
     if token >= readings.column_of.shape[1]:
         return unknown

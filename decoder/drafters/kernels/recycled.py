@@ -119,6 +119,32 @@ def write_rows(
                 table.log_odds[entry, column] = log_odds[row, given]
 
 
+@kernel()
+def enter(
+    table: Table,
+    keys: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    log_odds: NDArray[np.float32],
+    first: int,
+) -> None:
+    """Keep likely tokens under the keys of their contexts; of a key that recurs, the last.
+
+    Each row counts as written two later than the one before, so that the last stay.
+
+    Args:
+        table: changed.
+        keys: int64[N], as `key_of` makes them.
+        tokens: int32[N, K].
+        log_odds: float32[N, K].
+        first: number that the first row counts as written by.
+    """
+    for row in range(len(keys)):
+        entry = claim(table.entries, keys[row], first + 2 * row)
+        for column in range(table.tokens.shape[1]):
+            table.tokens[entry, column] = tokens[row, column]
+            table.log_odds[entry, column] = log_odds[row, column]
+
+
 _BLOCK: Final = 64
 _LEAST: Final = np.iinfo(np.int32).min
 _BYTES_16: Final = 2

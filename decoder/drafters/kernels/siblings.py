@@ -13,7 +13,7 @@ from decoder.drafters.kernels.readings import (
     NUM_LIKELY_COLUMNS,
     SOURCE,
     Readings,
-    said_of,
+    reader_log_odds,
 )
 from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find, key_of
 from retriever.kernels.compiling import kernel
@@ -140,9 +140,7 @@ def gather(
 
 
 @kernel()
-def hear_readers(
-    siblings: Siblings, count: int, readings: Readings, rows: NDArray[np.int32]
-) -> int:
+def add_readers(siblings: Siblings, count: int, readings: Readings, rows: NDArray[np.int32]) -> int:
     """Add readers to what other sources said, and return how many candidates there are.
 
     Each proposes candidates, and then gives its log-odds for all of them. It is a function of its
@@ -219,11 +217,11 @@ def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, ro
 
 @kernel()
 def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> None:
-    """Enter a reader's log-odds for every candidate within its vocabulary, whoever listed it."""
+    """Enter a reader's log-odds for every candidate within its vocabulary."""
     source = len(siblings.known) - readings.labels.shape[1] + reader
     for candidate in range(count):
         token = siblings.tokens[candidate]
-        siblings.log_odds[candidate, source] = said_of(readings, reader, row, token, ABSENT)
+        siblings.log_odds[candidate, source] = reader_log_odds(readings, reader, row, token, ABSENT)
 
 
 @kernel()

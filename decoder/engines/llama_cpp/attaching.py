@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.budget.costs import CostSurface
-from decoder.drafters.following import FollowingDrafter, SequenceDrafter, Verified, follow
+from decoder.drafters.following import FollowingDrafter, SequenceDrafter, Verified, following
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import DEFAULT_CAPACITY, RecycledLogits
 from decoder.engines.contract import check_contract, differences
@@ -317,7 +317,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         if not fields.drafts:
             return None
         try:
-            return follow(self._drafters.of(fields.tenant), sequence)
+            followers = self._drafters.of(fields.tenant)
+            return following(followers).follow(sequence, followers.limits)
         except InvalidRequestError as error:
             self._count(error)
             return None

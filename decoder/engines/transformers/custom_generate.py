@@ -25,11 +25,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.budget.cost_store import key_of, known_costs, store_at
 from decoder.budget.costs import CostSurface
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.prompt_rows import PromptRow, joined, own_processors

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.rasd import RasdDrafter, merge, pruned
-from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from retriever.drafter import Drafter
 from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decoder.drafters.asking import StepCosts
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_reader import ModelReader
 from retriever.drafter import TokenIds
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence

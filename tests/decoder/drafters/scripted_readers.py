@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from decoder.drafters.following import Verified
-from decoder.drafters.reading import SequenceReader
+from decoder.drafters.readers import SequenceReader
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, Source

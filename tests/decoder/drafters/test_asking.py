@@ -4,30 +4,49 @@ from functools import partial
 import numpy as np
 import pytest
 
-from decoder.drafters.asking import AskedDraft, AskingRule, GainEstimate, Pace, StepCosts
-from retriever.tree import DraftTree
+from decoder.drafters.asking import AskedDraft, AskingRule, DecodingPace, StepCosts
+from retriever.tree import ROOT, DraftTree
 
 TOKEN_S = 0.02
 
 
+def sure(sureness: float) -> DraftTree:
+    return DraftTree.checked([7], [ROOT], [sureness], [1])
+
+
+def paced() -> AskingRule:
+    """Return a rule that measures costs, at a known pace."""
+    pace = DecodingPace()
+    pace.note(TOKEN_S, 1)
+    return AskingRule(pace)
+
+
+def answer(
+    rule: AskingRule, sureness: float, gain: int, seconds: float, num_behind: int = 1
+) -> None:
+    asked = AskedDraft(0, sure(sureness), num_behind)
+    asked.num_passes, asked.first_s = 1, seconds
+    rule.learn(asked, 0, gain, gain)
+
+
 def num_asked(
-    estimate: GainEstimate, gain: Callable[[], float], steps: int, sureness: float, cost: float
+    rule: AskingRule, gain: Callable[[], int], steps: int, sureness: float, cost: float
 ) -> int:
     """Return how often a reader is asked whose cost is given in tokens."""
     asked = 0
     for _ in range(steps):
-        if estimate.pays(sureness, TOKEN_S):
+        if rule.asks(sure(sureness)):
             asked += 1
-            estimate.learn(sureness, gain(), cost * TOKEN_S)
+            answer(rule, sureness, gain(), cost * TOKEN_S)
     return asked
 
 
 def test_a_reader_is_asked_where_it_pays_and_not_where_it_does_not() -> None:
-    estimate = GainEstimate()
+    rule = paced()
     asked = {0.1: 0, 0.9: 0}
     for _ in range(400):
-        for sureness, gain in ((0.1, 1.5), (0.9, 0.05)):
-            asked[sureness] += num_asked(estimate, partial(float, gain), 1, sureness, 0.5)
+        for sureness, gain in ((0.1, 30), (0.9, 1)):
+            asked[sureness] += num_asked(rule, partial(int, gain), 1, sureness, 10.0)
     assert asked[0.1] == 400
     assert asked[0.9] < 40
 
@@ -38,40 +57,24 @@ def test_tokens_that_vary_by_three_times_their_mean_do_not_mislead_it(
 ) -> None:
     random = np.random.default_rng(0)
     asked = [
-        num_asked(
-            GainEstimate(), lambda: 3 * float(random.random() < mean / 3), 2000, 0.2, cost=0.1
-        )
+        num_asked(paced(), lambda: 3 * int(random.random() < mean / 3), 2000, 0.2, cost=0.1)
         for _ in range(10)
     ]
     assert least * 2000 <= np.mean(asked) <= most * 2000
 
 
 def test_a_reader_that_begins_to_pay_is_found_out() -> None:
-    estimate = GainEstimate()
-    num_asked(estimate, lambda: 0.0, 3000, 0.9, cost=0.5)
-    assert num_asked(estimate, lambda: 0.0, 3000, 0.9, cost=0.5) < 100
-    assert num_asked(estimate, lambda: 2.0, 2000, 0.9, cost=0.5) > 1400
-
-
-def test_few_drafts_of_one_sureness_say_little_of_others() -> None:
-    estimate = GainEstimate()
-    before = estimate.gain(0.0)
-    for gain in (0.0, 2.0):
-        estimate.learn(0.5, gain, 0.001)
-    assert estimate.gain(0.0) == pytest.approx(before, abs=0.5)
-    for _ in range(2000):
-        estimate.pays(0.25, 0.0)
-        estimate.learn(0.25, 0.75, 0.001)
-        estimate.learn(0.75, 0.25, 0.001)
-    assert estimate.gain(0.5) == pytest.approx(0.5, abs=0.02)
-    assert estimate.gain(0.25) == pytest.approx(0.75, abs=0.02)
+    rule = paced()
+    num_asked(rule, lambda: 0, 3000, 0.9, cost=0.5)
+    assert num_asked(rule, lambda: 0, 3000, 0.9, cost=0.5) < 100
+    assert num_asked(rule, lambda: 2, 2000, 0.9, cost=0.5) > 1400
 
 
 def after(rule: AskingRule, before: int, first: int | None, gained: int, passes: int) -> None:
     asked = AskedDraft(0, DraftTree.empty(), 1)
-    asked.note_first()
+    asked.note_pass()
     for _ in range(passes - 1):
-        rule.record_pass(asked.note_further(0.5))
+        rule.record_pass(asked.note_pass(0.5))
     rule.learn(asked, before, first, gained)
 
 
@@ -79,7 +82,7 @@ def after(rule: AskingRule, before: int, first: int | None, gained: int, passes:
 def test_further_passes_are_judged_by_what_they_bring_themselves(
     brought: int, least: int, most: int
 ) -> None:
-    rule = AskingRule(Pace(), StepCosts(1.0, 0.1))
+    rule = AskingRule(DecodingPace(), StepCosts(1.0, 0.1))
     further = 0
     for _ in range(300):
         assert rule.asks(DraftTree.empty())
@@ -94,7 +97,7 @@ def test_a_reading_of_a_prompt_says_nothing_of_what_drafts_take(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    pace = Pace()
+    pace = DecodingPace()
     pace.note(0.04, 2)
     rule = AskingRule(pace)
 
@@ -102,7 +105,7 @@ def test_a_reading_of_a_prompt_says_nothing_of_what_drafts_take(
         nonlocal now
         asked = AskedDraft(0, DraftTree.empty(), num_behind)
         now += seconds
-        asked.note_first()
+        asked.note_pass()
         rule.learn(asked, 0, 1, 1)
 
     for _ in range(20):
@@ -116,17 +119,17 @@ def test_a_reading_of_a_prompt_says_nothing_of_what_drafts_take(
 
 
 def test_a_long_reading_that_took_less_corrects_the_time() -> None:
-    estimate = GainEstimate()
+    rule = paced()
     for _ in range(6):
-        estimate.learn(0.1, 1.0, 0.5)
-    assert not estimate.pays(0.1, TOKEN_S)
+        answer(rule, 0.1, 1, 0.5)
+    assert not rule.asks(sure(0.1))
     for _ in range(7):
-        estimate.learn(0.1, 1.0, 0.004, is_typical=False)
-    assert estimate.pays(0.1, TOKEN_S)
+        answer(rule, 0.1, 1, 0.004, num_behind=200)
+    assert rule.asks(sure(0.1))
 
 
 def test_passes_that_are_not_told_apart_count_as_one() -> None:
-    rule = AskingRule(Pace(), StepCosts(1.0, 0.1))
+    rule = AskingRule(DecodingPace(), StepCosts(1.0, 0.1))
     asked = []
     for before in (0, 1):
         for _ in range(600):
@@ -139,7 +142,7 @@ def test_passes_that_are_not_told_apart_count_as_one() -> None:
 
 
 def test_the_pace_is_that_of_steps_and_of_their_mean_tokens() -> None:
-    pace = Pace()
+    pace = DecodingPace()
     assert pace.token_s() == 0
     for number in range(40):
         pace.note(1.0 if number % 8 == 3 else 0.04, 3 if number % 2 else 1)
@@ -147,7 +150,7 @@ def test_the_pace_is_that_of_steps_and_of_their_mean_tokens() -> None:
 
 
 def test_a_reader_is_asked_while_the_pace_is_not_known() -> None:
-    estimate = GainEstimate()
+    rule = AskingRule(DecodingPace())
     for _ in range(50):
-        assert estimate.pays(0.9, 0.0)
-        estimate.learn(0.9, 0.0, 0.01)
+        assert rule.asks(sure(0.9))
+        answer(rule, 0.9, 0, 0.01)

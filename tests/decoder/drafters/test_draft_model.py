@@ -18,13 +18,14 @@ from transformers import (
 )
 
 from decoder.assembly import DrafterSettings, DraftModelOptions, load_draft_reader
-from decoder.drafters.draft_model import BranchCache, DraftModel, has_plain_head
+from decoder.drafters.draft_model import DraftModel, ModelReader, has_plain_head
 from decoder.drafters.drawing import Draws
 from decoder.errors import ContradictoryOptionsError, UncroppableCacheError
 from decoder.model.pretrained import ModelOptions, load_model
 from decoder.sampling.verification import SampledTree
 from indexer.build import build_from_tokens
 from retriever.errors import VocabularyMismatchError
+from retriever.sequences import TokenSequence
 from tests.decoder.commands.command_line import run
 from tests.decoder.decoding import (
     MODELS,
@@ -48,7 +49,8 @@ def test_a_trimmed_model_gives_frequent_tokens_their_shares(tied: bool) -> None:
     model, prompt = llama(tied=tied), prompt_of(9)
     trimmed = DraftModel(model, kept=KEPT[::-1])
     assert trimmed.columns.tolist() == KEPT.tolist()
-    logits = BranchCache(trimmed).catch_up(np.array(prompt, np.int32))
+    logits = ModelReader(trimmed).follow(TokenSequence(np.array(prompt, np.int32))).begin()
+    assert logits is not None
     shares = distribution(model, prompt)[KEPT]
     assert torch.softmax(logits[0], -1).numpy() == pytest.approx(shares / shares.sum(), rel=1e-5)
     assert set(drafted(alone(model, kept=KEPT), prompt, 16).token_ids.tolist()) <= set(KEPT)
@@ -99,15 +101,18 @@ def test_a_cache_keeps_step_with_whatever_is_committed(name: str, attention: str
     rng = np.random.default_rng(3)
     model = MODELS[name](attention, torch.float64)
     rounding = Rounding.of(model, dtype=torch.float32 if attention == "eager" else torch.float64)
-    cache, tokens = BranchCache(DraftModel(model)), prompt_of(6)
+    sequence = TokenSequence(np.array(prompt_of(6), np.int32))
+    reading = ModelReader(DraftModel(model)).follow(sequence)
     for _ in range(12):
-        said = torch.log_softmax(cache.catch_up(np.array(tokens, np.int32))[0].double(), -1)
-        rounding.check(said, np.log(distribution(model, tokens)))
+        logits = reading.begin()
+        assert logits is not None
+        said = torch.log_softmax(logits[0].double(), -1)
+        rounding.check(said, np.log(distribution(model, sequence.tokens.tolist())))
         tree = random_tree(rng, 12)
-        cache.expand(tree.token_ids.tolist(), tree.parents.tolist())
+        reading.read(tree.token_ids.tolist(), tree.parents.tolist())
         path = tree.token_ids[tree.path_to(int(rng.integers(12)))].tolist()
         jump = rng.integers(VOCABULARY, size=1 if rng.random() < 0.7 else 9).tolist()
-        tokens = [*tokens, *path[: int(rng.integers(len(path) + 1))], *jump]
+        sequence.extend([*path[: int(rng.integers(len(path) + 1))], *jump])
 
 
 def test_what_came_true_is_not_read_again() -> None:
@@ -116,11 +121,13 @@ def test_what_came_true_is_not_read_again() -> None:
     model.register_forward_pre_hook(
         lambda _module, _args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    cache = BranchCache(DraftModel(model))
-    cache.catch_up(np.array(prompt, np.int32))
-    cache.expand([5, 6, 7], [-1, 0, 1])
+    sequence = TokenSequence(np.array(prompt, np.int32))
+    reading = ModelReader(DraftModel(model)).follow(sequence)
+    reading.begin()
+    reading.read([5, 6, 7], [-1, 0, 1])
     widths.clear()
-    cache.catch_up(np.array([*prompt, 5, 6, 3], np.int32))
+    sequence.extend([5, 6, 3])
+    reading.begin()
     assert widths == [1]
 
 

@@ -11,7 +11,7 @@ from decoder.drafters.kernels.readings import (
     NUM_LIKELY_COLUMNS,
     Readings,
     enter_rows,
-    said_of,
+    reader_log_odds,
 )
 from decoder.drafters.kernels.recycled import (
     NOT_FOUND,
@@ -248,7 +248,7 @@ def check_learning(seed: int) -> None:
 def test_what_a_reader_says_is_bounded_and_no_evidence_outside_of_its_vocabulary() -> None:
     logits = {3: 40.0, 5: 0.0, 9: 39.0}
     readings, _ = readings_of([ReaderNotes(1, 5, {(): logits})])
-    said = [said_of(readings, 0, 0, token, 77.0) for token in (3, 5, 9, 4, 10_000)]
+    said = [reader_log_odds(readings, 0, 0, token, 77.0) for token in (3, 5, 9, 4, 10_000)]
     expected = [log_odds(1 / (1 + np.exp(-1))), log_odds(0.0), log_odds(1 / (1 + np.exp(1)))]
     np.testing.assert_allclose(said, [*expected, 77.0, 77.0], rtol=1e-5)
     assert readings.rows[0, 0, LIKELY:].tolist() == [0, 2, 1] + [-1] * 7

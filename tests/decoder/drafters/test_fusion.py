@@ -74,11 +74,10 @@ def test_joint_tree_keeps_to_the_budget_and_is_its_best_part() -> None:
 
 def test_part_that_fails_costs_its_part_alone() -> None:
     drafter = FusedDrafter([broken(), saying(([4, 5], 0.8))], LIMITS)
-    drafter.open("a", np.array([1], np.int32))
-    [tree] = drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
-    assert paths_of(tree) == [(4,), (4, 5)]
-    assert drafter.num_failures("a") > 0
-    drafter.close("a")
+    sequence = drafter.follow(TokenSequence(np.array([1], np.int32)))
+    assert paths_of(sequence.draft(8)) == [(4,), (4, 5)]
+    assert sequence.num_failures > 0
+    sequence.close()
 
 
 class Sharing(ScriptedDrafter):

@@ -6,9 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.drafters.asking import StepCosts
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.model_reader import ModelReader
 from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from decoder.drafters.following import NO_TABLE, PassUnderWay
+from decoder.drafters.following import NO_TABLE, PendingPass
 from decoder.drafters.kernels.likely_outcomes import (
     GUESSED,
     NUM_FREQUENT,
     TRUSTED,
-    Found,
+    LikelyOutcomes,
     Nodes,
     find_outcomes,
 )
@@ -124,8 +124,8 @@ def check_outcomes(seed: int) -> None:
     table, likely = random_table(rng)
     most, max_tokens = int(rng.integers(1, 80)), int(rng.integers(1, 8))
     expected = twin(last.tolist(), proposed, verified, likely, max_tokens)
-    under_way = PassUnderWay(last.astype(np.int32), proposed, verified, most, max_tokens)
-    outcomes = [tuple(each.tolist()) for each in under_way.recalling(table).outcomes()]
+    pending = PendingPass(last.astype(np.int32), proposed, verified, most, max_tokens, table)
+    outcomes = [tuple(each.tolist()) for each in pending.outcomes()]
     assert len(set(outcomes)) == len(outcomes) == min(most, len(expected))
     assert set(outcomes) <= possible(verified, max_tokens)
     scores = [expected[each] for each in outcomes]
@@ -136,15 +136,15 @@ def check_outcomes(seed: int) -> None:
 def test_outcomes_stand_in_order_of_what_they_are_given() -> None:
     proposed = DraftTree.checked([1, 2, 3], [ROOT, 0, 1], [0.9, 0.8, 0.6], [1, 1, 1])
     last = np.array([5, 2, 7, 5], np.int32)
-    under_way = PassUnderWay(last, proposed, proposed.prefix(2), 3, 9)
-    assert [each.tolist() for each in under_way.outcomes()] == [[1, 2, 3], [1, 2, 7], [2]]
+    pending = PendingPass(last, proposed, proposed.prefix(2), 3, 9)
+    assert [each.tolist() for each in pending.outcomes()] == [[1, 2, 3], [1, 2, 7], [2]]
 
 
 def test_a_limit_of_tokens_holds_for_outcomes() -> None:
     proposed = DraftTree.checked([1, 2, 3], [ROOT, 0, 1], [0.9, 0.8, 0.7], [1, 1, 1])
-    under_way = PassUnderWay(np.array([5], np.int32), proposed, proposed.prefix(2), 9, 2)
-    assert [each.tolist() for each in under_way.outcomes()] == [[5], [1, 5]]
-    none = PassUnderWay(np.array([5], np.int32), proposed, proposed.prefix(2), 9, 0)
+    pending = PendingPass(np.array([5], np.int32), proposed, proposed.prefix(2), 9, 2)
+    assert [each.tolist() for each in pending.outcomes()] == [[5], [1, 5]]
+    none = PendingPass(np.array([5], np.int32), proposed, proposed.prefix(2), 9, 0)
     assert none.outcomes() == []
 
 
@@ -153,12 +153,12 @@ def test_many_distinct_tokens_are_counted_and_the_most_frequent_guessed() -> Non
     last = rng.permutation(np.arange(100_000, 104_000, dtype=np.int32))
     often = last[: NUM_FREQUENT // 2].repeat(3)
     tokens = np.concatenate([last, rng.permutation(often), np.array([7], np.int32)])
-    under_way = PassUnderWay(tokens, DraftTree.empty(), DraftTree.empty(), NUM_FREQUENT // 2, 4)
-    assert {int(each[0]) for each in under_way.outcomes()} == set(often.tolist())
+    pending = PendingPass(tokens, DraftTree.empty(), DraftTree.empty(), NUM_FREQUENT // 2, 4)
+    assert {int(each[0]) for each in pending.outcomes()} == set(often.tolist())
 
 
 def test_no_room_finds_nothing() -> None:
     empty = DraftTree.empty()
     arrays = Nodes(empty.token_ids, empty.parents, empty.probabilities)
-    found = Found.of(0, 0, 0, NO_TABLE)
+    found = LikelyOutcomes.of(0, 0, 0, NO_TABLE)
     assert find_outcomes(found, np.array([1], np.int32), NO_TABLE, arrays, arrays, 4) == 0

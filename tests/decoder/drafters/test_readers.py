@@ -9,7 +9,7 @@ import torch
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import TreeReader
 from retriever.drafter import Drafter
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.follower import DraftLimits

@@ -3,9 +3,8 @@
 import numpy as np
 from transformers import PreTrainedModel
 
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.drawing import DrawnFusion, Draws
-from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter
 from tests.decoder.decoding import ScriptedDrafter, oracle

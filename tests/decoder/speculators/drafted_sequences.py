@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.drafters.following import Verified
-from decoder.drafters.reading import SequenceReader, TreeReader
+from decoder.drafters.readers import SequenceReader, TreeReader
 from decoder.model.states import FINAL
 from decoder.model.target import Target
 from retriever.sequences import TokenSequence

@@ -20,7 +20,7 @@ from decoder.assembly import DrafterSettings, assemble, draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import Verified, states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.reading import SequenceReader, TreeReader
+from decoder.drafters.readers import SequenceReader, TreeReader
 from decoder.errors import ContradictoryOptionsError, HeadFileError, UnsupportedModelError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel

@@ -20,12 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from decoder.budget.budget import FixedBudget
 from decoder.contenders.registry import FREE
-from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedSequence
-from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.reading import TreeReader
+from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder, Request
 from decoder.model.passes import Read, Reading

@@ -43,7 +43,7 @@ def thorough(
     """
     named = work._replace(nodes=work.nodes.view(np.recarray))  # whose fields are attributes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth, "_HOPE", 1.0)
+        patch.setattr(growth, "LIKELY_CHILD_BOUND", 1.0)
         size: int = growth.grow_tree.py_func(
             found, num_rows, sequence, live, tables, weights, escape, named, *rest
         )

@@ -13,7 +13,7 @@ from retriever.tree import ROOT, DraftTree, Source
 State = TypeVar("State", bound=TokenSequence)
 
 
-class SequenceDrafter(ABC, Generic[State]):
+class SequenceRule(ABC, Generic[State]):
     """A `Drafter` whose rule looks at one sequence at a time; a rule fills in four methods."""
 
     def __init__(self) -> None:
