@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from decoder.budget.costs import CostSurface
 from decoder.budget.pass_timing import decided, measure_costs, still_holds
-from decoder.model.capability_check import FOUND_HERE, Verdict
+from decoder.model.capability_check import FOUND_HERE, ModelVerdict
 from decoder.model.compatibility import Capability
 from decoder.model.target import Target
 from decoder.model.user_model import has_code_of_others
@@ -150,7 +150,7 @@ class CostStore:
         }
         self._save(_COST, key, content)
 
-    def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
+    def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
         """Return what models of this architecture, precision and versions verify, if it is kept.
 
         Code of others is in no key: what a model with hooks or modules of theirs verifies is kept
@@ -160,7 +160,7 @@ class CostStore:
             return FOUND_HERE.verdict_on(model)
         return self._loaded(_CHECK, _computed(model), _verdict)
 
-    def keep_verdict(self, model: PreTrainedModel, verdict: Verdict) -> None:
+    def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
         """Keep what models like this one verify; the file appears whole."""
         if has_code_of_others(model):
             FOUND_HERE.keep_verdict(model, verdict)
@@ -268,14 +268,14 @@ def _surface(content: dict[str, Any]) -> CostSurface:
     return checked_surface(content["contexts"], content["widths"], content["seconds"])
 
 
-def _verdict(content: dict[str, Any]) -> Verdict:
+def _verdict(content: dict[str, Any]) -> ModelVerdict:
     """Return a verdict.
 
     Raises:
         KeyError: it names no capability.
     """
     found = content["capability"]
-    return Verdict(None if found is None else Capability[found], str(content["reason"]))
+    return ModelVerdict(None if found is None else Capability[found], str(content["reason"]))
 
 
 def checked_surface(

@@ -1,12 +1,11 @@
 """Checking on a few tokens what a model's configuration promises: trees, chains, plain passes.
 
-A target reads a few tokens, verifies a small bushy tree, commits a path that moves rows, and goes
-on. The logits of every row must be those that the model gives by itself, in one ordinary pass over
-all paths of the tree, each as a sequence of its own. What is decoded plainly must have the logits
-of `generate`.
+All three run one script. A target reads a prompt, verifies a small draft, commits a path of it, and
+goes on behind that. A chain is a tree with one child each, and plain passes have drafts without
+nodes. The logits of every row must be those that the model gives by itself: for drafts in one
+ordinary pass over their paths, each as a sequence of its own; for plain passes those of `generate`.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -14,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -22,7 +21,7 @@ from decoder.errors import OutOfMemoryError
 from decoder.model.compatibility import Capability, num_embeddings, position_limit
 from decoder.model.passes import is_out_of_memory
 from decoder.model.stamp import Structure
-from decoder.model.user_model import cache_argument
+from decoder.model.user_model import taken_by
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
@@ -48,6 +47,9 @@ _CEILING: Final = 0.3
 """No spread of a model's own passes excuses more than this."""
 
 _SPREAD_FACTOR: Final = 4.0
+_REPEATED: Final = 1 / 4
+"""Of a floor, so much is taken for rounding in passes of one shape, which round alike."""
+
 _NEAR_CONTEXT: Final = 4
 _LONGEST_WINDOW: Final = 64
 """Windows up to this are crossed by reading as well as by pretending: reading takes long."""
@@ -55,9 +57,13 @@ _LONGEST_WINDOW: Final = 64
 _FARTHEST: Final = 2048
 """Most tokens that are pretended: windows beyond it are taken from the configuration."""
 
+_PAST_WINDOW: Final = 2
+_EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
+"""Behind a context so much longer than a window, the first tokens that depths 0, 1 and 2 see."""
+
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ModelVerdict:
     """What a model was found to verify.
 
     Attributes:
@@ -72,11 +78,11 @@ class Verdict:
 class Verdicts(Protocol):
     """Keeps verdicts from one start to the next."""
 
-    def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
+    def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
         """Return the verdict kept for models like this one, `None` where there is none."""
         ...
 
-    def keep_verdict(self, model: PreTrainedModel, verdict: Verdict) -> None:
+    def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
         """Keep a verdict; where that fails it is found again at the next start."""
         ...
 
@@ -89,16 +95,16 @@ class FoundHere:
     """Keeps verdicts for as long as their models are there, by what they were made of."""
 
     def __init__(self) -> None:
-        self._found: WeakKeyDictionary[PreTrainedModel, list[tuple[Structure, Verdict]]]
+        self._found: WeakKeyDictionary[PreTrainedModel, list[tuple[Structure, ModelVerdict]]]
         self._found = WeakKeyDictionary()
 
-    def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
+    def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
         """See `Verdicts`."""
         now = Structure.of(model)
         latest_first = reversed(self._found.get(model, []))
         return next((verdict for before, verdict in latest_first if now.is_of(before)), None)
 
-    def keep_verdict(self, model: PreTrainedModel, verdict: Verdict) -> None:
+    def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
         """See `Verdicts`."""
         kept = self._found.setdefault(model, [])
         kept.append((Structure.of(model), verdict))
@@ -135,15 +141,10 @@ class Checked(Protocol):
 class CannotCheckError(Exception):
     """The model does not run by itself on plain tokens, or memory is out: nothing is known."""
 
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether a lack of memory is the cause."""
-        return self.__cause__ is not None and is_out_of_memory(self.__cause__)
-
 
 def find_verdict(
     model: PreTrainedModel, promised: Capability, made: Callable[[Capability], Checked]
-) -> Verdict:
+) -> ModelVerdict:
     """Find out what a model verifies exactly, at most what its configuration promises.
 
     Args:
@@ -155,67 +156,18 @@ def find_verdict(
         CannotCheckError: there is nothing to compare with.
     """
     reason = ""
-    for capability in sorted(Capability, reverse=True):
-        if capability > promised:
-            continue
+    for capability in map(Capability, range(promised, -1, -1)):
         target = made(capability)
         try:
-            wrong = _wrong(model, capability, target)
+            wrong = _wrong(model, target, _SHAPES[capability])
         except CannotCheckError as error:
-            if capability is Capability.PLAIN or error.is_out_of_memory:
+            if capability is Capability.PLAIN or is_out_of_memory(error.__cause__ or error):
                 raise
             wrong = f"it does not read whole sequences by itself: {error}"
         if not wrong:
-            return Verdict(capability, reason)
+            return ModelVerdict(capability, reason)
         reason = wrong
-    return Verdict(None, reason)
-
-
-def _wrong(model: PreTrainedModel, capability: Capability, target: Checked) -> str:
-    """Return what is wrong with the passes of a target, empty where nothing is.
-
-    Raises:
-        CannotCheckError: see `find_verdict`.
-    """
-    wrong = ""
-    for trial in range(num_trials(model.dtype)):
-        compared = _CHECKS[capability](model, target, np.random.default_rng(trial))
-        try:
-            wrong = next((each.name for each in compared if each.is_wrong(model.dtype)), "")
-        except (CannotCheckError, OutOfMemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001  each model raises its own
-            return f"a pass fails: {reason_of(error)}"
-        if not wrong:
-            return ""
-    return wrong
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Rows of one pass beside those of the model.
-
-    Attributes:
-        name: what is wrong if they differ.
-        errors: relative differences of the rows, rising. In half precision the lower median
-            counts: a wrong mask, position or cache shows in most rows, an expert that is chosen
-            differently in few. In full precision, where that does not happen, the largest counts.
-        spread: the difference that the model's own passes of different widths have.
-        is_repeated: whether both are passes of one shape, which round alike: four times less is
-            taken for rounding.
-    """
-
-    name: str
-    errors: list[float]
-    spread: float = 0.0
-    is_repeated: bool = False
-
-    def is_wrong(self, dtype: torch.dtype) -> bool:
-        floor = _FLOORS.get(dtype, _FLOORS[torch.float32])
-        spread = max(floor, min(_SPREAD_FACTOR * self.spread, _CEILING))
-        limit = floor / 4 if self.is_repeated else spread
-        counted = -1 if dtype in _FULL else (len(self.errors) - 1) // 2
-        return not self.errors[counted] <= limit  # neither are values that are no numbers
+    return ModelVerdict(None, reason)
 
 
 def num_trials(dtype: torch.dtype) -> int:
@@ -230,12 +182,105 @@ def agree(rows: torch.Tensor, expected: torch.Tensor) -> bool:
         rows: [n, vocabulary].
         expected: [n, vocabulary].
     """
-    compared = _Compared("", _differences(rows, expected))
-    return not compared.is_wrong(expected.dtype)
+    dtype = expected.dtype
+    return not _exceed(_differences(rows, expected), _floor(dtype), dtype)
+
+
+_Compared = tuple[tuple[str, float], list[float]]
+"""What is wrong where rows differ by more than a limit, the limit, and by how much each differs."""
+
+
+def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
+    """Return what is wrong with the passes of a target, empty where nothing is.
+
+    Raises:
+        CannotCheckError: see `find_verdict`.
+    """
+    wrong = ""
+    for trial in range(num_trials(model.dtype)):
+        try:
+            compared = _compared(model, target, shape, np.random.default_rng(trial))
+            wrong = _first_wrong(compared, model.dtype)
+        except (CannotCheckError, OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  each model raises its own
+            return f"a pass fails: {reason_of(error)}"
+        if not wrong:
+            return ""
+    return wrong
+
+
+def _first_wrong(compared: Iterator[_Compared], dtype: torch.dtype) -> str:
+    """Return what the first rows that differ say; what says nothing is judged with the next."""
+    errors: list[float] = []
+    for (wrong, limit), found in compared:
+        errors += found
+        if wrong and _exceed(errors, limit, dtype):
+            return wrong
+        errors = [] if wrong else errors
+    return ""
+
+
+def _compared(
+    model: PreTrainedModel, target: Checked, shape: "_Shape", rng: np.random.Generator
+) -> Iterator[_Compared]:
+    """Run the script: the prompt, the draft, what follows its path, and windows far behind."""
+    floor, aside = _floor(model.dtype), list(shape.aside)
+    in_prompt, in_draft, behind = shape.wrong
+    for length in (_near_context(model), *shape.short):
+        script = _Script.drawn(model, shape, length, rng)
+        first = target.prefill(script.prompt)
+        yield (in_prompt, script.limit), _differences(first, script.first)
+        last, *nodes, after = script.tokens.tolist()
+        rows = target.verify(last, shape.draft(nodes))
+        yield (in_draft, script.limit), _differences(rows, script.own[:-1])
+        if aside and model.dtype not in _FULL:  # there, rounding is too small to hide it
+            unmoved = [0, *(shape.path + 1)]
+            again = target.verify(last, shape.draft(script.others))
+            differences = _differences(again[unmoved], rows[unmoved])
+            yield ("tokens of a tree see their siblings", floor * _REPEATED), differences
+        target.commit(shape.path)
+        rows = target.verify(after, shape.draft(script.others[:1]))
+        yield (behind, script.limit), _differences(rows[:1], script.own[-1:])
+        for window in _far_windows(model) if aside else ():
+            if not target.pretend_marked(window + _PAST_WINDOW, _EDGE):
+                break
+            rows = target.verify(last, shape.draft(nodes))[aside]
+            wrong = f"a tree behind its window of {window} sees others"
+            yield (wrong, floor), _differences(rows, _singly(target, script)[aside])
+
+
+def _singly(target: Checked, script: "_Script") -> torch.Tensor:
+    """Return the rows of the draft, [1 + N, vocabulary], from passes of one token each."""
+    empty, stay = DraftTree.empty(), np.zeros(0, np.int64)
+    last, *nodes, _ = script.tokens.tolist()
+    rows = {ROOT: target.verify(last, empty)}
+    target.commit(stay)
+    for *path, _ in script.shape.lines:
+        for node in path:
+            rows[node] = target.verify(nodes[node], empty)
+            target.commit(stay)
+        target.drop(len(path))
+    return torch.cat([rows[node] for node in range(ROOT, len(nodes))])
+
+
+def _exceed(errors: list[float], limit: float, dtype: torch.dtype) -> bool:
+    """Return whether relative differences of rows are more than rounding.
+
+    In half precision the lower median counts: a wrong mask, position or cache shows in most rows,
+    an expert that is chosen differently in few. In full precision, where that does not happen, the
+    largest counts.
+    """
+    counted = -1 if dtype in _FULL else (len(errors) - 1) // 2
+    return not sorted(errors)[counted] <= limit  # neither are values that are no numbers
+
+
+def _floor(dtype: torch.dtype) -> float:
+    return _FLOORS.get(dtype, _FLOORS[torch.float32])
 
 
 def _differences(rows: torch.Tensor, expected: torch.Tensor) -> list[float]:
-    """Return ||row - expected|| / ||expected - its mean|| of rows [n, V], rising.
+    """Return ||row - expected|| / ||expected - its mean|| of rows [n, V].
 
     Logits that a model bars (minus infinity, or near it) are left out.
     """
@@ -243,59 +288,191 @@ def _differences(rows: torch.Tensor, expected: torch.Tensor) -> list[float]:
     expected = expected.double().where(sound, 0.0)
     errors = (rows.to(expected.device).double().where(sound, 0.0) - expected).norm(dim=-1)
     scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    relative = (errors / scale.clamp_min(1e-30)).nan_to_num(nan=torch.inf)
-    return sorted(relative.tolist())
+    relative: list[float] = (errors / scale.clamp_min(1e-30)).nan_to_num(nan=torch.inf).tolist()
+    return relative
 
 
 def _is_sound(logits: torch.Tensor) -> torch.Tensor:
     return logits.isfinite() & (logits.abs() < _BARRED)
 
 
-_PARENTS: Final = (ROOT, ROOT, 0, 1)
-"""A forked tree: two children of the root, and a child of each."""
-_MOVED: Final = np.array([1, 3], np.int64)
-"""A path of it whose rows do not lie where they are kept."""
-_ASIDE: Final = slice(2, None)
-"""Rows of it that do not lie where they stand: a window that is counted by slots shows in them."""
-_PAST_WINDOW: Final = 2
-_EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
-"""Behind a context so much longer than a window, the first tokens that depths 0, 1 and 2 see."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The draft by which a capability is checked, and what is wrong where its rows differ.
+
+    Attributes:
+        parents: of its N nodes.
+        lines: what the model reads by itself behind the last token: nodes, of which N is the token
+            behind the path. The last line is the path that is committed, and N.
+        wrong: what a difference after the prompt says, one in the draft, and one behind the path;
+            empty where rows are judged together with the next.
+        aside: rows that do not lie where they stand: a window that is counted by slots shows there.
+        short: lengths of prompts that are read besides the usual one.
+    """
+
+    parents: tuple[int, ...]
+    lines: tuple[tuple[int, ...], ...]
+    wrong: tuple[str, str, str]
+    aside: tuple[int, ...] = ()
+    short: tuple[int, ...] = ()
+
+    @property
+    def path(self) -> NDArray[np.int64]:
+        """int64[k], the nodes that are committed."""
+        return np.array(self.lines[-1][:-1], np.int64)
+
+    def draft(self, nodes: ArrayLike) -> DraftTree:
+        """Return the draft, or with fewer nodes the beginning of it."""
+        nodes = np.asarray(nodes, np.int32)
+        count = len(nodes)
+        claims = np.linspace(0.9, 0.5, count)
+        return DraftTree.checked(nodes, self.parents[:count], claims, [Source.MODEL] * count)
+
+
+_SHAPES: Final = {
+    Capability.TREES: _Shape(
+        (ROOT, ROOT, 0, 1),  # two children of the root, and a child of each
+        ((0, 2, 4), (1, 3, 4)),  # a path whose rows do not lie where they are kept
+        (
+            "reads a prompt differently",
+            "tokens of a tree see others than their own path, or stand elsewhere",
+            "its cache does not keep a path of a tree",
+        ),
+        aside=(2, 3, 4),
+    ),
+    Capability.CHAINS: _Shape(
+        (ROOT, 0, 1, 2),
+        ((0, 1, 2, 3), (0, 1, 4)),  # two are rejected, which shows more than one
+        (
+            "reads a prompt differently",
+            "tokens of a chain see others than those before them",
+            "its cache does not give up rejected tokens",
+        ),
+    ),
+    Capability.PLAIN: _Shape(
+        (), ((0,),), ("", "", "decoded token by token it differs from generate"), short=(1,)
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """The tokens of one trial.
+    """The tokens of one trial, and what the model gives for them by itself.
 
     Attributes:
+        shape: of its draft.
         prompt: int32[n].
-        last: the token before the tree.
-        nodes: int32[4], the tree's, see `_PARENTS`.
-        after: the token behind the path that is committed.
-        others: int32[2], tokens that the model itself is not shown.
+        tokens: int32[N + 2], the last one before the draft, its nodes, and the one behind the path.
+        others: int32[N], the nodes with other tokens where they are not on the path.
+        first: [1, vocabulary], the logits after the prompt.
+        own: [N + 2, vocabulary], those after `tokens`.
+        limit: what is taken for rounding.
     """
 
+    shape: _Shape
     prompt: TokenIds
-    last: int
-    nodes: TokenIds
-    after: int
+    tokens: TokenIds
     others: TokenIds
+    first: torch.Tensor
+    own: torch.Tensor
+    limit: float
 
     @classmethod
-    def drawn(cls, model: PreTrainedModel, length: int, rng: np.random.Generator) -> "_Script":
-        """Draw tokens; those behind the prompt differ where the vocabulary allows."""
-        size = num_embeddings(model)
+    def drawn(
+        cls, model: PreTrainedModel, shape: _Shape, length: int, rng: np.random.Generator
+    ) -> "_Script":
+        """Draw a prompt of a length and what follows, and have the model read it by itself.
+
+        Raises:
+            CannotCheckError: it cannot.
+        """
+        size, num_nodes = num_embeddings(model), len(shape.parents)
         allowed = np.setdiff1d(np.arange(size, dtype=np.int32), _special_ids(model.config))
         prompt = rng.choice(allowed, length)
-        count = len(_PARENTS) + 4
-        drawn = np.resize(rng.permutation(allowed), count)  # siblings differ if two tokens do
-        return cls(prompt, int(drawn[0]), drawn[1:5], int(drawn[5]), drawn[6:])
+        drawn = np.resize(rng.permutation(allowed), 2 * num_nodes + 2)  # siblings differ if two do
+        tokens, others = drawn[: num_nodes + 2], drawn[num_nodes + 2 :]
+        others[shape.path] = tokens[shape.path + 1]
+        longest = max(map(len, shape.lines))
+        padded = [[*line, *[0] * (longest - len(line))] for line in shape.lines]
+        lines = [[*prompt, tokens[0], *tokens[1:][line]] for line in padded]
+        try:
+            given = torch.from_numpy(np.array(lines, np.int64)).to(model.device)
+            first, read = _asked(model, given, length, is_plain=not shape.parents)
+        except Exception as error:  # each model raises its own
+            raise CannotCheckError(reason_of(error)) from error
+        if not _is_sound(read).any(dim=-1).all():
+            raise CannotCheckError("its logits are not numbers")
+        spread = _SPREAD_FACTOR * _differences(first, read[:1, 0])[0]  # one pass is wider
+        limit = max(_floor(model.dtype), min(spread, _CEILING))
+        rows = {ROOT: read[0, 1]}
+        for line, each in zip(shape.lines, read, strict=True):
+            rows |= zip(line, each[2:], strict=False)  # behind a line it is padding
+        own = torch.stack([rows[at] for at in range(ROOT, num_nodes + 1)])
+        return cls(shape, prompt, tokens, others, first, own, limit)
 
-    def sequences(self) -> NDArray[np.int64]:
-        """Return int64[2, n + 4]: prompt, last token, each path of the tree, what follows."""
-        one, two, below_one, below_two = self.nodes
-        paths = ((one, below_one), (two, below_two))
-        rows = [[*self.prompt, self.last, *path, self.after] for path in paths]
-        return np.array(rows, np.int64)
+
+def _asked(
+    model: PreTrainedModel, tokens: torch.Tensor, length: int, *, is_plain: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a model's own logits after a prompt, in half precision of a pass over it alone.
+
+    And those of sequences that begin with it, from its last token on.
+    """
+    in_steps = is_plain or _drops_tokens(model, tokens.shape[1])
+    read = (_generated if in_steps else _read)(model, tokens, tokens.shape[1] - length + 1)
+    if is_plain or model.dtype in _FULL:  # there, rounding is far below what is taken for it
+        return read[:1, 0], read
+    return _read(model, tokens[:1, :length], 1)[:, 0], read
+
+
+def _read(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the last logits of sequences, [rows, count, vocabulary], from one ordinary pass.
+
+    Positions are told as `generate` tells them: some models begin elsewhere by themselves.
+    """
+    options: dict[str, Any] = {}
+    if "position_ids" in taken_by(model):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        options["position_ids"] = positions.expand_as(tokens)
+    logits: torch.Tensor = model(input_ids=tokens, **options).logits
+    return logits[:, -count:]
+
+
+def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
+    """Return whether a model's own cache does not hold a sequence of this length.
+
+    Moshi has a window in its cache alone: in one pass, a token sees all before it.
+    """
+    layers = DynamicCache(config=model.config).layers
+    sliding = [each for each in layers if isinstance(each, DynamicSlidingWindowLayer)]
+    return any(each.sliding_window < length for each in sliding)
+
+
+def _generated(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the same as `_read` from `generate`, which is made to choose these tokens."""
+
+    def chosen(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = tokens[:, min(read.shape[1], tokens.shape[1] - 1), None]
+        width = max(scores.shape[1], int(token.max()) + 1)  # it may be beyond what is ever chosen
+        return scores.new_full((len(scores), width), -torch.inf).scatter(1, token, 0.0)
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]  # not typed there
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    generate: Any = model.generate
+    prompt = tokens[:, : tokens.shape[1] - count + 1]
+    output = generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        generation_config=config,
+        logits_processor=[chosen],
+    )
+    return torch.stack(output.logits, dim=1)
 
 
 def _special_ids(config: PreTrainedConfig) -> list[int]:
@@ -325,104 +502,6 @@ def _windows(config: PreTrainedConfig) -> list[int]:
     )
 
 
-def _draft(nodes: TokenIds, parents: tuple[int, ...]) -> DraftTree:
-    probabilities = np.linspace(0.9, 0.5, len(nodes))
-    return DraftTree.checked(nodes, parents, probabilities, np.full(len(nodes), Source.MODEL))
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """What the model gives by itself for a script.
-
-    Attributes:
-        rows: [2, 5, vocabulary], of one ordinary pass over `_Script.sequences`: the logits after
-            the prompt, the last token, the path's two nodes, and what follows.
-        first: [1, vocabulary], after the prompt; in half precision of a pass over it alone.
-        spread: the difference of both, which is rounding: one pass is wider than the other.
-    """
-
-    rows: torch.Tensor
-    first: torch.Tensor
-    spread: float
-
-
-def _asked(model: PreTrainedModel, script: _Script) -> _Own:
-    """Have a model read a script by itself.
-
-    Raises:
-        CannotCheckError: it cannot.
-    """
-    try:
-        tokens = torch.from_numpy(script.sequences()).to(model.device)
-        read = _read_in_steps if _drops_tokens(model, tokens.shape[1]) else _read
-        rows = read(model, tokens)[:, -5:]
-        first = rows[:1, 0]
-        if model.dtype not in _FULL:  # there, rounding is far below what is taken for it
-            first = _read(model, tokens[:1, : len(script.prompt)])[:, -1]
-    except Exception as error:  # each model raises its own
-        raise CannotCheckError(reason_of(error)) from error
-    _refuse_unsound(rows)
-    return _Own(rows, first, _differences(first, rows[:1, 0])[0])
-
-
-def _read(
-    model: PreTrainedModel, tokens: torch.Tensor, start: int = 0, cache: DynamicCache | None = None
-) -> torch.Tensor:
-    """Return the logits of sequences, int64[rows, n], behind `start` tokens that a cache holds.
-
-    Positions are told as `generate` tells them: some models begin elsewhere by themselves.
-    """
-    options: dict[str, Any] = {} if cache is None else {cache_argument(model): cache}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        options["position_ids"] = positions.expand_as(tokens)
-    logits: torch.Tensor = model(input_ids=tokens, **options).logits
-    return logits
-
-
-def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
-    """Return whether a model's own cache does not hold a sequence of this length."""
-    layers = DynamicCache(config=model.config).layers
-    sliding = [each for each in layers if isinstance(each, DynamicSlidingWindowLayer)]
-    return any(each.sliding_window < length for each in sliding)
-
-
-def _read_in_steps(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the last logits of sequences, int64[rows, n], read as `generate` reads them.
-
-    Moshi has a window in its cache alone: in one pass, a token sees all before it.
-    """
-    cache, length = DynamicCache(config=model.config), tokens.shape[1]
-    start = length - 4
-    logits = [_read(model, tokens[:, :start], 0, cache)[:, -1:]]
-    logits += [_read(model, tokens[:, at : at + 1], at, cache) for at in range(start, length)]
-    return torch.cat(logits, dim=1)
-
-
-def _refuse_unsound(logits: torch.Tensor) -> None:
-    """Raise CannotCheckError where a row of a model's own logits holds no numbers."""
-    if not _is_sound(logits).any(dim=-1).all():
-        raise CannotCheckError("its logits are not numbers")
-
-
-def _generated(
-    model: PreTrainedModel, prompt: TokenIds, num_tokens: int
-) -> tuple[list[int], torch.Tensor]:
-    """Return the tokens that `generate` chooses, and their rows of logits, [n, vocabulary]."""
-    config = GenerationConfig(  # type: ignore[no-untyped-call]  # not typed there
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    generate: Any = model.generate
-    tokens = torch.from_numpy(prompt.astype(np.int64))[None].to(model.device)
-    output = generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-    return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits)
-
-
 def _near_context(model: PreTrainedModel) -> int:
     """Return the length of a prompt that crosses the short windows."""
     short = [window for window in _windows(model.config) if window <= _LONGEST_WINDOW]
@@ -431,104 +510,8 @@ def _near_context(model: PreTrainedModel) -> int:
     return length if limit is None else max(1, min(length, limit - 6))
 
 
-def _trees(
-    model: PreTrainedModel, target: Checked, rng: np.random.Generator
-) -> Iterator[_Compared]:
-    script = _Script.drawn(model, _near_context(model), rng)
-    own = _asked(model, script)
-    first = target.prefill(script.prompt)
-    yield _Compared("reads a prompt differently", _differences(first, own.first), own.spread)
-    rows = target.verify(script.last, _draft(script.nodes, _PARENTS))
-    one, two = own.rows
-    expected = torch.stack([one[1], one[2], two[2], one[3], two[3]])
-    name = "tokens of a tree see others than their own path, or stand elsewhere"
-    yield _Compared(name, _differences(rows, expected), own.spread)
-    if model.dtype not in _FULL:  # there, rounding is too small to hide anything
-        yield _siblings(target, script, rows)
-    target.commit(_MOVED)
-    rows = target.verify(script.after, _draft(script.others, (ROOT, 0)))
-    name = "its cache does not keep a path of a tree"
-    yield _Compared(name, _differences(rows[:1], two[4:]), own.spread)
-    yield from _far_trees(model, target, script)
-
-
-def _siblings(target: Checked, script: _Script, rows: torch.Tensor) -> _Compared:
-    """Compare a pass with one whose other branch, which these rows do not see, differs."""
-    others = script.nodes.copy()
-    others[[0, 2]] = script.others
-    again = target.verify(script.last, _draft(others, _PARENTS))
-    unseen = [0, 2, 4]
-    name = "tokens of a tree see their siblings"
-    return _Compared(name, _differences(again[unseen], rows[unseen]), is_repeated=True)
-
-
-def _far_trees(model: PreTrainedModel, target: Checked, script: _Script) -> Iterator[_Compared]:
-    """Compare a tree with single tokens behind a context that is longer than the windows."""
-    windows = [each for each in _windows(model.config) if each <= _FARTHEST]
+def _far_windows(model: PreTrainedModel) -> list[int]:
+    """Return the windows that a context of made-up tokens crosses."""
     limit = position_limit(model.config)
-    for window in windows:
-        length = window + _PAST_WINDOW
-        if limit is not None and length + 4 > limit:
-            continue
-        if not target.pretend_marked(length, _EDGE):
-            return
-        rows = target.verify(script.last, _draft(script.nodes, _PARENTS))
-        expected = _singly(target, script)
-        name = f"a tree behind its window of {window} sees others"
-        yield _Compared(name, _differences(rows[_ASIDE], expected[_ASIDE]))
-
-
-def _singly(target: Checked, script: _Script) -> torch.Tensor:
-    """Return the rows of the forked tree, [5, vocabulary], from passes of one token each."""
-    empty, stay = DraftTree.empty(), np.zeros(0, np.int64)
-    found: list[torch.Tensor] = []
-    one, two, below_one, below_two = script.nodes.tolist()
-    root = target.verify(script.last, empty)
-    target.commit(stay)
-    for node, below in ((one, below_one), (two, below_two)):
-        found.append(target.verify(node, empty))
-        target.commit(stay)
-        found.append(target.verify(below, empty))
-        target.drop(1)
-    first, below_first, second, below_second = found
-    return torch.cat([root, first, second, below_first, below_second])
-
-
-def _chains(
-    model: PreTrainedModel, target: Checked, rng: np.random.Generator
-) -> Iterator[_Compared]:
-    script = _Script.drawn(model, _near_context(model), rng)
-    own = _asked(model, script)
-    first = target.prefill(script.prompt)
-    yield _Compared("reads a prompt differently", _differences(first, own.first), own.spread)
-    chain = np.append(script.nodes[[1, 3]], script.others[:1])
-    rows = target.verify(script.last, _draft(chain, (ROOT, 0, 1)))
-    name = "tokens of a chain see others than those before them"
-    yield _Compared(name, _differences(rows[:3], own.rows[1, 1:4]), own.spread)
-    target.commit(np.arange(2))
-    rows = target.verify(script.after, _draft(script.others[1:], (ROOT,)))
-    name = "its cache does not give up rejected tokens"
-    yield _Compared(name, _differences(rows[:1], own.rows[1, 4:]), own.spread)
-
-
-def _plain(
-    model: PreTrainedModel, target: Checked, rng: np.random.Generator
-) -> Iterator[_Compared]:
-    for length in (_near_context(model), 1):
-        script = _Script.drawn(model, length, rng)
-        try:
-            tokens, expected = _generated(model, script.prompt, 3)
-        except Exception as error:  # each model raises its own
-            raise CannotCheckError(reason_of(error)) from error
-        _refuse_unsound(expected)
-        rows = [target.prefill(script.prompt)]
-        for token in tokens[:2]:
-            rows.append(target.verify(token, DraftTree.empty()))
-            target.commit(np.zeros(0, np.int64))
-        yield _Compared(
-            "decoded token by token it differs from generate",
-            _differences(torch.cat(rows), expected),
-        )
-
-
-_CHECKS: Final = {Capability.TREES: _trees, Capability.CHAINS: _chains, Capability.PLAIN: _plain}
+    most = _FARTHEST if limit is None else min(_FARTHEST, limit - _PAST_WINDOW - 4)
+    return [window for window in _windows(model.config) if window <= most]

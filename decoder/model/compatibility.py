@@ -29,6 +29,9 @@ _CAUSAL_FOR_TEXT: Final = (False, None, "vision")
 _CHUNKED: Final = "chunked_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+Layers = tuple[tuple[str, int | None], ...]
+"""Type and window of every layer, in positions; the window is `None` where attention is full."""
+
 
 class Capability(IntEnum):
     """Which drafts a model can verify in one pass."""
@@ -45,14 +48,13 @@ class Compatibility:
     Attributes:
         capability: which drafts it can verify.
         reason: why not trees, for users; empty where it can.
-        layers: type, as in the model's configuration, and window in positions of every layer
-            whose keys and values a `TreeCache` can hold, the window `None` where attention is
-            full. `None` where the model needs another kind of cache.
+        layers: those whose keys and values a `TreeCache` can hold, typed as in the model's
+            configuration. `None` where the model needs another kind of cache.
     """
 
     capability: Capability
     reason: str = ""
-    layers: tuple[tuple[str, int | None], ...] | None = None
+    layers: Layers | None = None
 
 
 def compatibility_of(model: PreTrainedModel) -> Compatibility:
@@ -80,12 +82,12 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
         ) from error
     if layers is None:
         return _with_own_cache(DynamicCache(config=model.config).layers)
+    trees = Compatibility(Capability.TREES, "", layers)
     reason = _reason_against_trees(model, layers)
     if reason:
-        unbounded = tuple((kind, None) for kind, _ in layers)
-        return Compatibility(Capability.CHAINS, reason, unbounded)
+        return reduced(trees, Capability.CHAINS, reason)
     _check_windows(model, layers)
-    return Compatibility(Capability.TREES, "", layers)
+    return trees
 
 
 def reduced(compatibility: Compatibility, capability: Capability, reason: str) -> Compatibility:
@@ -179,16 +181,14 @@ def _check_direction(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{_name(model)} attends in both directions")
 
 
-def _check_windows(model: PreTrainedModel, layers: tuple[tuple[str, int | None], ...]) -> None:
-    windows: dict[str, int | None] = {}
-    for layer_type, window in layers:
-        if windows.setdefault(layer_type, window) != window:
-            raise UnsupportedModelError(f"{_name(model)}: {layer_type} layers differ in window")
+def _check_windows(model: PreTrainedModel, layers: Layers) -> None:
+    windows = dict(layers)
+    differing = [kind for kind, window in layers if windows[kind] != window]
+    if differing:
+        raise UnsupportedModelError(f"{_name(model)}: {differing[0]} layers differ in window")
 
 
-def _reason_against_trees(
-    model: PreTrainedModel, layers: tuple[tuple[str, int | None], ...]
-) -> str:
+def _reason_against_trees(model: PreTrainedModel, layers: Layers) -> str:
     """Return why a model that can roll back takes no trees; empty where it does."""
     implementation = model.config._attn_implementation  # noqa: SLF001  no public name either
     if implementation not in _TREE_ATTENTION:
@@ -203,49 +203,32 @@ def _reason_against_trees(
     return f"its {', '.join(others)} layers take no mask for trees" if others else ""
 
 
-def layers_of(model: PreTrainedModel) -> tuple[tuple[str, int | None], ...] | None:
+def layers_of(model: PreTrainedModel) -> Layers | None:
     """Return type and window of every layer by the cache that transformers would choose.
 
-    `None` where a layer's cache holds more than keys and values.
+    `None` where a layer's cache holds more than keys and values. A layer without a cache attends to
+    keys of an earlier one of its type, and has its window.
 
     Raises:
         KeyError: a layer's type has a cache of a kind that transformers chooses elsewhere.
     """
     cached = DynamicCache(config=model.config).layers
+    if not {type(layer) for layer in cached} <= {
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        DummyLayer,
+    }:
+        return None
+    windows = [getattr(layer, "sliding_window", None) for layer in cached]
     config = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or [None] * len(cached)
-    layers = [_layer(config, layer, kind) for layer, kind in zip(cached, kinds, strict=True)]
-    found = tuple(layer for layer in layers if layer is not None)
-    return _with_shared(found, cached) if len(found) == len(layers) else None
-
-
-def _with_shared(
-    layers: tuple[tuple[str, int | None], ...], cached: list[Any]
-) -> tuple[tuple[str, int | None], ...]:
-    """Return layers with the windows of those that attend to keys of an earlier layer.
-
-    Such a layer has no cache; the layer that it shares with is one of its type.
-    """
-    windows = {
-        kind: window
-        for (kind, window), layer in zip(layers, cached, strict=True)
-        if type(layer) is not DummyLayer
-    }
-    return tuple(
-        (kind, windows.get(kind) if type(layer) is DummyLayer else window)
-        for (kind, window), layer in zip(layers, cached, strict=True)
-    )
-
-
-def _layer(
-    config: PreTrainedConfig, layer: object, kind: str | None
-) -> tuple[str, int | None] | None:
-    if type(layer) is DynamicSlidingWindowLayer:
-        is_chunked = kind is None and getattr(config, "sliding_window", None) is None
-        return kind or (_CHUNKED if is_chunked else "sliding_attention"), layer.sliding_window
-    if type(layer) in (DynamicLayer, DummyLayer):
-        return kind or "full_attention", None
-    return None
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        is_chunked = getattr(config, "sliding_window", None) is None
+        bounded = _CHUNKED if is_chunked else "sliding_attention"
+        kinds = ["full_attention" if window is None else bounded for window in windows]
+    layers = list(zip(kinds, windows, (type(each) is DummyLayer for each in cached), strict=True))
+    shared = {kind: window for kind, window, shares in layers if not shares}
+    return tuple((kind, shared.get(kind) if shares else window) for kind, window, shares in layers)
 
 
 def _with_own_cache(cached: list[Any]) -> Compatibility:

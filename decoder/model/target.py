@@ -23,7 +23,7 @@ from decoder.model.cache import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, TreeC
 from decoder.model.capability_check import (
     FOUND_HERE,
     CannotCheckError,
-    Verdict,
+    ModelVerdict,
     Verdicts,
     agree,
     find_verdict,
@@ -374,12 +374,12 @@ class Target:
         """Return whether nobody changed the model since a look at it began."""
         return Structure.of(model).is_of(self._structure) and weights_of(model) == self._weights
 
-    def _agreed(self, verdict: Verdict | None) -> Verdict | None:
+    def _agreed(self, verdict: ModelVerdict | None) -> ModelVerdict | None:
         """Return the verdict of the first of the processes that share the model."""
         return verdict if self.ranks is None else self.ranks.decided(lambda: verdict, self)
 
     @torch.no_grad()
-    def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
+    def _found(self, model: PreTrainedModel, promised: Compatibility) -> ModelVerdict | None:
         """Return what passes show, `None` where there is nothing to compare them with."""
 
         def made(capability: Capability) -> "Target":

@@ -27,7 +27,7 @@ from decoder.model import capability_check
 from decoder.model import target as target_module
 from decoder.model.attention import tree_mask
 from decoder.model.cache import GrowingLayer, TreeCache
-from decoder.model.capability_check import FOUND_HERE, Verdict
+from decoder.model.capability_check import FOUND_HERE, ModelVerdict
 from decoder.model.compatibility import Capability
 from decoder.model.passes import PlainPasses, Reading
 from decoder.model.target import Target
@@ -268,6 +268,16 @@ def test_a_model_that_cannot_be_decoded_plainly_is_refused_by_name(
         Target(tiny_mamba())
 
 
+def test_generate_reads_the_tokens_of_a_script_as_one_pass_does() -> None:
+    model = tiny_llama()
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 40, (2, 9)))
+    with torch.no_grad():
+        found, expected = (
+            read(model, tokens, 4) for read in (capability_check._generated, capability_check._read)
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_target_without_a_check_believes_the_configuration() -> None:
     assert Target(tiny_neo(), verdicts=None).capability is Capability.TREES
 
@@ -333,7 +343,7 @@ def test_another_precision_or_configuration_is_checked_on_its_own(tmp_path: Path
 
 def test_a_kept_refusal_refuses_again(tmp_path: Path) -> None:
     store = CostStore(tmp_path)
-    store.keep_verdict(tiny_llama(), Verdict(None, "it differs"))
+    store.keep_verdict(tiny_llama(), ModelVerdict(None, "it differs"))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be decoded here"):
         Target(tiny_llama(), verdicts=store)
 
@@ -341,7 +351,7 @@ def test_a_kept_refusal_refuses_again(tmp_path: Path) -> None:
 def test_where_memory_runs_out_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> Verdict:
+    def full(*_: object) -> ModelVerdict:
         raise OutOfMemoryError("out of memory at 4 tokens of context")
 
     monkeypatch.setattr(target_module, "find_verdict", full)

@@ -36,7 +36,7 @@ from decoder.errors import (
     UnsupportedModelError,
 )
 from decoder.loop import Decoder, Request
-from decoder.model.capability_check import Verdict
+from decoder.model.capability_check import ModelVerdict
 from decoder.model.compatibility import Capability
 from decoder.model.passes import Reading
 from decoder.model.ranks import Ranks, ranks_of
@@ -160,7 +160,7 @@ def verdicts(model: PreTrainedModel, rank: int, folder: Path) -> Any:
     """Only the first process finds one kept."""
     store = CostStore(folder / f"verdicts-{rank}")
     if rank == 0:
-        store.keep_verdict(model, Verdict(Capability.CHAINS, "said before"))
+        store.keep_verdict(model, ModelVerdict(Capability.CHAINS, "said before"))
     target = Target(model, verdicts=store)
     return target.capability, decoded(together(target, rank), PROMPTS[2], NUM_TOKENS)
 
