@@ -143,6 +143,9 @@ class _Recorder(NoDrafter):
     def draft_together(self, asked: Sequence[Any]) -> list[DraftTree]:
         return [DraftTree.empty() for _ in asked]
 
+    def ask_ahead(self, asked: Sequence[Any], busy_s: float) -> None:
+        """Answer for nothing ahead: it drafts nothing."""
+
 
 class _Recording:
     """The states of one sequence; see `SequenceDrafter`."""
