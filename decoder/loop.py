@@ -43,7 +43,6 @@ from decoder.model.states import States
 from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
 from decoder.sampling.verification import (
-    Acceptance,
     AcceptRule,
     Choices,
     PassContext,
@@ -51,6 +50,7 @@ from decoder.sampling.verification import (
     Selection,
     accept_greedy,
 )
+from decoder.sampling.walk import Acceptance
 from decoder.stopping import DEFAULT_MAX_NEW_TOKENS, StopRule, first_stop
 from retriever.drafter import ALONE, Drafter, Kin, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, RetrieverError

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from decoder.model.target import Target
     from decoder.sampling.rule import accept_rule
     from decoder.sampling.sampling_settings import SamplingSettings
-    from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy, follow
+    from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy
+    from decoder.sampling.walk import follow
     from decoder.speculators.online import LearningSpeculator
     from decoder.speculators.speculator import load_speculator
     from decoder.stopping import StoppableText, StopStrings
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from indexer.change.changes import add_documents, compact, remove_documents
     from indexer.change.choosing import Choice, list_documents
     from indexer.change.rebuilding import build_from_index
-    from indexer.change.verify import verify_index
+    from indexer.change.verifying import verify_index
     from indexer.reader import Index
     from indexer.sources import SourceOptions
     from indexer.tokenizer import Vocabulary, load_tokenizer, vocabulary_of
@@ -195,7 +196,8 @@ _HOMES: Final = {
     "decoder.model.target": ("Target",),
     "decoder.sampling.rule": ("accept_rule",),
     "decoder.sampling.sampling_settings": ("SamplingSettings",),
-    "decoder.sampling.verification": ("AcceptRule", "PassContext", "accept_greedy", "follow"),
+    "decoder.sampling.verification": ("AcceptRule", "PassContext", "accept_greedy"),
+    "decoder.sampling.walk": ("follow",),
     "decoder.speculators.speculator": ("load_speculator",),
     "decoder.stopping": ("StoppableText", "StopStrings"),
     "decoder.speculators.online": ("LearningSpeculator",),
@@ -203,7 +205,7 @@ _HOMES: Final = {
     "indexer.change.changes": ("add_documents", "compact", "remove_documents"),
     "indexer.change.choosing": ("Choice", "list_documents"),
     "indexer.change.rebuilding": ("build_from_index",),
-    "indexer.change.verify": ("verify_index",),
+    "indexer.change.verifying": ("verify_index",),
     "indexer.reader": ("Index",),
     "indexer.sources": ("SourceOptions",),
     "indexer.tokenizer": ("Vocabulary", "load_tokenizer", "vocabulary_of"),

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from indexer.build import BuildOptions, build_index
 from indexer.change.changes import add_documents, compact, remove_documents
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.change.writer import writing
 from indexer.errors import IndexerError, IndexNotFoundError
 from indexer.format.output import new_index_folder

@@ -9,7 +9,7 @@ import numpy as np
 from decoder.budget.costs import CostSurface
 from decoder.model.compatibility import Capability
 from decoder.model.target import Target
-from decoder.sampling.verification import follow
+from decoder.sampling.walk import follow
 from retriever.tree import ROOT, DraftTree, Source
 
 DEFAULT_WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)

@@ -19,14 +19,8 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.observation import ObservedPass, Observer, Statistics, Times
 from decoder.sampling.stated import without_own_settings
-from decoder.sampling.verification import (
-    Acceptance,
-    AcceptRule,
-    Drawing,
-    PassContext,
-    SelectingRule,
-    Selection,
-)
+from decoder.sampling.verification import AcceptRule, Drawing, PassContext, SelectingRule, Selection
+from decoder.sampling.walk import Acceptance
 from retriever.tree import DraftTree
 
 PLAIN: Final = "plain"

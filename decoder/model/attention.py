@@ -15,7 +15,7 @@ from transformers.masking_utils import (  # type: ignore[attr-defined]  # one is
     sdpa_mask,
 )
 
-from decoder.model.tree_rows import TreeRows, additive
+from decoder.model.tree_rows import TreeRows
 
 _UNFUSED_SCORES: Final = 7000
 """Scores of a head (rows of its group times keys) from which two products and a softmax are faster
@@ -205,9 +205,7 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
         raise ValueError(
             f"a tree of {len(rows.depths)} rows lies in {kv_offset + kv_length - rows.past} keys"
         )
-    seen = torch.ones(q_length, kv_length, dtype=torch.bool)
-    rows.hide(seen, kv_offset, window)
-    seen = seen.to(device)
+    seen = torch.from_numpy(rows.seen(kv_offset, window)).to(device)
     if mask_function is not causal_mask_function:
         keys = np.concatenate([np.arange(kv_offset, rows.past), rows.past + rows.depths])
         columns = torch.from_numpy(keys).to(device)
@@ -215,6 +213,33 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
     if allow_is_causal_skip:
         return _additive_unless_all(seen[None, None], dtype)
     return additive(seen[None, None], dtype)
+
+
+def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | None = None) -> None:
+    """Hide in a mask what the rows of a pass do not see.
+
+    Args:
+        mask: added to scores, [n, keys]: the context from `first_key` on, and all rows behind it.
+        rows: of the pass.
+        first_key: position of the first key that is shown.
+        window: positions that each row looks back over, itself included; `None` for all.
+    """
+    unseen = torch.from_numpy(rows.unseen()).to(mask.device)
+    mask[:, rows.past - first_key :].masked_fill_(unseen, lowest(mask.dtype))
+    beyond = rows.beyond(first_key, window)
+    if beyond is not None:
+        mask.masked_fill_(torch.from_numpy(beyond).to(mask.device), lowest(mask.dtype))
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return what hides a key in a mask of a dtype."""
+    return torch.finfo(dtype).min
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return dtype[...], zero where something is seen, bool[...], and the lowest elsewhere."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, lowest(dtype))
 
 
 def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | None:

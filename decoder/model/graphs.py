@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from decoder.model.attention import (
     AttendingMask,
+    additive,
     by_place,
     refused_options,
     scale_of,
@@ -27,7 +28,6 @@ from decoder.model.cache import Frame, TreeCache
 from decoder.model.passes import Read, Reading
 from decoder.model.stamp import Recorded
 from decoder.model.states import States
-from decoder.model.tree_rows import additive
 from decoder.model.user_model import UserModel
 from decoder.sampling.verification import Choices, ChoiceTable, Drawing
 from indexer.errors import reason_of

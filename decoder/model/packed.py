@@ -19,12 +19,14 @@ from decoder.model.attention import (
     AttendingMask,
     attended_by_group,
     by_place,
+    hide,
+    lowest,
     refused_options,
     scale_of,
 )
 from decoder.model.cache import Frame, TreeCache, num_seen
 from decoder.model.passes import Read, Reading
-from decoder.model.tree_rows import TreeRows, lowest
+from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import UserModel
 
 _CALL: Final = 1000
@@ -323,5 +325,5 @@ def _mask(
         own = mask[reading.place - group[0].reading.place, : rows.num_read]
         end = rows.num_keys - keys.start
         own[:, end:] = lowest(dtype)
-        rows.hide(own[:, :end], keys.start, window)
+        hide(own[:, :end], rows, keys.start, window)
     return mask[:, None]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retriever.tree import ROOT
@@ -65,31 +64,30 @@ class TreeRows:
         """Return whether one row is read alone, and sees all keys that are shown."""
         return self.num_keys == self.past + 1 and (window is None or self.past - first_key < window)
 
-    def hide(self, mask: torch.Tensor, first_key: int = 0, window: int | None = None) -> None:
-        """Hide in a mask what the rows of the pass do not see.
+    def unseen(self) -> NDArray[np.bool_]:
+        """Return bool[n, W], which of all rows a row of the pass does not see."""
+        return ~self.visible[-self.num_read :]
+
+    def beyond(self, first_key: int, window: int | None) -> NDArray[np.bool_] | None:
+        """Return bool[n, keys], what lies beyond a row's window; `None` where nothing does.
 
         Args:
-            mask: [n, keys], the context from `first_key` on and all rows behind it: bool, true for
-                what is seen, or floats to be added to scores.
             first_key: position of the first key that is shown.
             window: positions that each row looks back over, itself included; `None` for all.
         """
-        hidden = lowest(mask.dtype)
-        shown = self.past - first_key
-        unseen = torch.from_numpy(~self.visible[-self.num_read :])
-        mask[:, shown:].masked_fill_(unseen.to(mask.device), hidden)
-        if window is not None and int(self.positions.max()) - first_key >= window:
-            keys = np.concatenate([np.arange(first_key, self.past), self.past + self.depths])
-            is_beyond = self.positions[:, None] - keys >= window
-            mask.masked_fill_(torch.from_numpy(is_beyond).to(mask.device), hidden)
+        positions = self.positions
+        if window is None or int(positions.max()) - first_key < window:
+            return None
+        keys = np.concatenate([np.arange(first_key, self.past), self.past + self.depths])
+        found: NDArray[np.bool_] = positions[:, None] - keys >= window
+        return found
 
+    def seen(self, first_key: int = 0, window: int | None = None) -> NDArray[np.bool_]:
+        """Return bool[n, keys], whether a row sees the context from a key on, and all rows.
 
-def lowest(dtype: torch.dtype) -> float | bool:
-    """Return what hides a key in a mask of a dtype."""
-    return False if dtype is torch.bool else torch.finfo(dtype).min
-
-
-def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return dtype[...], zero where something is seen, bool[...], and the lowest elsewhere."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, lowest(dtype))
+        Args: as of `beyond`.
+        """
+        seen = np.ones((self.num_read, self.num_keys - first_key), np.bool_)
+        seen[:, self.past - first_key :] = ~self.unseen()
+        beyond = self.beyond(first_key, window)
+        return seen if beyond is None else seen & ~beyond

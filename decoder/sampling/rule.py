@@ -24,7 +24,6 @@ from decoder.sampling.processors import PathScores, Processing, Warping
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     CERTAIN,
-    Acceptance,
     AcceptRule,
     Drawing,
     PassContext,
@@ -32,10 +31,10 @@ from decoder.sampling.verification import (
     Selection,
     accept_greedy,
     drawn_numbers,
-    follow,
     is_waited_for,
     uniforms,
 )
+from decoder.sampling.walk import Acceptance, follow
 from retriever.tree import DraftTree
 
 

@@ -17,11 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decoder.sampling.walk import Acceptance, follow
 from retriever.drafter import TokenIds
-from retriever.tree import ROOT, DraftTree
-
-Acceptance = tuple[NDArray[np.int64], int]
-"""int64[k], the accepted nodes from the root downwards, and the target's token after them."""
+from retriever.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,40 +219,6 @@ def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> ND
     counter = np.array([0, context.position, 1, 0], np.uint64)
     source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=counter)
     return np.random.Generator(source).random(shape)
-
-
-def follow(
-    tree: DraftTree,
-    choose: Callable[[slice], torch.Tensor],
-    goes_on: Callable[[int], bool] | None = None,
-    *,
-    together: bool,
-) -> Acceptance:
-    """Walk down the tree as long as a child carries the token chosen for its parent.
-
-    Args:
-        tree: N nodes.
-        choose: gives int64[n], the target's tokens for some rows: after the last token for row 0,
-            after node n for row n + 1.
-        goes_on: is told each chosen token before the next is; the walk ends where it says no.
-        together: whether all rows are asked for before the walk; otherwise each is when the path
-            comes by, and no other.
-    """
-    edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
-    children = {edge: node for node, edge in enumerate(edges)}
-    choices = choose(slice(0, len(tree) + 1)).tolist() if together else None
-
-    def chosen(row: int) -> int:
-        return int(choose(slice(row, row + 1))) if choices is None else choices[row]
-
-    path: list[int] = []
-    node, token = ROOT, chosen(0)
-    while (goes_on is None or goes_on(token)) and (
-        child := children.get((node, token))
-    ) is not None:
-        path.append(child)
-        node, token = child, chosen(child + 1)
-    return np.array(path, np.int64), token
 
 
 def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from decoder.drafters.draft_model import has_plain_head
 from decoder.drafters.following import Verified
 from decoder.drafters.readers import SequenceReader
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
+from decoder.model.attention import hide
 from decoder.model.cache import GrowingLayer
 from decoder.model.products import products_of
 from decoder.model.target import within_memory
@@ -435,7 +436,7 @@ class EagleReading:
         if rows.sees_all(self._first, self._window):
             return None
         mask = hidden.new_zeros(rows.num_read, rows.num_keys - self._first)
-        rows.hide(mask, self._first, self._window)
+        hide(mask, rows, self._first, self._window)
         return mask[None, None]
 
     @contextmanager

@@ -11,7 +11,7 @@ import typer
 from indexer.build import build_index
 from indexer.change.choosing import list_documents
 from indexer.change.rebuilding import build_from_index
-from indexer.change.verify import DEFAULT_SAMPLES, verify_index
+from indexer.change.verifying import DEFAULT_SAMPLES, verify_index
 from indexer.commands.change_commands import add_command, compact_command, remove_command
 from indexer.commands.command_options import (
     SOURCE_HELP,

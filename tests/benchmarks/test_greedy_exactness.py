@@ -12,7 +12,8 @@ from decoder.contenders import registry
 from decoder.contenders.contender import OwnContender, Run
 from decoder.contenders.prompt_lookup import PromptLookup
 from decoder.model.pretrained import ModelOptions, Precision, load_model
-from decoder.sampling.verification import Acceptance, PassContext, accept_greedy
+from decoder.sampling.verification import PassContext, accept_greedy
+from decoder.sampling.walk import Acceptance
 from decoder.speculators.eagle import eagle_head
 from decoder.speculators.head_files import HeadTarget, save_head
 from decoder.training.head_start import head_config

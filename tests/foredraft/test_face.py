@@ -112,7 +112,7 @@ def test_a_missing_library_is_answered_with_what_to_install(
 
 def test_each_adapter_has_a_name_here_that_loads_its_engine_alone() -> None:
     modules = {path.stem for path in FACE.glob("*.py")}
-    own = {"__init__", "__main__", "errors", "installation", "program"}
+    own = {"__init__", "__main__", "errors", "installation", "program", "verify"}
     assert modules - own == ADAPTERS.keys()
     for name in ADAPTERS:
         assert (ENGINES / name).is_dir() or (ENGINES / f"{name}.py").is_file()

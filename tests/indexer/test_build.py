@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import load_tokenizer, vocabulary_of

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import (
     IndexerError,
     IndexNotFoundError,

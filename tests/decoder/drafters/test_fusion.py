@@ -5,7 +5,8 @@ import torch
 from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
-from decoder.sampling.verification import Acceptance, PassContext, accept_greedy
+from decoder.sampling.verification import PassContext, accept_greedy
+from decoder.sampling.walk import Acceptance
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,

@@ -58,7 +58,6 @@ from decoder.sampling.processors import PathScores
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
-    Acceptance,
     AcceptRule,
     Choices,
     ChoiceTable,
@@ -67,6 +66,7 @@ from decoder.sampling.verification import (
     SelectingRule,
     accept_greedy,
 )
+from decoder.sampling.walk import Acceptance
 from retriever.drafter import Drafter
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import (

@@ -17,7 +17,8 @@ from decoder.loop import Request
 from decoder.model.pretrained import LanguageModel
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import CERTAIN, Acceptance, PassContext, SampledTree
+from decoder.sampling.verification import CERTAIN, PassContext, SampledTree
+from decoder.sampling.walk import Acceptance
 from retriever.drafter import Drafter
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree

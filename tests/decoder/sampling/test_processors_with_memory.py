@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, SuppressTokensLogitsProcessor, TopKLog
 from decoder.drafters.following import NoDrafter
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import Acceptance, AcceptRule, PassContext, accept_greedy
+from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy
+from decoder.sampling.walk import Acceptance
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     Guess,

@@ -13,12 +13,12 @@ from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     CERTAIN,
-    Acceptance,
     AcceptRule,
     PassContext,
     SampledTree,
     accept_greedy,
 )
+from decoder.sampling.walk import Acceptance
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import (
     ScriptedDrafter,

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from indexer.build import BuildOptions, build_from_tokens, build_index
 from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import chosen_documents, list_documents
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import DamagedIndexError, IndexerError, SourceError
 from indexer.reader import Index, Vocabulary
 from tests.indexer.stages.phrase_reading import count_of

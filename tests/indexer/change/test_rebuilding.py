@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from indexer.build import BuildOptions, build_from_texts, build_index
 from indexer.change.changes import add_documents, remove_documents
 from indexer.change.rebuilding import build_from_index
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import DamagedIndexError, IndexExistsError, SourceError
 from indexer.reader import Index
 from indexer.sources import SourceOptions

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
-from indexer.change.verify import find_inconsistencies, verify_index
+from indexer.change.verifying import find_inconsistencies, verify_index
 from indexer.errors import FormatVersionError, IndexNotFoundError
 from indexer.format.documents import DocumentTable, DocumentTableBuilder
 from indexer.format.names import KEYS_FILE, PHRASE_FILES, SEGMENT_FILES
@@ -84,7 +84,7 @@ def test_phrase_tables_of_other_segments_are_found(
     content[len(content) // 2 // 4 * 4] ^= 1
     file.write_bytes(content)
     # As if it had been written so.
-    monkeypatch.setattr("indexer.change.verify.check_file", lambda *_: None)
+    monkeypatch.setattr("indexer.change.verifying.check_file", lambda *_: None)
     (finding,) = verify_index(tiny_index).findings
     assert "phrase tables" in finding or "phrases" in finding
 

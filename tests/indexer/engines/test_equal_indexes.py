@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.engines import Serial
 from indexer.engines.processes import ProcessPool
 from tests.indexer.engines.corpora import build_and_change, save_byte_tokenizer, write_corpus

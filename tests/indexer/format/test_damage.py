@@ -36,7 +36,7 @@ from indexer.reader import Index
 from indexer.format.table_sums import merge_tables
 from indexer.commands.summary import summarise
 from indexer.stages.tokenise import stored_encoder
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from tests.indexer.format.damages import damages
 from tests.indexer.stages.phrase_reading import count_of, successors
 

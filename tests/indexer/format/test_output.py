@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import IndexerError, IndexExistsError
 from indexer.reader import Index, Vocabulary
 from tests.indexer.index_files import contents_but_lock

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from indexer.build import BuildOptions, build_index
 from indexer.change import writer as writer_module
 from indexer.change.changes import add_documents, compact, remove_documents
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import DamagedIndexError
 from indexer.format.snapshots import publish
 from indexer.reader import Index

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from indexer.build import BuildOptions, build_from_tokens, build_index
 from indexer.change.changes import add_documents, compact, remove_documents
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.change.writer import writing
 from indexer.errors import IndexBusyError, IndexerError
 from indexer.format.output import writer_lock
@@ -41,7 +41,7 @@ CRAMPED = """
 import resource, sys
 from pathlib import Path
 from indexer.change.changes import add_documents, compact, remove_documents
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import IndexerError
 from tests.indexer.index_files import contents_but_lock
 path, verb, argument, *limits = sys.argv[1:]

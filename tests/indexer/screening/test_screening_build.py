@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from indexer.build import BuildOptions, build_from_texts, build_index
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.errors import SourceError
 from indexer.reader import Index
 from indexer.screening.exclusion import ExcludedPhrases

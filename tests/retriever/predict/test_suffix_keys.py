@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
-from indexer.change.verify import verify_index
+from indexer.change.verifying import verify_index
 from indexer.reader import Index, Vocabulary
 from retriever.drafter import DraftRequest
 from retriever.sessions.embedded import EmbeddedDrafter

@@ -1,0 +1,153 @@
+"""Verifying draft trees in a decoding loop of your own.
+
+A tree of N nodes is one pass of 1 + N rows: the last token, which the model has not read yet, and
+the nodes in their order behind it. Each row sees the context, its ancestors and itself, and stands
+as far behind the context as it has ancestors. The model's logits then decide which nodes are kept,
+and of the pass's keys and values only their rows stay.
+
+    tokens = verify.tokens(last_token, tree)
+    mask = verify.mask(tree, past)              # or additive_mask
+    positions = verify.positions(tree, past)
+    ...                                         # one pass of the model
+    path, token = verify.accept_greedy(tree, logits)
+    rows = verify.kept_rows(path)
+
+All but `additive_mask` and the two rules that take logits need no more than numpy.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.model.tree_rows import TreeRows
+from decoder.sampling.walk import Acceptance, follow
+from foredraft.installation import needing
+from retriever.tree import ROOT, DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    from decoder.sampling.sampling_settings import SamplingSettings
+
+__all__ = [
+    "accept",
+    "accept_greedy",
+    "accept_sampled",
+    "additive_mask",
+    "kept_rows",
+    "mask",
+    "positions",
+    "tokens",
+]
+
+
+def tokens(last_token: int, tree: DraftTree) -> NDArray[np.int64]:
+    """Return int64[1 + N], what a pass reads: the sequence's last token, then the nodes."""
+    return np.concatenate([[last_token], tree.token_ids]).astype(np.int64)
+
+
+def mask(tree: DraftTree, past: int, window: int | None = None) -> NDArray[np.bool_]:
+    """Return bool[1 + N, past + 1 + N], which keys each row may attend to.
+
+    Args:
+        tree: of the pass.
+        past: tokens before the last one, whose keys come first.
+        window: positions that each row looks back over, itself included; `None` for all.
+    """
+    return _rows(tree, past).seen(window=window)
+
+
+def additive_mask(
+    tree: DraftTree, past: int, dtype: "torch.dtype", window: int | None = None
+) -> "torch.Tensor":
+    """Return dtype[1, 1, 1 + N, past + 1 + N], to be added to scores; zero where `mask` is true."""
+    with needing("decoder"):
+        import torch  # noqa: PLC0415  the others do without
+
+        from decoder.model.attention import additive  # noqa: PLC0415
+    return additive(torch.from_numpy(mask(tree, past, window)), dtype)[None, None]
+
+
+def positions(tree: DraftTree, past: int) -> NDArray[np.int64]:
+    """Return int64[1 + N], where each row stands in the sequence; siblings share a position."""
+    return _rows(tree, past).positions
+
+
+def accept(tree: DraftTree, choices: Sequence[int] | NDArray[np.integer[Any]]) -> Acceptance:
+    """Follow the tree along the target's choices, in any framework.
+
+    With the most probable tokens this is greedy decoding. With tokens drawn from the target's own
+    distribution after each row it is sampling, whatever was drafted (speculative sampling with
+    drafts that are certain of their token: Leviathan et al., 2023, arXiv:2211.17192).
+
+    Args:
+        tree: of the pass.
+        choices: int[1 + N], the target's token after the last token and after each node.
+
+    Returns:
+        int64[k], the accepted nodes from the root downwards, and the token after them.
+
+    Raises:
+        ValueError: there is not one choice for each row.
+    """
+    chosen = np.asarray(choices)
+    if chosen.shape != (len(tree) + 1,):
+        raise ValueError(f"{chosen.shape} choices for a pass of {len(tree) + 1} rows")
+    return follow(tree, lambda rows: chosen[rows], together=True)
+
+
+def accept_greedy(tree: DraftTree, logits: "torch.Tensor") -> Acceptance:
+    """Accept the path of the most probable tokens; see `accept`.
+
+    Args:
+        tree: of the pass.
+        logits: [1 + N, vocabulary], after each row.
+    """
+    return accept(tree, logits.argmax(dim=-1).cpu().numpy())
+
+
+def accept_sampled(
+    tree: DraftTree,
+    logits: "torch.Tensor",
+    settings: "SamplingSettings",
+    points: NDArray[np.float64],
+) -> Acceptance:
+    """Accept the path of tokens that are drawn from the target's distribution; see `accept`.
+
+    Args:
+        tree: of the pass.
+        logits: [1 + N, vocabulary], after each row.
+        settings: temperature above 0, top-k, top-p and min-p; penalties need the output so far.
+        points: float64[1 + greatest depth], random numbers from 0 to below 1 that were used for
+            nothing else, one for each position.
+
+    Raises:
+        ValueError: there are too few points, or a setting cannot be followed.
+    """
+    with needing("decoder"):
+        import torch  # noqa: PLC0415  as above
+
+        from decoder.sampling.choice import Draw  # noqa: PLC0415
+        from decoder.sampling.processors import Processing, Warping  # noqa: PLC0415
+    if settings.is_greedy or not Processing(settings, (), None).is_of_settings:
+        raise ValueError("sampling here takes a temperature above 0, top-k, top-p and min-p alone")
+    depths = _rows(tree, 0).depths
+    if len(points) <= depths.max():
+        raise ValueError(f"{len(points)} points for a tree of depth {depths.max()}")
+    warp, draw = Warping(settings), Draw(depths, points)
+
+    def choose(rows: slice) -> "torch.Tensor":
+        return draw(warp(logits[rows].to(torch.float32, copy=True)), rows)
+
+    return follow(tree, choose, together=False)
+
+
+def kept_rows(path: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return int64[1 + k], the rows of the pass whose keys and values stay, in their new order."""
+    return np.concatenate([[0], path + 1])
+
+
+def _rows(tree: DraftTree, past: int) -> TreeRows:
+    return TreeRows.of([ROOT, *(tree.parents + 1).tolist()], past)
