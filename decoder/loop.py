@@ -680,7 +680,7 @@ class _Batch:
         unread = [row for row in self._rows if not row.is_going]
         sizes = [row.num_unread for row in unread]
         most_rows = self._target.most_rows
-        if self._reads_in_pieces and unread:
+        if self._reads_in_pieces:
             sizes = _shares(sizes, _room_to_read(len(unread), len(contexts), most_rows))
         for row, size in zip(unread, sizes, strict=True):
             row.read_next(size)

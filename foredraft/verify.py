@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from decoder.model.tree_rows import TreeRows
 from decoder.sampling.walk import Acceptance, follow
 from foredraft.installation import needing
-from retriever.tree import ROOT, DraftTree
+from retriever.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def mask(tree: DraftTree, past: int, window: int | None = None) -> NDArray[np.bo
         past: tokens before the last one, whose keys come first.
         window: positions that each row looks back over, itself included; `None` for all.
     """
-    return _rows(tree, past).seen(window=window)
+    return TreeRows.behind_token(tree, past).seen(window=window)
 
 
 def additive_mask(
@@ -72,7 +72,7 @@ def additive_mask(
 
 def positions(tree: DraftTree, past: int) -> NDArray[np.int64]:
     """Return int64[1 + N], where each row stands in the sequence; siblings share a position."""
-    return _rows(tree, past).positions
+    return TreeRows.behind_token(tree, past).positions
 
 
 def accept(tree: DraftTree, choices: Sequence[int] | NDArray[np.integer[Any]]) -> Acceptance:
@@ -133,7 +133,7 @@ def accept_sampled(
         from decoder.sampling.processors import Processing, Warping  # noqa: PLC0415
     if settings.is_greedy or not Processing(settings, (), None).is_of_settings:
         raise ValueError("sampling here takes a temperature above 0, top-k, top-p and min-p alone")
-    depths = _rows(tree, 0).depths
+    depths = TreeRows.behind_token(tree, 0).depths
     if len(points) <= depths.max():
         raise ValueError(f"{len(points)} points for a tree of depth {depths.max()}")
     warp, draw = Warping(settings), Draw(depths, points)
@@ -147,7 +147,3 @@ def accept_sampled(
 def kept_rows(path: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return int64[1 + k], the rows of the pass whose keys and values stay, in their new order."""
     return np.concatenate([[0], path + 1])
-
-
-def _rows(tree: DraftTree, past: int) -> TreeRows:
-    return TreeRows.of([ROOT, *(tree.parents + 1).tolist()], past)

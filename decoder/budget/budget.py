@@ -85,10 +85,11 @@ class Load:
         """Rows of the pass without drafts."""
         return len(self.contexts) + self.num_read
 
-    @property
-    def room(self) -> int | None:
-        """Nodes, of all trees together, that it has room for; `None` for any number."""
-        return None if self.most_rows is None else max(self.most_rows - self.width, 0)
+    def fitting(self, num_nodes: int) -> int:
+        """Return how many of so many nodes, of all trees together, it has room for."""
+        if self.most_rows is None:
+            return num_nodes
+        return min(num_nodes, max(self.most_rows - self.width, 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,10 +202,10 @@ class MeasuredBudget:
         Drafting takes longer the more nodes are asked for, so at most twice as many are as paid
         recently: a draft that pays to its end doubles the next one.
         """
-        table = self._table(load, self.max_nodes)
+        table = self._table(load, load.fitting(self.max_nodes))
         plain_s = self._plain_s(load)
         certain = np.arange(len(table))
-        nodes = int(np.argmax((certain - (len(load.contexts) / plain_s) * table)[: _reach(load)]))
+        nodes = int(np.argmax(certain - (len(load.contexts) / plain_s) * table))
         if self._chosen:
             nodes = min(nodes, max(2 * max(self._chosen), _LEAST_ASKED))
         return nodes if nodes and self._is_drafter_due(plain_s) else 0
@@ -213,7 +214,7 @@ class MeasuredBudget:
         """Return the prefixes that are expected to save most time, all together."""
         drafts = self._drafts = [self._calibration.corrected(tree) for tree in trees]
         probabilities, owners = _most_probable(drafts, self.max_nodes)
-        probabilities = probabilities[: load.room]
+        probabilities = probabilities[: load.fitting(len(probabilities))]
         num_plain, plain_s = len(trees), self._plain_s(load)
         table = self._table(load, len(probabilities))
         expected = np.cumsum(np.concatenate(([num_plain], probabilities)))
@@ -279,11 +280,6 @@ class MeasuredBudget:
         """
         late = self._late.value(default=own / plain) * plain
         return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), plain)
-
-
-def _reach(load: Load) -> int | None:
-    """Return how many entries of a table by numbers of nodes, from 0 on, a load has room for."""
-    return None if load.room is None else load.room + 1
 
 
 def _most_probable(

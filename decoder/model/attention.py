@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (  # type: ignore[attr-defined]  # one is torch's
@@ -207,8 +206,7 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
         )
     seen = torch.from_numpy(rows.seen(kv_offset, window)).to(device)
     if mask_function is not causal_mask_function:
-        keys = np.concatenate([np.arange(kv_offset, rows.past), rows.past + rows.depths])
-        columns = torch.from_numpy(keys).to(device)
+        columns = torch.from_numpy(rows.key_positions(kv_offset)).to(device)
         seen &= _seen_by(mask_function, columns[-q_length:], columns, use_vmap=use_vmap)
     if allow_is_causal_skip:
         return _additive_unless_all(seen[None, None], dtype)
@@ -224,7 +222,7 @@ def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | N
         first_key: position of the first key that is shown.
         window: positions that each row looks back over, itself included; `None` for all.
     """
-    unseen = torch.from_numpy(rows.unseen()).to(mask.device)
+    unseen = torch.from_numpy(~rows.visible_to_read).to(mask.device)
     mask[:, rows.past - first_key :].masked_fill_(unseen, lowest(mask.dtype))
     beyond = rows.beyond(first_key, window)
     if beyond is not None:

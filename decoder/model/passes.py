@@ -60,7 +60,7 @@ class Reading:
         """Return its rows behind `past` tokens of the sequence."""
         if self.tree is None:
             return TreeRows.in_line(len(self.tokens), past)
-        return TreeRows.of(self.parents.tolist(), past)
+        return TreeRows.behind_token(self.tree, past)
 
 
 class Read(NamedTuple):

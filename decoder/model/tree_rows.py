@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.tree import ROOT
+from retriever.tree import ROOT, DraftTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +34,11 @@ class TreeRows:
         """Lay out a tree by the row that is each one's parent, an earlier one or `ROOT`."""
         nothing = cls(np.zeros((0, 0), np.bool_), np.zeros(0, np.int64), past, 0)
         return nothing.extended(parents)
+
+    @classmethod
+    def behind_token(cls, tree: DraftTree, past: int) -> Self:
+        """Lay out a sequence's last token, and a tree behind it."""
+        return cls.of([ROOT, *(tree.parents + 1).tolist()], past)
 
     @classmethod
     def in_line(cls, length: int, past: int) -> Self:
@@ -64,9 +69,14 @@ class TreeRows:
         """Return whether one row is read alone, and sees all keys that are shown."""
         return self.num_keys == self.past + 1 and (window is None or self.past - first_key < window)
 
-    def unseen(self) -> NDArray[np.bool_]:
-        """Return bool[n, W], which of all rows a row of the pass does not see."""
-        return ~self.visible[-self.num_read :]
+    @property
+    def visible_to_read(self) -> NDArray[np.bool_]:
+        """bool[n, W], which of all rows a row of the pass sees."""
+        return self.visible[-self.num_read :]
+
+    def key_positions(self, first_key: int) -> NDArray[np.int64]:
+        """Return int64[keys], where the keys of the context from one on, and all rows, stand."""
+        return np.concatenate([np.arange(first_key, self.past), self.past + self.depths])
 
     def beyond(self, first_key: int, window: int | None) -> NDArray[np.bool_] | None:
         """Return bool[n, keys], what lies beyond a row's window; `None` where nothing does.
@@ -78,8 +88,7 @@ class TreeRows:
         positions = self.positions
         if window is None or int(positions.max()) - first_key < window:
             return None
-        keys = np.concatenate([np.arange(first_key, self.past), self.past + self.depths])
-        found: NDArray[np.bool_] = positions[:, None] - keys >= window
+        found: NDArray[np.bool_] = positions[:, None] - self.key_positions(first_key) >= window
         return found
 
     def seen(self, first_key: int = 0, window: int | None = None) -> NDArray[np.bool_]:
@@ -88,6 +97,6 @@ class TreeRows:
         Args: as of `beyond`.
         """
         seen = np.ones((self.num_read, self.num_keys - first_key), np.bool_)
-        seen[:, self.past - first_key :] = ~self.unseen()
+        seen[:, self.past - first_key :] = self.visible_to_read
         beyond = self.beyond(first_key, window)
         return seen if beyond is None else seen & ~beyond
