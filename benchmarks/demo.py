@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from decoder.assembly import DrafterSettings, assemble
-from decoder.commands.bench import circumstances
-from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender, Run, contenders
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.plugins.bench.bench import circumstances
+from decoder.plugins.contenders.contender import FOREDRAFT, PLAIN, Contender, Run, contenders
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL

@@ -2,12 +2,12 @@
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -38,9 +38,7 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, SelectingRule, accept_greedy
-from decoder.speculators.head_files import check_head
-from decoder.speculators.online import LearningSpeculator
-from decoder.speculators.speculator import load_speculator
+from indexer.launch import plugged
 from indexer.reader import Index, Vocabulary
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter, connect
@@ -54,6 +52,9 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, load_phrases
 
 _log = getLogger(__name__)
+
+HEADS: Final = "decoder.plugins.speculators"
+"""The plugin of heads that draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class DrafterSettings(DraftOptions):
         self.shown_credentials()
         check_files(self.index, self.phrases, vocabulary)
         if self.speculator is not None:
-            check_head(self.speculator)
+            plugged(f"{HEADS}.head_files", "--speculator").check_head(self.speculator)
 
     @contextmanager
     def connect(
@@ -221,7 +222,7 @@ class DrafterSettings(DraftOptions):
         with ExitStack() as opened:
             readers = self.readers(language_model)
             for reader in readers:
-                if isinstance(reader, LearningSpeculator):
+                if isinstance(reader, AbstractContextManager):  # one that learns
                     opened.enter_context(reader)
             retrieval = self._retrieval(language_model)
             opened.callback(retrieval.shut_down)
@@ -274,17 +275,13 @@ class DrafterSettings(DraftOptions):
         model, vocabulary = language_model.model, language_model.vocabulary
         name = language_model.name
         kept = _kept(self.draft_vocabulary, language_model, self.index)
-        if self.online is None:
-            return load_speculator(path, model, vocabulary=vocabulary, name=name, kept=kept)
-        return LearningSpeculator(
-            path,
-            self.online,
-            model,
-            vocabulary=vocabulary,
-            name=name,
-            kept=kept,
-            share=self.online_share,
-        )
+        load = plugged(f"{HEADS}.speculator", "--speculator").load_speculator
+        if self.online is not None:
+            training = plugged("decoder.plugins.training.online", "--online", needs=(HEADS,))
+            learning = training.LearningSpeculator
+            load = partial(learning, share=self.online_share, folder=self.online)
+        reader: TreeReader = load(path, model=model, vocabulary=vocabulary, name=name, kept=kept)
+        return reader
 
     def _retrieval(
         self, language_model: LanguageModel

@@ -4,9 +4,6 @@ SGLang finds `register` by an entry point in each of its processes: start it wit
 `--speculative-algorithm FOREDRAFT`.
 """
 
-from foredraft.installation import needing
+from foredraft.face import face_of
 
-with needing("sglang"):
-    from decoder.engines.experimental_sglang.plugin import ALGORITHM, register
-
-__all__ = ["ALGORITHM", "register"]
+__all__, __getattr__, __dir__ = face_of(__name__, "experimental_sglang.pyi", "sglang")

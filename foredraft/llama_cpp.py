@@ -1,8 +1,5 @@
 """Drafts inside llama-cpp-python: see docs/how-to/engines.md."""
 
-from foredraft.installation import needing
+from foredraft.face import face_of
 
-with needing("llama-cpp"):
-    from decoder.engines.llama_cpp import DrafterDraftModel, attach, measure_costs
-
-__all__ = ["DrafterDraftModel", "attach", "measure_costs"]
+__all__, __getattr__, __dir__ = face_of(__name__, "llama_cpp.pyi", "llama-cpp")

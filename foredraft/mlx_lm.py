@@ -1,8 +1,5 @@
 """Drafts inside mlx-lm: see docs/how-to/engines.md."""
 
-from foredraft.installation import needing
+from foredraft.face import face_of
 
-with needing("mlx-lm"):
-    from decoder.engines.mlx_lm import DraftsForMlx
-
-__all__ = ["DraftsForMlx"]
+__all__, __getattr__, __dir__ = face_of(__name__, "mlx_lm.pyi", "mlx-lm")

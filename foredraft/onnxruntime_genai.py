@@ -1,8 +1,5 @@
 """Drafts inside ONNX Runtime GenAI: see docs/how-to/engines.md."""
 
-from foredraft.installation import needing
+from foredraft.face import face_of
 
-with needing("onnxruntime-genai"):
-    from decoder.engines.onnxruntime_genai import DraftingLoop
-
-__all__ = ["DraftingLoop"]
+__all__, __getattr__, __dir__ = face_of(__name__, "onnxruntime_genai.pyi", "onnxruntime-genai")

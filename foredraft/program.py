@@ -1,70 +1,80 @@
-"""The command `foredraft`: which package has which command, and how it is started.
+"""The command `foredraft`: which module has which command, and how it is started.
 
-Only the package of the command that was named is imported, and what the command does only when it
-does it: help comes at once.
+Only the module of the command that was named is imported, and what the command does only when it
+does it: help comes at once. Commands of plugins register themselves, by the entry-point group
+`foredraft.commands`.
 """
 
 import sys
 from difflib import get_close_matches
-from typing import Final, NamedTuple
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
 
 from foredraft.installation import EXTRAS
-from indexer.launch import launch, version_line, whole_output
+from indexer.launch import Command, is_installed, launch, version_line, whole_output
+
+ENTRY_POINTS: Final = "foredraft.commands"
+"""The group of entry points, each of which names a `Command`."""
 
 _WRONG_USAGE: Final = 2
 
 
-class Command(NamedTuple):
-    """A command of one of the packages.
-
-    Attributes:
-        name: the word after `foredraft`.
-        group: under which the help shows it.
-        package: whose module `commands` has it under the same name.
-        help: what it does, in a line.
-    """
-
-    name: str
-    group: str
-    package: str
-    help: str
+def _own(name: str, group: str, package: str, help_: str) -> Command:
+    """Return a command of a package's core."""
+    return Command(name, group, f"{package}.commands", EXTRAS[package], help_)
 
 
-COMMANDS: Final = (
-    Command("build", "index", "indexer", "Turn folders, repositories and files into an index."),
-    Command("add", "index", "indexer", "Add documents to an index."),
-    Command("remove", "index", "indexer", "Remove documents from an index."),
-    Command("compact", "index", "indexer", "Merge the small segments of an index."),
-    Command("export", "index", "retriever", "Write an index for an engine's own drafting."),
-    Command("serve", "serve", "retriever", "Serve drafts over gRPC."),
-    Command("config", "serve", "retriever", "Show the settings with which `serve` would start."),
-    Command("access", "serve", "retriever", "Make, list and revoke the credentials of callers."),
-    Command("admin", "serve", "retriever", "Look into a running service, and change it."),
-    Command("health", "serve", "retriever", "Say whether a service takes calls."),
-    Command("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
-    Command("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
-    Command("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
-    Command("bench", "decode", "decoder", "Measure against decoding without drafts."),
-    Command("train", "decode", "decoder", "Have a model teach a speculator that drafts for it."),
-    Command("documents", "look", "indexer", "List the documents of an index."),
-    Command("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),
-    Command("verify", "look", "indexer", "Check that an index is whole."),
-    Command("explain", "look", "retriever", "Show where the tokens of a draft come from."),
-    Command("replay", "look", "retriever", "Try drafts on recorded outputs, without a model."),
-    Command("estimate", "look", "decoder", "Say from recorded outputs whether drafts would help."),
-    Command("trace", "look", "decoder", "Read what `generate --trace` wrote of every pass."),
+_CORE: Final = (
+    _own("build", "index", "indexer", "Turn folders, repositories and files into an index."),
+    _own("add", "index", "indexer", "Add documents to an index."),
+    _own("remove", "index", "indexer", "Remove documents from an index."),
+    _own("compact", "index", "indexer", "Merge the small segments of an index."),
+    _own("export", "index", "retriever", "Write an index for an engine's own drafting."),
+    _own("serve", "serve", "retriever", "Serve drafts over gRPC."),
+    _own("config", "serve", "retriever", "Show the settings with which `serve` would start."),
+    _own("access", "serve", "retriever", "Make, list and revoke the credentials of callers."),
+    _own("admin", "serve", "retriever", "Look into a running service, and change it."),
+    _own("health", "serve", "retriever", "Say whether a service takes calls."),
+    _own("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
+    _own("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
+    _own("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
+    _own("documents", "look", "indexer", "List the documents of an index."),
+    _own("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),
+    _own("verify", "look", "indexer", "Check that an index is whole."),
+    _own("explain", "look", "retriever", "Show where the tokens of a draft come from."),
+    _own("replay", "look", "retriever", "Try drafts on recorded outputs, without a model."),
 )
+
+
+@cache
+def commands() -> dict[str, Command]:
+    """Return all commands that are installed, by name, in the order of the help."""
+    found = [point.load() for point in _plugged().values() if is_installed(point.module)]
+    installed = [*_CORE, *(command for command in found if command.absent() is None)]
+    groups = list(dict.fromkeys(command.group for command in installed))
+    ranked = sorted(installed, key=lambda command: groups.index(command.group))
+    return {command.name: command for command in ranked}
+
+
+@cache
+def _plugged() -> dict[str, EntryPoint]:
+    """Return the entry points of commands of plugins, by name; a plugin may be absent."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def main() -> None:
     """Run the command that `sys.argv` names.
 
-    Ends with 2 where there is no such command.
+    Ends with 2 where there is no such command, with 1 where its plugin is not installed.
     """
     word = sys.argv[1] if len(sys.argv) > 1 else ""
-    package = next((command.package for command in COMMANDS if command.name == word), None)
-    if package is not None:
-        launch(package, EXTRAS[package])
+    core = {command.name: command for command in _CORE}
+    command = core.get(word) or (commands().get(word) if word in _plugged() else None)
+    if command is not None:
+        launch(command.module, command.extra)
+    elif word in _plugged():
+        sys.exit(_not_installed(_plugged()[word]))
     elif word in ("--help", "-h", "help"):
         with whole_output():
             print(help_text())  # noqa: T201  (for the user of a command)
@@ -75,6 +85,12 @@ def main() -> None:
         sys.exit(_WRONG_USAGE)
 
 
+def _not_installed(point: EntryPoint) -> str:
+    """Return what to say of a command whose plugin, or one that it needs, is absent."""
+    absent = point.load().absent() if is_installed(point.module) else point.module
+    return f"error: `foredraft {point.name}` is not part of this installation: {absent} is absent"
+
+
 def help_text() -> str:
     """Return the help: all commands by group."""
     lines = [
@@ -83,10 +99,11 @@ def help_text() -> str:
         "Makes language models decode faster, with the same output, by drafting from what was",
         "written before.",
     ]
-    width = max(len(command.name) for command in COMMANDS)
-    for group in dict.fromkeys(command.group for command in COMMANDS):
+    known = commands().values()
+    width = max(len(command.name) for command in known)
+    for group in dict.fromkeys(command.group for command in known):
         lines += ["", group]
-        lines += [f"  {c.name:{width}}  {c.help}" for c in COMMANDS if c.group == group]
+        lines += [f"  {c.name:{width}}  {c.help}" for c in known if c.group == group]
     lines += [
         "",
         "`foredraft COMMAND --help` shows its options, `foredraft --version` the version.",
@@ -97,7 +114,7 @@ def help_text() -> str:
 def unknown(word: str) -> str:
     """Return what to say of a word that is no command: the nearest one, if any is near."""
     kind = "option" if word.startswith("-") else "command"
-    names = [command.name for command in COMMANDS] if kind == "command" else ["--help", "--version"]
+    names = list(commands()) if kind == "command" else ["--help", "--version"]
     near = get_close_matches(word, names, n=1)
     meant = f"did you mean `foredraft {near[0]}`? " if near else ""
     return f"error: there is no {kind} `{word}`: {meant}`foredraft --help` lists all commands"

@@ -1,8 +1,5 @@
 """Drafts inside `model.generate` of transformers: see docs/how-to/plugging-in.md."""
 
-from foredraft.installation import needing
+from foredraft.face import face_of
 
-with needing("decoder"):
-    from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
-
-__all__ = ["Foredraft", "foredraft_generate"]
+__all__, __getattr__, __dir__ = face_of(__name__, "transformers.pyi", "decoder")

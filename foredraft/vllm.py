@@ -1,8 +1,5 @@
 """Drafts inside vLLM: `"model": "foredraft.vllm.ForedraftProposer"`, see docs/how-to/engines.md."""
 
-from foredraft.installation import needing
+from foredraft.face import face_of
 
-with needing("vllm"):
-    from decoder.engines.vllm.proposer import ForedraftProposer
-
-__all__ = ["ForedraftProposer"]
+__all__, __getattr__, __dir__ = face_of(__name__, "vllm.pyi", "vllm")

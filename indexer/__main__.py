@@ -3,4 +3,4 @@
 from indexer.launch import launch
 
 if __name__ == "__main__":
-    launch("indexer", "index")
+    launch("indexer.commands", "index")

@@ -20,6 +20,10 @@ class IndexerError(Exception):
     """Base of every error that this package raises."""
 
 
+class MissingPluginError(IndexerError):
+    """What was asked for needs a plugin that is not part of this installation."""
+
+
 class SourceError(IndexerError):
     """A source is missing, or the sources together hold nothing that could be indexed."""
 

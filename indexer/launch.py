@@ -1,6 +1,8 @@
-"""Starting a command line, before the package that does the work is imported.
+"""Starting a command line before the package that does the work is imported, and finding plugins.
 
-Loads the standard library only, so that it can tell which package to install.
+Loads the standard library only, so that it can tell which package to install. A plugin is a folder
+in `plugins` of its package that an installation may lack. Core imports none: it asks for one by
+name where a user's wish needs it.
 """
 
 import errno
@@ -13,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
+
+from indexer.errors import MissingPluginError
 
 INTERRUPTED: Final = 130
 """The status of a command that Ctrl-C ended, as shells give it: 128 plus the signal's number."""
@@ -25,14 +30,71 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 
-def launch(package: str, extra: str) -> None:
-    """Import a package's commands and run them; Ctrl-C ends them at any time without a message.
+class Command(NamedTuple):
+    """A command, as the program knows it before it loads anything.
+
+    Attributes:
+        name: the word after `foredraft`.
+        group: under which the help shows it.
+        module: has a function `main` that runs the command that `sys.argv` names.
+        extra: what to install where a library is missing.
+        help: what it does, in a line.
+        plugins: packages of plugins that it can't do without.
+    """
+
+    name: str
+    group: str
+    module: str
+    extra: str
+    help: str
+    plugins: tuple[str, ...] = ()
+
+    @property
+    def package(self) -> str:
+        """The package that has it."""
+        return self.module.partition(".")[0]
+
+    def absent(self) -> str | None:
+        """Return the plugin that it needs and that is not installed; `None` if all are."""
+        return next((each for each in self.plugins if not is_installed(each)), None)
+
+
+def is_installed(plugin: str) -> bool:
+    """Return whether a plugin's package, `decoder.plugins.trace`, is there, without loading it."""
+    try:
+        found = find_spec(plugin)
+    except ModuleNotFoundError:  # not even the folder that holds the plugins
+        return False
+    return found is not None and found.origin is not None  # an empty folder has none
+
+
+def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
+    """Load a module of a plugin.
+
+    Args:
+        module: its full name, `decoder.plugins.trace.trace`.
+        asked: the option or argument that needs it, for the error.
+        needs: plugins that it needs itself.
+
+    Raises:
+        MissingPluginError: the plugin, or one that it needs, is not part of this installation.
+    """
+    for plugin in (".".join(module.split(".")[:3]), *needs):
+        if not is_installed(plugin):
+            raise MissingPluginError(
+                f"{asked} needs {plugin}, which is not part of this installation"
+            )
+    return import_module(module)
+
+
+def launch(module: str, extra: str) -> None:
+    """Import commands and run them; Ctrl-C ends them at any time without a message.
 
     `--version` alone is answered here, at once and even if libraries are missing. Log messages of
     the packages from INFO on go to standard error, a line each.
 
     Args:
-        package: has a module `commands` with a function `main`.
+        module: has a function `main`.
         extra: what to install where a library is missing.
     """
     # Not an exception: libraries turn those into errors of their own while they are imported.
@@ -42,7 +104,7 @@ def launch(package: str, extra: str) -> None:
         print(version_line())  # noqa: T201  (the output of a command)
         return
     try:
-        commands = import_module(f"{package}.commands")
+        commands = import_module(module)
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error.name} is missing: run `pip install 'foredraft[{extra}]'`")
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,16 +16,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import pytest
 from hypothesis import settings
 
+from tests.deletion.absent_plugins import absent, needed_by
 from tests.needed_programs import missing_packages
 from tests.suite_parts import PARTS, SEEDS, draw_all_cases, draws_all_cases
 
 ROOT: Final = Path(__file__).parent.parent
-ENGINES: Final = "tests/engines/"
+ENGINES: Final = ("tests/decoder/engines/", "tests/decoder/plugins/")
 ALL: Final = "all"
 LEAST_ROOM: Final = 1 << 30
 """Bytes of the folder for temporary files; a run of all tests wrote 0.6 GB at most."""
@@ -53,6 +54,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class WithoutPlugin(pytest.Module):
+    """A file of tests of which none can run, because a plugin is not there."""
+
+    def collect(self) -> NoReturn:
+        """Skip all of it."""
+        pytest.skip(f"needs {needed_by(self.path)}, which is absent", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Skip files of tests that need a plugin that is not there."""
+    if needed_by(module_path) is None:
+        return None
+    return WithoutPlugin.from_parent(parent, path=module_path)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need a plugin that is not there, or all of them."""
+    for marker in item.iter_markers("plugin"):
+        missing = absent().intersection(marker.args) if marker.args else absent()
+        if missing:
+            pytest.skip(f"needs {', '.join(sorted(missing))}, which is absent")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
     if not hasattr(config, "workerinput"):
@@ -60,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
     for part, content in PARTS.items():
         config.addinivalue_line("markers", f"{part}: {content} (--part {part})")
+    config.addinivalue_line("markers", "plugin(*names): needs plugins; without names, every one")
     config.addinivalue_line("markers", f"{SEEDS}: draws cases at random; --part {SEEDS} draws all")
     config.stash[_left_out] = Counter()
     part = config.getoption("part")

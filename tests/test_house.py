@@ -109,9 +109,5 @@ def test_no_folder_holds_more_files_than_can_be_seen_at_once() -> None:
 
 def test_a_basename_occurs_once() -> None:
     files = [path for top in (*PACKAGES, "benchmarks", "tests") for path in sources(top)]
-    # What users import is called as the adapter that it names.
-    adapters = {Path("foredraft", path.name) for path in sources("decoder/engines")}
-    counts = Counter(
-        path.name for path in files if path.name not in MAY_RECUR and path not in adapters
-    )
+    counts = Counter(path.name for path in files if path.name not in MAY_RECUR)
     assert not {name: n for name, n in counts.items() if n > 1}

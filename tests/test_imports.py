@@ -31,16 +31,15 @@ READER = {
     "indexer.stages.segments",
     "indexer.tokenizer",
 }
-# Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on
-# transformers, so that is no adapter's own.
+# Plugins that are adapters of engines, and the libraries that are theirs alone.
 ADAPTERS = {
     "experimental_sglang": {"sglang"},
     "llama_cpp": {"llama_cpp"},
     "mlx_lm": {"mlx", "mlx_lm"},
     "onnxruntime_genai": {"onnxruntime_genai"},
-    "transformers": set[str](),
     "vllm": {"vllm"},
 }
+PLUGINS = ROOT / "decoder" / "plugins"
 ENGINES = ROOT / "decoder" / "engines"
 
 
@@ -82,40 +81,28 @@ def test_torch_is_imported_by_the_decoder_alone() -> None:
 
 
 def adapter_of(path: Path) -> str | None:
-    """Return whose a module of decoder/engines is, `None` for what adapters share."""
-    name = path.relative_to(ENGINES).parts[0].removesuffix(".py")
+    """Return the engine whose adapter a module is of, `None` for other modules."""
+    name = path.relative_to(PLUGINS).parts[0] if PLUGINS in path.parents else ""
     return name if name in ADAPTERS else None
 
 
-def test_adapters_are_imported_by_their_full_path_alone() -> None:
-    assert adapter_of(ENGINES / "transformers" / "requests.py") == "transformers"
-    for path in (each for package in PACKAGES for each in sources(package)):
-        names = {
-            m.split(".")[2] for m in imported_modules(path) if m.startswith("decoder.engines.")
-        }
-        own = {adapter_of(path)} if ENGINES in path.parents else set()
-        assert not (names & ADAPTERS.keys()) - own, path
-        assert not names or own, path
-
-
-def test_the_face_names_each_adapter_in_a_module_of_its_own() -> None:
-    for path in sources(FACE):
-        used = {m.split(".")[2] for m in imported_modules(path) if m.startswith("decoder.engines.")}
-        if path.stem != "__init__":  # which names one for type checkers, and loads none
-            assert used == ({path.stem} if path.stem in ADAPTERS else set()), path
+def test_an_adapter_is_imported_by_nothing_else() -> None:
+    for path in (each for package in (*PACKAGES, FACE) for each in sources(package)):
+        modules = [m.split(".") for m in imported_modules(path) if m.startswith("decoder.plugins.")]
+        others = {parts[2] for parts in modules} & ADAPTERS.keys() - {adapter_of(path)}
+        assert not others, path
 
 
 def test_engines_are_imported_by_their_adapters_alone() -> None:
     libraries = set().union(*ADAPTERS.values())
     for path in (each for package in PACKAGES for each in sources(package)):
         used = {m.split(".")[0] for m in imported_modules(path)} & libraries
-        adapter = adapter_of(path) if ENGINES in path.parents else None
-        assert used <= ADAPTERS.get(adapter or "", set()), path
+        assert used <= ADAPTERS.get(adapter_of(path) or "", set()), path
 
 
 def test_what_adapters_share_and_fused_drafts_load_no_engine_and_no_torch() -> None:
     """Engines of other libraries have no torch; neither do environments of theirs."""
-    shared = [path.stem for path in ENGINES.glob("*.py") if adapter_of(path) is None]
+    shared = [path.stem for path in ENGINES.glob("*.py")]
     assert {"engine_options", "content_sessions"} <= set(shared)
     names = [f"engines.{name}" for name in shared if name != "__init__"]
     names += ["budget.budget", "budget.costs", "drafters.fusion", "drafters.recycling"]

@@ -27,7 +27,11 @@ def started(folder: Path, commands: str) -> "subprocess.Popen[str]":
     package.mkdir()
     (package / "commands.py").write_text(commands)
     return subprocess.Popen(
-        [sys.executable, "-c", "from indexer.launch import launch; launch('slow', 'none')"],
+        [
+            sys.executable,
+            "-c",
+            "from indexer.launch import launch; launch('slow.commands', 'none')",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,7 +84,7 @@ def test_output_that_cannot_be_written_is_one_line(
     package = tmp_path / "slow"
     package.mkdir()
     (package / "commands.py").write_text(f"import sys\ndef main(): print('x' * 99){ending}\n")
-    script = "from indexer.launch import launch; launch('slow', 'none')"
+    script = "from indexer.launch import launch; launch('slow.commands', 'none')"
     reading, writing = (None, os.open(target, os.O_WRONLY)) if target else os.pipe()
     if reading is not None:
         os.close(reading)  # as `head` does

@@ -25,7 +25,7 @@ def test_a_release_runs_every_part_by_its_name() -> None:
         (line,) = [each for each in recipe(f"test-{part}").splitlines() if "pytest " in each]
         assert f"--part {part}" in line
         assert line in everything
-    assert "tests/engines/vllm" in everything
+    assert "tests/decoder/plugins/vllm" in everything
     assert "test_ray.py" in everything
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from docs.site.pictures import TERMINAL_WIDTH, WIDTH
-from foredraft.program import COMMANDS
+from foredraft.program import commands
 
 ROOT = Path(__file__).parent.parent
 READY = "serving on "
@@ -122,7 +122,7 @@ def test_the_readme_shows_both_pictures_at_their_width() -> None:
 
 
 def test_every_command_that_pages_show_is_one() -> None:
-    known = {command.name for command in COMMANDS}
+    known = set(commands())
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         fenced = re.findall(r"^```(?:sh)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
         for line in "\n".join(fenced).splitlines():
@@ -154,14 +154,13 @@ def shown_commands() -> Iterator[tuple[str, str]]:
         lines += re.findall(r"`([^`\n]+)`", fenced.sub("", text))
         for line in lines:
             called = re.search(r"(?:^|[|;&/] ?|\$ )foredraft ([a-z]+(?: [^|;&#]*)?)", line)
-            if called and called[1].split()[0] in {command.name for command in COMMANDS}:
+            if called and called[1].split()[0] in commands():
                 yield str(page.relative_to(ROOT)), called[1]
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """Return the command, or the one within a group, that a line calls, and what follows it."""
-    [package] = {command.package for command in COMMANDS if command.name == words[0]}
-    command: Any = get_command(import_module(f"{package}.commands").app)
+    command: Any = get_command(import_module(commands()[words[0]].module).app)
     while words and isinstance(command, TyperGroup):
         inner = command.get_command(typer.Context(command), words[0])
         assert inner, words
@@ -192,7 +191,7 @@ def test_the_lines_for_vllm_name_the_proposer_and_settings_that_there_are() -> N
     )
     compile(block, "README.md", "exec")
     module, name = re.findall(r'"foredraft\.(\w+)\.(\w+)"', block)[0]
-    assert f'"{name}"' in (ROOT / "foredraft" / f"{module}.py").read_text()
+    assert f" {name} as {name}" in (ROOT / "foredraft" / f"{module}.pyi").read_text()
     example = (ROOT / "examples" / "vllm_generate.py").read_text()
     for word in re.findall(r'(\w+)=|"(\w+)":', block):
         assert any(each and each in example for each in word), word

@@ -21,7 +21,11 @@ from rich.progress import track
 
 from decoder.assembly import assemble
 from decoder.budget.budget import MeasuredBudget
-from decoder.commands.bench import (
+from decoder.commands.prompts import read_prompts
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
+from decoder.observation import Statistics
+from decoder.plugins.bench.bench import (
     WARM_UP_TEXT,
     BenchPrompt,
     circumstances,
@@ -29,16 +33,12 @@ from decoder.commands.bench import (
     fitting,
     in_turn,
 )
-from decoder.commands.prompts import read_prompts
-from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders, total_of
-from decoder.contenders.drafting_rules import drafting_rules
-from decoder.contenders.standings import Comparison
-from decoder.estimate.cost_curve import CostCurve
-from decoder.estimate.projection import PAYING, ProjectedOutcome, project
-from decoder.estimate.token_log import LoggedRecord
-from decoder.loop import Decoder
-from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
-from decoder.observation import Statistics
+from decoder.plugins.contenders.contender import FOREDRAFT, UNDRAFTED, contenders, total_of
+from decoder.plugins.contenders.drafting_rules import drafting_rules
+from decoder.plugins.contenders.standings import Comparison
+from decoder.plugins.estimate.cost_curve import CostCurve
+from decoder.plugins.estimate.projection import PAYING, ProjectedOutcome, project
+from decoder.plugins.estimate.token_log import LoggedRecord
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.commands.factories import OWN
 from retriever.replay.traces import Trace

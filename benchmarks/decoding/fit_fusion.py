@@ -26,7 +26,6 @@ from rich.progress import track
 from decoder.assembly import DrafterSettings, draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.commands.prompts import read_prompts
-from decoder.contenders.registry import FREE
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.readings import descend
 from decoder.drafters.kernels.siblings import (
@@ -47,6 +46,7 @@ from decoder.drafters.source_weights import PRIOR_ROWS, load_prior, prior_rows, 
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
+from decoder.plugins.contenders.registry import FREE
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.drafter import Drafter, TokenIds
 from retriever.sessions.embedded import EmbeddedDrafter

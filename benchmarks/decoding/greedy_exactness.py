@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import track
 
 from decoder.assembly import DrafterSettings
-from decoder.commands.bench import BenchPrompt, circumstances, fitting
-from decoder.commands.plain_comparison import Outputs, differences
 from decoder.commands.prompts import read_prompts
-from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender
-from decoder.contenders.registry import Contest, Setting, possible
 from decoder.errors import ContradictoryOptionsError, DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
+from decoder.plugins.bench.bench import BenchPrompt, circumstances, fitting
+from decoder.plugins.bench.exactness import Outputs, differences
+from decoder.plugins.contenders.contender import FOREDRAFT, PLAIN, Contender
+from decoder.plugins.contenders.registry import Contest, Setting, possible
 from indexer.errors import IndexerError
 from indexer.flags import with_flags
 from indexer.tokenizer import DEFAULT_MODEL

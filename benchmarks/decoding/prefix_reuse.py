@@ -20,12 +20,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from decoder.budget.budget import FixedBudget
-from decoder.commands.bench import circumstances
 from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder
 from decoder.model.passes import Reading
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
+from decoder.plugins.bench.bench import circumstances
 from indexer.tokenizer import DEFAULT_MODEL
 
 _LONG: Final = 4000

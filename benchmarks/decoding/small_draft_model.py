@@ -30,7 +30,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
-from decoder.training.head_trainer import (
+from decoder.plugins.training.head_trainer import (
     BATCH_TOKENS,
     LessonBatch,
     Teaching,
@@ -38,7 +38,7 @@ from decoder.training.head_trainer import (
     batches_of,
     soft_cross_entropy,
 )
-from decoder.training.taught_store import TaughtStore
+from decoder.plugins.training.taught_store import TaughtStore
 from indexer.tokenizer import DEFAULT_MODEL
 
 RANKS: Final = (1, 4, 8)

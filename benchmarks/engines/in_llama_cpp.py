@@ -31,7 +31,7 @@ from benchmarks.engines.engine_report import (
     write,
 )
 from decoder.commands.prompts import Prompt
-from decoder.engines.llama_cpp import DrafterDraftModel, attach, measure_costs
+from decoder.plugins.llama_cpp import DrafterDraftModel, attach, measure_costs
 from retriever.sessions.embedded import EmbeddedDrafter
 
 OUR_WIDTH: Final = 10

@@ -35,16 +35,16 @@ from benchmarks.gpu.missing import missing_files
 from decoder.assembly import DrafterSettings, assemble
 from decoder.budget.cost_store import describe_machine, device_name, versions
 from decoder.budget.pass_timing import measure_costs
-from decoder.commands.bench import Benchmark, BenchOptions, fitting
-from decoder.commands.bench_report import conclusions_of, table_of
-from decoder.commands.plain_comparison import wrong_outputs
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
-from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
-from decoder.contenders.registry import DEFAULT, Contest, parallel_default
 from decoder.errors import DecoderError, ModelLoadError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
+from decoder.plugins.bench.bench import Benchmark, BenchOptions, fitting
+from decoder.plugins.bench.bench_report import conclusions_of, table_of
+from decoder.plugins.bench.exactness import wrong_outputs
+from decoder.plugins.contenders.contender import FOREDRAFT, PLAIN, contenders
+from decoder.plugins.contenders.registry import DEFAULT, Contest, parallel_default
 from indexer.errors import IndexerError
 from indexer.flags import with_flags
 from indexer.tokenizer import DEFAULT_MODEL

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from decoder.commands.bench_report import (
+from decoder.commands.plots import figure_class, save
+from decoder.errors import PlotError
+from decoder.plugins.bench.bench_report import (
     COLOURS,
     MARKS,
     conclusions_of,
@@ -12,8 +14,6 @@ from decoder.commands.bench_report import (
     notes_of,
     rows_of,
 )
-from decoder.errors import PlotError
-from decoder.estimate.estimate_plot import figure_class, save
 
 Draw = Callable[[dict[str, Any], Path], None]
 

@@ -23,7 +23,7 @@ from benchmarks.papers.suffix_decoding import (
     SuffixDecoding,
     documents_of,
 )
-from decoder.contenders.drafting_rules import PublishedRule
+from decoder.plugins.contenders.drafting_rules import PublishedRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 

@@ -11,8 +11,8 @@ from benchmarks.papers import DRAFTERS as OF_TEXTS
 from benchmarks.papers.rasd import RasdDrafter
 from benchmarks.papers.token_recycling import TokenRecycling
 from decoder.assembly import draft_limits
-from decoder.contenders.drafting_rules import PublishedRule, opened
-from decoder.contenders.registry import MODELS, ContenderEntry, Means
+from decoder.plugins.contenders.drafting_rules import PublishedRule, opened
+from decoder.plugins.contenders.registry import MODELS, ContenderEntry, Means
 from retriever.drafter import Drafter
 
 

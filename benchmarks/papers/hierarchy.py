@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.papers.datastore import SortedText, continuations, texts_of
-from decoder.contenders.sequence_rule import SequenceRule
+from decoder.plugins.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

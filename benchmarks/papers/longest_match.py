@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from benchmarks.papers.datastore import Datastore, continuations, longest_match
 from benchmarks.papers.kernels.trie_counting import grow
-from decoder.contenders.sequence_rule import SequenceRule
+from decoder.plugins.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.papers.datastore import Datastore, continuation, first_occurrence, longest_match
-from decoder.contenders.prompt_lookup import longest_repeat
-from decoder.contenders.sequence_rule import SequenceRule, chain
+from decoder.plugins.contenders.prompt_lookup import longest_repeat
+from decoder.plugins.contenders.sequence_rule import SequenceRule, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.papers.kernels.speculation import speculate
 from benchmarks.papers.suffix_tree import OpenSequence, SuffixTree
-from decoder.contenders.sequence_rule import SequenceRule
+from decoder.plugins.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

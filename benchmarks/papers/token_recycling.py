@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.sequence_rule import SequenceRule
 from decoder.drafters.following import Verified
 from decoder.drafters.recycling import likeliest
+from decoder.plugins.contenders.sequence_rule import SequenceRule
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source

@@ -11,8 +11,8 @@ from benchmarks.papers.suffix_decoding import BEST_TREE, SuffixDecoding, documen
 from benchmarks.peers.peer import Contender, DrafterPeer, Kind, Made
 from benchmarks.peers.programs import Programs, in_words
 from benchmarks.workloads import Workload
-from decoder.contenders.drafting_rules import warm
-from decoder.contenders.prompt_lookup import MAX_MATCHING_NGRAM_SIZE, PromptLookup
+from decoder.plugins.contenders.drafting_rules import warm
+from decoder.plugins.contenders.prompt_lookup import MAX_MATCHING_NGRAM_SIZE, PromptLookup
 from retriever.commands.factories import OWN, own_drafter
 from retriever.replay.traces import Trace
 

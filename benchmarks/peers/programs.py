@@ -23,7 +23,7 @@ from benchmarks.peers.build_programs import (
 from benchmarks.peers.in_turns import Tally, Turns, replay_in_turns
 from benchmarks.peers.peer import DrafterPeer, Made, Text, drafted, path_of
 from benchmarks.workloads import Workload
-from decoder.contenders.prompt_lookup import PromptLookup
+from decoder.plugins.contenders.prompt_lookup import PromptLookup
 from retriever.drafter import TokenIds
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree

@@ -14,8 +14,7 @@ from grpc import aio
 from retriever.limits import Limits
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.v1 import retriever_pb2 as pb
-from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import typer
@@ -25,7 +25,6 @@ from decoder.commands.generate import (
 from decoder.commands.plain_comparison import PlainAnswers
 from decoder.commands.prompts import Prompt
 from decoder.commands.terminal import Painter, Palette
-from decoder.commands.trace import TraceWriter
 from decoder.errors import DecoderError, InvalidPromptError, TraceFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
@@ -89,6 +88,14 @@ FORESEEN = (DecoderError, RetrieverError, IndexerError, MemoryError, torch.OutOf
 
 _HEADING_CHARACTERS = 72
 """Of a prompt, so that its heading fits a line of 80."""
+
+
+class PassWriter(Protocol):
+    """Writes the passes of answers, as a trace does."""
+
+    def observer(self, prompt: int, text: str = "", context: Sequence[int] = ()) -> Observer:
+        """Return what is shown each pass of a prompt, by the prompt's number, text and tokens."""
+        ...
 
 
 _INDEXED: Final = (Source.CORPUS, Source.PHRASES)
@@ -226,7 +233,7 @@ class Answerer:
         options: AnswerOptions,
         printer: Printer,
         *,
-        writer: TraceWriter | None,
+        writer: PassWriter | None,
         interruption: Interruption,
         pattern: Grammar | None = None,
         comparison: PlainAnswers | None = None,

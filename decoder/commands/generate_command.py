@@ -6,12 +6,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from decoder.assembly import DrafterSettings, Extent, assemble, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
-from decoder.commands.answers import FORESEEN, Answerer, Printer
+from decoder.commands.answers import FORESEEN, Answerer, PassWriter, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
@@ -30,14 +31,12 @@ from decoder.commands.prompts import (
     read_text,
 )
 from decoder.commands.terminal import Palette
-from decoder.commands.trace import check_trace
-from decoder.commands.viewer.trace_page import written_passes
 from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from indexer.launch import errors_in_one_line
+from indexer.launch import errors_in_one_line, plugged
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import Kin
 
@@ -59,10 +58,7 @@ def answer_prompts(
     settings = drafts.sampling(choice.sampling())
     if choice.regex is not None:
         check_regex(choice.regex)
-    if output.trace is not None:
-        check_trace(output.trace)
-    if output.html is not None:
-        check_trace(output.html, "page")
+    traces = _traces(output)
     _check_parallel(given, output)
     stops = StopStrings(output.stop)
     selected = _selected(given.prompt, given.prompts, given.limit)
@@ -92,9 +88,11 @@ def answer_prompts(
     interruption = Interruption()
     with ExitStack() as stack:
         stack.enter_context(interruption.handled())
-        writer = stack.enter_context(
-            written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
-        )
+        writer: PassWriter | None = None
+        if traces is not None:
+            writer = stack.enter_context(
+                traces.written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
+            )
         language_model = _stopping_at(extra_ids, prepared.load())
         pattern = pattern_of(language_model, choice.regex)
         drafter = stack.enter_context(drafts.connect(language_model, settings))
@@ -122,6 +120,16 @@ def answer_prompts(
         raise typer.Exit(interruption.status)
     if answerer.num_failed:
         raise typer.Exit(1)
+
+
+def _traces(output: ShownSettings) -> Any:
+    """Return the plugin that writes traces and pages, `None` where none is wanted."""
+    if output.trace is None and output.html is None:
+        return None
+    asked = "--html" if output.trace is None else "--trace"
+    traces = plugged("decoder.plugins.trace.viewer.trace_page", asked)
+    traces.check_written(output.trace, output.html)
+    return traces
 
 
 def _palette(colour: Colouring, *, as_json: bool) -> Palette | None:

@@ -13,27 +13,19 @@ from typing import Annotated, Final, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from decoder.drafters.options import MAX_NODES
 from decoder.errors import ContradictoryOptionsError, DeviceError, InvalidSettingsError
-from decoder.estimate.options import DEFAULT_ROOFLINE, KIND_FIELDS, NO_FIELD, ROOFLINES
 from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import DEFAULT_MAX_NEW_TOKENS
-from decoder.training.options import CourseOptions
 from indexer.errors import TokenizerError
 from indexer.flags import Metavar, flag_of
 from indexer.tokenizer import DEFAULT_MODEL, locate_model, not_here
-from retriever.limits import Limits
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()
-_COURSE: Final = CourseOptions()
-_MAX_BUDGET: Final = Limits().max_budget_nodes
 
-BUDGETS: Final = (4, 8, 16, 32, 64)
-"""Most nodes of a draft that an estimate is made for."""
 
-_PROMPT_FILE: Final = (
+PROMPT_FILE: Final = (
     "A prompt a line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, .csv or "
     ".parquet, of which each answer is asked for again, after all that was said before it."
 )
@@ -60,7 +52,7 @@ class AnsweredPrompts(PromptSettings):
         Metavar("TEXT"),
         Field(description="The prompt. Default: standard input, to its end."),
     ] = None
-    prompts: Annotated[Path | None, Metavar("FILE"), Field(description=_PROMPT_FILE)] = None
+    prompts: Annotated[Path | None, Metavar("FILE"), Field(description=PROMPT_FILE)] = None
     system: Annotated[
         str | None,
         Metavar("TEXT"),
@@ -107,26 +99,6 @@ class AnsweredPrompts(PromptSettings):
             "prompts with --prompts. Without either, nothing is kept anyway."
         ),
     ] = False
-
-
-class MeasuredPrompts(PromptSettings):
-    """What `bench` answers."""
-
-    prompts: Annotated[Path, Metavar("FILE"), Field(description=_PROMPT_FILE)]
-    per_category: Annotated[
-        int | None, Field(ge=1, description="Most prompts of each category.")
-    ] = None
-    warm: Annotated[
-        Path | None,
-        Metavar("FILE"),
-        Field(
-            description="Prompts to answer beforehand, so that there are answers to draft from. "
-            "Those that are measured are left out."
-        ),
-    ] = None
-    warm_limit: Annotated[
-        int | None, Field(ge=1, description="With --warm: most prompts of it.")
-    ] = None
 
 
 class Colouring(StrEnum):
@@ -326,14 +298,6 @@ class ChatSettings(OutputSettings):
     colour: Colour = Colouring.AUTO
 
 
-class MeasuredOutput(OutputSettings):
-    """How often answers are made."""
-
-    repeat: Annotated[
-        int, Field(ge=1, description="Runs of each prompt, the fastest of which counts.")
-    ] = 1
-
-
 class ChoiceSettings(BaseModel):
     """How tokens are chosen; see `SamplingSettings`."""
 
@@ -400,337 +364,6 @@ class ChoiceSettings(BaseModel):
         """
         with _named_as_options():
             return SamplingSettings(**self.model_dump(exclude={"regex"}))
-
-
-class AskedTurns(StrEnum):
-    """Which turns of a question are asked."""
-
-    FIRST = "first"
-    BOTH = "both"
-
-
-class ContestOptions(BaseModel):
-    """Who is measured, and under what settings."""
-
-    model_config = ConfigDict(title="Contenders", extra="forbid", frozen=True, defer_build=True)
-
-    contender: Annotated[
-        list[str],
-        Metavar("NAME"),
-        Field(
-            description="Who is measured: one that --contenders lists, or MODULE:NAME of what a "
-            "mapping DRAFTERS of a module holds. The report is then laid out as papers' tables. "
-            "Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
-        ),
-    ] = []
-    nodes: Annotated[
-        list[int],
-        Metavar("N"),
-        Field(
-            description="Fix the nodes of every draft, at most "
-            f"{MAX_NODES}; 0 for as many as pay. Repeatable. Default: as many as pay."
-        ),
-    ] = []
-    temperature: Annotated[
-        list[float],
-        Metavar("T"),
-        Field(description="Of sampling; 0 decodes greedily. Repeatable. Default: 0."),
-    ] = []
-    seed: Annotated[
-        list[int],
-        Metavar("SEED"),
-        Field(description="Of sampling; several are counted together. Repeatable. Default: 0."),
-    ] = []
-    turns: Annotated[
-        AskedTurns,
-        Field(
-            description="Of questions with several turns: the first, or each behind the plain "
-            "answer to the one before."
-        ),
-    ] = AskedTurns.FIRST
-    over: Annotated[
-        str | None,
-        Metavar("NAME"),
-        Field(description="Also say how many times this contender's speed and tokens others have."),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        Metavar("FILE"),
-        Field(
-            description="Draw the figures of all contenders, as .png or .svg; with --parallel, "
-            "tokens per second by width and where a pass spends its time."
-        ),
-    ] = None
-    parallel: Annotated[
-        list[int],
-        Metavar("N"),
-        Field(
-            description="Decode N prompts at a time: our loop in shared passes, transformers in "
-            "padded batches. Repeatable. The contenders are then plain, undrafted and foredraft, "
-            "and foredraft-tables with --draft-model or --speculator. Default: one by one."
-        ),
-    ] = []
-
-
-class LogSettings(BaseModel):
-    """What of the log is replayed."""
-
-    model_config = ConfigDict(title="Log", extra="forbid", frozen=True, defer_build=True)
-
-    by: Annotated[
-        str | None,
-        Metavar("FIELD"),
-        Field(
-            description="A field of the records that tells kinds of traffic apart, or "
-            f"{NO_FIELD}. Default: the first of {', '.join(KIND_FIELDS)} that there is."
-        ),
-    ] = None
-    limit: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Replay only the first so many outputs. The more there are, the more "
-            "earlier ones there are to draft from, and the longer it takes.",
-        ),
-    ] = 200
-    tokenizer: Annotated[
-        str | None,
-        Metavar("MODEL"),
-        Field(
-            description="The tokenizer of texts: a hub id, a folder or a .gguf file. Default: "
-            f"that of --model, or else that of the index, or else {DEFAULT_MODEL}."
-        ),
-    ] = None
-
-
-class EstimatedDrafts(BaseModel):
-    """What is drafted, from what and by which rules."""
-
-    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
-
-    index: Annotated[
-        list[Path],
-        Metavar("DIR"),
-        Field(
-            description="An index to draft from, too. It should not hold the log's own outputs: "
-            "they would foretell themselves. Repeatable."
-        ),
-    ] = []
-    drafter: Annotated[
-        list[str],
-        Metavar("NAME"),
-        Field(
-            description="A rule of others to replay next to our own drafter, as `replay --drafter` "
-            "takes it. Repeatable. Default: prompt-lookup."
-        ),
-    ] = ["prompt-lookup"]
-    budget: Annotated[
-        list[int],
-        Metavar("N"),
-        Field(
-            description="Most nodes of a draft, from 1 to "
-            f"{_MAX_BUDGET}. Repeatable. Default: "
-            f"{', '.join(map(str, BUDGETS))}."
-        ),
-    ] = []
-
-    @property
-    def budgets(self) -> list[int]:
-        """The budgets, rising."""
-        return sorted(set(self.budget or BUDGETS))
-
-    def check(self) -> None:
-        """Refuse budgets that no drafter takes.
-
-        Raises:
-            ContradictoryOptionsError: one is out of its range.
-        """
-        if not 1 <= self.budgets[0] <= self.budgets[-1] <= _MAX_BUDGET:
-            raise ContradictoryOptionsError(f"--budget is from 1 to {_MAX_BUDGET} nodes")
-
-
-class CostSettings(BaseModel):
-    """What passes of the model cost: one of --model, --costs and --roofline."""
-
-    model_config = ConfigDict(
-        title="Costs of passes", extra="forbid", frozen=True, defer_build=True
-    )
-
-    model: Annotated[
-        str | None,
-        Metavar("MODEL"),
-        Field(
-            description="Measure the passes of this model on this machine: a hub id, a folder or "
-            "a .gguf file."
-        ),
-    ] = None
-    dtype: Annotated[Precision, Field(description="With --model: what the model computes in.")] = (
-        _MODEL.precision
-    )
-    device: Annotated[str, Metavar("DEVICE"), Field(description="With --model: where it runs.")] = (
-        _MODEL.device
-    )
-    cost_cache: Annotated[
-        str | None,
-        Metavar("DIR"),
-        Field(description="With --model: where costs are kept, none to measure always."),
-    ] = None
-    costs: Annotated[
-        Path | None,
-        Metavar("FILE"),
-        Field(
-            description="Read them: a report of `bench --json`, or JSON with `widths` (nodes and "
-            "one more) and `seconds`."
-        ),
-    ] = None
-    roofline: Annotated[
-        str | None,
-        Metavar("NAME"),
-        Field(
-            description="Compute them from data sheets, for a model in bfloat16 on a device: "
-            f"{', '.join(ROOFLINES)}. Default: {DEFAULT_ROOFLINE}."
-        ),
-    ] = None
-    batch: Annotated[
-        int, Field(ge=1, description="With --roofline: sequences that share a pass.")
-    ] = 1
-
-    def check(self) -> None:
-        """Refuse options that contradict one another.
-
-        Raises:
-            ContradictoryOptionsError: there is more than one source of costs, or a batch for
-                costs that have their own, or no such roofline.
-        """
-        named = {"--model": self.model, "--costs": self.costs, "--roofline": self.roofline}
-        given = [option for option, value in named.items() if value is not None]
-        if len(given) > 1:
-            raise ContradictoryOptionsError(
-                f"{' and '.join(given)} exclude each other: costs come from one place"
-            )
-        if self.batch != 1 and (self.model or self.costs):
-            raise ContradictoryOptionsError(
-                f"--batch is for --roofline: costs of {given[0]} hold for the batch that they "
-                "were measured with"
-            )
-        if self.roofline is not None and self.roofline not in ROOFLINES:
-            raise ContradictoryOptionsError(
-                f"--roofline {self.roofline}: there are {', '.join(ROOFLINES)}; for others, "
-                "measure with --model or give --costs"
-            )
-
-
-class TaughtTexts(BaseModel):
-    """What is taught."""
-
-    model_config = ConfigDict(title="Texts", extra="forbid", frozen=True, defer_build=True)
-
-    from_: Annotated[
-        list[Path],
-        Metavar("FILE"),
-        Field(
-            description="Conversations, prompts or documents: the model answers them itself, and "
-            "recorded answers are read, too. As `generate --prompts` takes them, and records "
-            "with a `text`. Repeatable.",
-        ),
-    ] = []
-    state: Annotated[
-        Path | None,
-        Metavar("DIR"),
-        Field(
-            description="The state directory of a service that is shut down, or a copy of it: the "
-            "model's outputs that it kept."
-        ),
-    ] = None
-    tenant: Annotated[
-        str, Field(description="With --state: whose outputs. A head never mixes tenants.")
-    ] = ""
-    limit: Annotated[int | None, Field(ge=1, description="Take only the first so many texts.")] = (
-        None
-    )
-
-    def check(self) -> None:
-        """Refuse texts that are missing or contradict one another.
-
-        Raises:
-            ContradictoryOptionsError: there are none, or a tenant without a state directory.
-        """
-        if not self.from_ and self.state is None:
-            raise ContradictoryOptionsError("there is nothing to teach: give --from or --state")
-        if self.tenant and self.state is None:
-            raise ContradictoryOptionsError("--tenant is for --state: it names whose outputs")
-
-    def names(self) -> list[str]:
-        """Return what the texts are called in the head's file."""
-        kept = [] if self.state is None else ["outputs of a service"]
-        return [*(path.name for path in self.from_), *kept]
-
-
-class TrainingSettings(BaseModel):
-    """How long is taught, and what."""
-
-    model_config = ConfigDict(title="Training", extra="forbid", frozen=True, defer_build=True)
-
-    output: Annotated[
-        Path,
-        Metavar("HEAD"),
-        Field(
-            description="Folder for the head, for --speculator. What was recorded stays in "
-            "HEAD.training, so that the same command goes on after an interruption."
-        ),
-    ]
-    minutes: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="Most time for recording, training and judging together. Loading the model "
-            "and the comparison at the end come on top.",
-        ),
-    ] = _COURSE.minutes
-    tokens: Annotated[
-        int, Field(ge=1, description="Tokens to record, if half of the time suffices.")
-    ] = _COURSE.num_tokens
-    own_share: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="Share of them that the model writes itself; the others are read.",
-        ),
-    ] = _COURSE.own_share
-    draft_vocabulary: Annotated[
-        int, Field(ge=8, description="Tokens that the head drafts, the most frequent ones.")
-    ] = _COURSE.num_columns
-    seed: Annotated[int, Field(ge=0, description="Of all that is random.")] = _COURSE.seed
-
-    def course(self) -> CourseOptions:
-        """Return the options of the training."""
-        return CourseOptions(
-            minutes=self.minutes,
-            num_tokens=self.tokens,
-            own_share=self.own_share,
-            num_columns=self.draft_vocabulary,
-            seed=self.seed,
-        )
-
-
-class GainSettings(BaseModel):
-    """Whether drafts with the head are compared with drafts without it, and on what index."""
-
-    model_config = ConfigDict(title="Comparison", extra="forbid", frozen=True, defer_build=True)
-
-    gain: Annotated[
-        bool,
-        Field(
-            description="At the end decode a few held-out prompts with the head and without, at 5 "
-            "to 64 nodes. Takes up to two minutes."
-        ),
-    ] = True
-    index: Annotated[
-        list[Path],
-        Metavar("DIR"),
-        Field(description="An index to draft from in that, with and without. Repeatable."),
-    ] = []
 
 
 @contextmanager

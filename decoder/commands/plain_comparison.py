@@ -1,29 +1,15 @@
 """Answers decoded plainly beside those with drafts: what drafts are worth, and where they part."""
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, Final
-
-import torch
 
 from decoder.budget.budget import FixedBudget
 from decoder.commands.generate import Answer, AnswerOptions, Interruption, Task, answer
-from decoder.contenders.contender import THEIRS
-from decoder.contenders.standings import Comparison
 from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.speedup import Speedup
-
-TIE: Final = 1e-4
-"""Logits that are less apart than this may change places in float32, where passes of other widths
-round in other places."""
-
-
-ONE_BY_ONE: Final = "model.generate, one prompt at a time"
-"""What outputs are compared with where they are to be the same."""
 
 
 class PlainAnswers:
@@ -74,127 +60,3 @@ def first_difference(tokens: list[int], others: list[int]) -> int | None:
     """Return the place, from 1, of the first token that differs; `None` where none does."""
     pairs = enumerate(zip_longest(tokens, others), 1)
     return next((at for at, (token, other) in pairs if token != other), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where two outputs part.
-
-    Attributes:
-        position: of the first token that differs, counted from the first generated one, from 0.
-        plain: what `model.generate` wrote there, `None` where it had ended.
-        drafted: what the decoder wrote.
-        best_tokens: the two most probable tokens there.
-        gap: between their logits, in float64.
-    """
-
-    position: int
-    plain: int | None
-    drafted: int | None
-    best_tokens: tuple[int, int]
-    gap: float
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether float32 may lose the gap, so that neither output is wrong."""
-        return self.gap < TIE
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the difference as plain values."""
-        return {**asdict(self), "is_tie": self.is_tie}
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What two ways wrote for a prompt.
-
-    Attributes:
-        prompt: its tokens.
-        plain: what `model.generate` wrote.
-        drafted: what a decoder wrote.
-    """
-
-    prompt: list[int]
-    plain: list[int]
-    drafted: list[int]
-
-
-def differences(language_model: LanguageModel, pairs: Iterable[Outputs]) -> list[Difference | None]:
-    """Return where the outputs of each pair part, `None` where they are the same.
-
-    Logits are computed by a copy of the model in float64, which is made for the first difference:
-    captured graphs would miss weights that are converted and back.
-    """
-    model: Any = None
-    found: list[Difference | None] = []
-    for pair in pairs:
-        place = first_difference(pair.plain, pair.drafted)
-        if place is None:
-            found.append(None)
-            continue
-        if model is None:
-            model = copy.deepcopy(language_model.model).to(torch.float64)  # type: ignore[arg-type]  # wrapped without its types
-        position = place - 1
-        tokens, gap = _best_two(model, [*pair.prompt, *pair.plain[:position]])
-        plain, drafted = (
-            output[position] if position < len(output) else None
-            for output in (pair.plain, pair.drafted)
-        )
-        found.append(Difference(position, plain, drafted, tokens, gap))
-    return found
-
-
-def exactness(
-    language_model: LanguageModel,
-    decoded: Iterable[tuple[int, Comparison]],
-    plain: Mapping[tuple[int, ...], list[int]],
-) -> dict[str, Any] | None:
-    """Return where greedy outputs are not those of each prompt alone, and by how much.
-
-    Args:
-        language_model: that wrote them.
-        decoded: groups of prompts decoded in every way, and how many prompts at a time.
-        plain: what `model.generate` writes for prompts alone, by their tokens; others are not
-            judged.
-
-    Returns:
-        Values for JSON; `None` where nothing is judged.
-    """
-    if not plain:
-        return None
-    seen: dict[tuple[int, int, str, tuple[int, ...]], Outputs] = {}
-    num_answers = 0
-    for width, each in decoded:
-        for name, run in each.runs.items():
-            for at, (prompt, output) in enumerate(zip(each.asked, run.outputs, strict=True)):
-                expected = plain.get(tuple(prompt))
-                num_answers += expected is not None
-                if expected is not None and output != expected:
-                    number = each.group * len(each.asked) + at
-                    seen[number, width, name, tuple(output)] = Outputs(prompt, expected, output)
-    parted = differences(language_model, seen.values())
-    return {
-        "compared_with": ONE_BY_ONE,
-        "num_answers": num_answers,
-        "num_prompts": len(plain),
-        "different": [
-            {"prompt": number, "parallel": width, "contender": name, **found.as_json()}
-            for (number, width, name, _), found in zip(seen, parted, strict=True)
-            if found is not None
-        ],
-    }
-
-
-def wrong_outputs(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the outputs of our own in a report that are wrong: not even a tie explains them."""
-    different = (report["exactness"] or {"different": []})["different"]
-    return [each for each in different if not each["is_tie"] and each["contender"] not in THEIRS]
-
-
-@torch.inference_mode()
-def _best_two(model: Any, tokens: list[int]) -> tuple[tuple[int, int], float]:
-    """Return the two most probable next tokens and the gap of their logits."""
-    logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1]
-    values, indices = logits.topk(2)
-    first, second = indices.tolist()
-    return (first, second), float(values[0] - values[1])

@@ -1,5 +1,6 @@
-"""What a terminal shows: text in the colours of the sources that drafted it, and progress."""
+"""What a terminal shows: text in the colours of its sources, tables, and progress."""
 
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -7,11 +8,13 @@ from contextlib import contextmanager
 from typing import Final
 
 import typer
+from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.style import Style
-from rich.table import Column
+from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
 from decoder.observation import ObservedPass, Watcher
@@ -225,3 +228,37 @@ def watching() -> Iterator[Watcher]:
     )
     with Progress(*columns, console=console) as progress:
         yield _Bar(progress)
+
+
+_UNBOUNDED: Final = 100_000
+"""Characters of a line, wider than any table."""
+
+
+def print_table(table: Table) -> None:
+    """Print a table to standard output; columns aligned to the right are never shortened.
+
+    On a terminal the others are wrapped, and the last of them are left out where there is no
+    room even so. Elsewhere, as in a file, a table takes the width that it needs.
+
+    Args:
+        table: may be changed.
+    """
+    for column in table.columns:
+        if column.justify == "right":
+            column.no_wrap = True
+            column.min_width = max(cell_len(str(c)) for c in (column.header, *column.cells))
+    if not sys.stdout.isatty():
+        Console(width=_needed(table).maximum).print(table)
+        return
+    width, left_out = Console().width, []
+    while _needed(table).minimum > width and table.columns[-1].justify != "right":
+        left_out.append(str(table.columns.pop().header))
+    console = Console(width=max(width, _needed(table).minimum))
+    console.print(table)
+    if left_out:
+        console.print(f"left out, as the terminal is narrow: {', '.join(reversed(left_out))}")
+
+
+def _needed(table: Table) -> Measurement:
+    wide = Console(width=_UNBOUNDED)
+    return Measurement.get(wide, wide.options, table)

@@ -22,8 +22,8 @@ import numpy as np
 import typer
 from markdown_it import MarkdownIt
 
-from decoder.commands.trace import read_as_far
-from decoder.commands.viewer.trace_page import page_of
+from decoder.plugins.trace.trace import read_as_far
+from decoder.plugins.trace.viewer.trace_page import page_of
 from foredraft import Credentials, DraftRequest, RemoteDrafter, TokenIds, load_tokenizer
 from indexer.tokenizer import DEFAULT_MODEL
 

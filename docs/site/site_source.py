@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 import foredraft
-from foredraft.program import COMMANDS
+from foredraft.program import commands as all_commands
 
 ROOT: Final = Path(__file__).parents[2]
 SOURCE: Final = ROOT / "build" / "site-source"
@@ -86,7 +86,7 @@ def link_to_listings() -> None:
 
 def commands() -> str:
     """Return the help of every command."""
-    names = [[command.name] for command in COMMANDS]
+    names = [[name] for name in all_commands()]
     with ThreadPoolExecutor(2) as pool:
         helps = dict(zip(map(tuple, names), pool.map(help_of, names), strict=True))
         inner = [[*words, each] for words, text in helps.items() for each in inner_commands(text)]
@@ -130,7 +130,7 @@ def wire() -> str:
 
 def python() -> str:
     """Return a directive for each public name; the site's generator reads their docstrings."""
-    names = sorted(foredraft.__all__, key=str.lower)
+    names = sorted(vars(foredraft)["__all__"], key=str.lower)
     return "\n".join(f"::: foredraft.{name}\n" for name in names if name != "errors")
 
 

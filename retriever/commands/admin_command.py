@@ -11,8 +11,7 @@ from google.protobuf.message import Message
 from pydantic import Field
 
 from indexer.flags import AsJson, CommandLine, Metavar, with_flags
-from retriever.client.administrator import administering
-from retriever.client.administrator import messages as pb
+from retriever.client.administrator import administering, messages as pb
 from retriever.commands.options import clear_errors
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import CredentialSettings

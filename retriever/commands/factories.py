@@ -24,7 +24,7 @@ _PATIENCE_S: Final = 1.0
 OWN: Final = "foredraft"
 """The name of our own drafter."""
 
-RULES: Final = ("decoder.contenders.drafting_rules", "benchmarks.papers")
+RULES: Final = ("decoder.plugins.contenders.drafting_rules", "benchmarks.papers")
 """Modules whose drafters are known by their names alone; the latter is there in a checkout."""
 
 _CHECKOUT: Final = Path(__file__).parents[2]

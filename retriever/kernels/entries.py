@@ -8,9 +8,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels import chains as chains_
-from retriever.kernels import cursors, mixing, phrase_matching, similarity, suffixes
-from retriever.kernels import tree_growth as growth
+from retriever.kernels import (
+    chains as chains_,
+    cursors,
+    mixing,
+    phrase_matching,
+    similarity,
+    suffixes,
+    tree_growth as growth,
+)
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.layout import (
     LANE_LAYOUT,

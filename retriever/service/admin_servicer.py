@@ -45,8 +45,7 @@ from retriever.sessions.administration import (
 )
 from retriever.sessions.bindings import Attached
 from retriever.sessions.draft_counts import TenantUse
-from retriever.v1 import admin_pb2 as pb
-from retriever.v1 import admin_pb2_grpc as pb_grpc
+from retriever.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
 from retriever.wire.statuses import abort
 
 _THREADS: Final = 4  # an index may take seconds to attach; sessions are ended meanwhile

@@ -35,8 +35,7 @@ from retriever.service.scheduler import (
     tokens_of_opening,
 )
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.v1 import retriever_pb2 as pb
-from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.wire.long_messages import opened
 from retriever.wire.messages import (
     DEFAULT_BUDGET_NODES,

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.decoding import commit_cost
 from benchmarks.gpu import device_measuring as gpu
-from decoder.contenders.contender import OwnContender, Run
 from decoder.drafters.following import NoDrafter
+from decoder.plugins.contenders.contender import OwnContender, Run
 from indexer.tokenizer import CACHE_VARIABLE
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d", "e d e d e"]

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from benchmarks.decoding import greedy_exactness
-from decoder.contenders import registry
-from decoder.contenders.contender import OwnContender, Run
-from decoder.contenders.prompt_lookup import PromptLookup
 from decoder.model.pretrained import ModelOptions, Precision, load_model
+from decoder.plugins.contenders import registry
+from decoder.plugins.contenders.contender import OwnContender, Run
+from decoder.plugins.contenders.prompt_lookup import PromptLookup
+from decoder.plugins.speculators.eagle import eagle_head
+from decoder.plugins.speculators.head_files import HeadTarget, save_head
+from decoder.plugins.training.head_start import head_config
 from decoder.sampling.verification import PassContext, accept_greedy
 from decoder.sampling.walk import Acceptance
-from decoder.speculators.eagle import eagle_head
-from decoder.speculators.head_files import HeadTarget, save_head
-from decoder.training.head_start import head_config
 from indexer.tokenizer import CACHE_VARIABLE
 from retriever.tree import ROOT, DraftTree, Source
 

@@ -15,10 +15,8 @@ from transformers import (
 from decoder.budget import pass_timing
 from decoder.model import user_model
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
-from decoder.training import course, head_trainer
 from indexer.tokenizer import CACHE_VARIABLE, DEFAULT_MODEL
 from tests.decoder.decoding import SIZES, DoubleNorm, prompt_of
-from tests.decoder.training.teaching import StepClock
 
 STOP = "<end>"
 
@@ -116,13 +114,3 @@ def questions(tmp_path: Path) -> Path:
     ]
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     return path
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
-    """Count the time of trainings in steps, which are small."""
-    made = StepClock()
-    for module in (course, head_trainer):
-        monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 256)
-    return made

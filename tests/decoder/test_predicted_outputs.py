@@ -26,7 +26,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
-from tests.engines.transformers.generating import foredraft
+from tests.decoder.engines.transformers.generating import foredraft
 
 NEW_TOKENS = 60
 PROMPTS = [prompt_of(12, seed=seed) for seed in range(3)]

@@ -26,7 +26,7 @@ from retriever.client.strict import RemoteDrafter
 from retriever.tree import Source
 from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
-from tests.engines.transformers.generating import foredraft, generated
+from tests.decoder.engines.transformers.generating import foredraft, generated
 from tests.examples.asgi import asked, body_of, chat_chunks, events
 from tests.retriever.conftest import start_service, stop_service
 

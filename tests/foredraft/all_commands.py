@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from typer.main import get_command
 
-from foredraft.installation import EXTRAS
+from foredraft.program import commands
 
 
 def _below(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -17,6 +17,7 @@ def _below(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _below(command, whole)
 
 
-_APPS: Final = [import_module(f"{package}.commands").app for package in EXTRAS]
+_MODULES: Final = dict.fromkeys(command.module for command in commands().values())
+_APPS: Final = [import_module(module).app for module in _MODULES]
 ALL: Final = {name: command for app in _APPS for name, command in _below(get_command(app))}
 """Those of groups included, and the groups themselves."""

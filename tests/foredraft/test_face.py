@@ -15,10 +15,11 @@ import pytest
 import foredraft
 import foredraft.errors
 from foredraft.installation import EXTRAS, needing
+from indexer.errors import MissingPluginError
+from tests.deletion.absent_plugins import absent, plugins
 
 ROOT = Path(__file__).parents[2]
 FACE = ROOT / "foredraft"
-ENGINES = ROOT / "decoder" / "engines"
 ADAPTERS = {
     "experimental_sglang": "sglang",
     "llama_cpp": "llama_cpp",
@@ -37,29 +38,24 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def typed_names() -> dict[str, str]:
+def typed_names(stub: Path) -> dict[str, str]:
     """Where type checkers are told that each name comes from."""
-    tree = ast.parse((FACE / "__init__.py").read_text())
-    [block] = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
     return {
-        alias.name: str(node.module)
-        for node in block.body
+        str(alias.asname): str(node.module)
+        for node in ast.parse(stub.read_text()).body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
 
 
 def test_each_name_is_what_type_checkers_are_told() -> None:
-    told = typed_names()
-    assert sorted(told) == sorted(foredraft.__all__)
+    told = typed_names(FACE / "__init__.pyi")
+    assert len(told) > 60
+    assert sorted(told) == vars(foredraft)["__all__"]
     for name, module in told.items():
         if name != "errors":
             assert getattr(foredraft, name) is getattr(import_module(module), name)
-    assert set(foredraft.__all__) <= set(dir(foredraft))
+    assert set(told) <= set(dir(foredraft))
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
@@ -69,9 +65,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 def test_importing_loads_no_more_than_what_is_used() -> None:
     bare = modules_after("import foredraft")
-    ours = {"foredraft", "foredraft.installation", "foredraft.errors"}
+    ours = {"foredraft", "foredraft.face", "foredraft.installation", "foredraft.errors"}
     assert ours <= modules_after("import foredraft; foredraft.errors")
-    assert not bare & {"numpy", "grpc", "retriever", "foredraft.errors"}
+    assert not bare & {"numpy", "grpc", "retriever", "decoder", "foredraft.errors"}
     client = modules_after("import retriever.client.sharded, foredraft.installation")
     used = modules_after("from foredraft import DraftRequest, DraftTree, RemoteDrafter, connect")
     assert used - client <= ours
@@ -112,24 +108,29 @@ def test_a_missing_library_is_answered_with_what_to_install(
 
 def test_each_adapter_has_a_name_here_that_loads_its_engine_alone() -> None:
     modules = {path.stem for path in FACE.glob("*.py")}
-    own = {"__init__", "__main__", "errors", "installation", "program", "verify"}
+    own = {"__init__", "__main__", "errors", "face", "installation", "program", "verify"}
     assert modules - own == ADAPTERS.keys()
-    for name in ADAPTERS:
-        assert (ENGINES / name).is_dir() or (ENGINES / f"{name}.py").is_file()
+    for name in ADAPTERS.keys() - {"transformers"}:
+        assert f"decoder.plugins.{name}" in plugins()
     loaded = modules_after("import foredraft, foredraft.errors")
     assert not loaded & {"torch", *ADAPTERS.values()}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_works_or_names_the_engine_that_is_missing(name: str) -> None:
+def test_an_adapter_works_or_names_the_engine_or_plugin_that_is_missing(name: str) -> None:
+    module = import_module(f"foredraft.{name}")
+    assert module.__all__ == sorted(typed_names(FACE / f"{name}.pyi"))
+    plugin = f"decoder.plugins.{name}"
     try:
-        module = import_module(f"foredraft.{name}")
+        assert all(hasattr(module, each) for each in module.__all__)
     except ModuleNotFoundError as error:
         assert error.name == ADAPTERS[name]  # noqa: PT017  (it may be there, too)
-    else:
-        assert all(hasattr(module, each) for each in module.__all__)
+    except MissingPluginError as error:
+        assert f" needs {plugin}, which" in str(error)  # noqa: PT017  (as above)
+        assert plugin in absent()
 
 
+@pytest.mark.plugin("decoder.plugins.vllm", "decoder.plugins.experimental_sglang")
 def test_engines_find_the_adapters_that_they_import_by_name() -> None:
     """vLLM imports what its configuration names, and may send the class to other processes."""
     module, _, name = "foredraft.vllm.ForedraftProposer".rpartition(".")
@@ -172,7 +173,7 @@ def test_messages_and_help_name_no_package_as_a_command() -> None:
 def test_an_adapter_that_never_ran_in_its_engine_says_so() -> None:
     experimental = [name for name in ADAPTERS if name.startswith("experimental")]
     assert experimental == ["experimental_sglang"]
-    assert "Experimental: " in str(import_module("decoder.engines.experimental_sglang").__doc__)
+    assert "experimental: " in str(import_module("foredraft.experimental_sglang").__doc__)
     rows = (ROOT / "docs" / "how-to" / "engines.md").read_text().splitlines()
     hook, carried = [line for line in rows if re.match(r"\| \**SGLang", line)]
     assert "**experimental**" in hook

@@ -9,9 +9,9 @@ from enum import Enum
 
 import pytest
 
-from decoder.commands.options import EstimatedDrafts
-from decoder.contenders.drafting_rules import PROMPT_LOOKUP
-from decoder.contenders.registry import DEFAULT, TABLES
+from decoder.plugins.contenders.drafting_rules import PROMPT_LOOKUP
+from decoder.plugins.contenders.registry import DEFAULT, TABLES
+from decoder.plugins.estimate.options import EstimatedDrafts
 from indexer.flags import flag_of
 from retriever.commands.factories import OWN
 from retriever.operations.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from foredraft.installation import EXTRAS
-from foredraft.program import COMMANDS
+from foredraft.program import commands
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "numba", "transformers", "numpy", "grpc"}
@@ -45,10 +45,10 @@ def shown_and_loaded(*words: str) -> tuple[str, set[str]]:
 
 
 def test_every_command_of_the_packages_is_known() -> None:
-    for package in EXTRAS:
-        app = typer.main.get_command(import_module(f"{package}.commands").app)
+    for module in {command.module for command in commands().values()}:
+        app = typer.main.get_command(import_module(module).app)
         assert isinstance(app, typer.core.TyperGroup)
-        known = {command.name for command in COMMANDS if command.package == package}
+        known = {command.name for command in commands().values() if command.module == module}
         assert known == set(app.list_commands(typer.Context(app)))
 
 
@@ -56,13 +56,13 @@ def test_the_help_lists_the_commands_in_groups_and_loads_none() -> None:
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "")
     for group in ("index", "serve", "decode", "look"):
-        names = [command.name for command in COMMANDS if command.group == group]
+        names = [each.name for each in commands().values() if each.group == group]
         shown = done.stdout.split(f"\n{group}\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in shown] == names
     assert max(map(len, done.stdout.splitlines())) <= 90
     _, loaded = shown_and_loaded("--help")
     assert "foredraft.program" in loaded
-    assert not loaded & {"typer", "rich", "retriever", "decoder", *HEAVY}
+    assert not loaded & {"typer", "rich", "retriever", "decoder.commands", *HEAVY}
 
 
 def test_help_that_nobody_reads_to_its_end_is_no_error() -> None:
@@ -120,11 +120,11 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest(word: str, meant
 def test_a_command_has_its_own_name_and_starts_what_it_needs(
     name: str, not_loaded: set[str]
 ) -> None:
-    command = next(each for each in COMMANDS if each.name == name)
+    command = commands()[name]
     shown, loaded = shown_and_loaded(name, "--help")
     assert f"Usage: foredraft {name} [OPTIONS]" in shown
     assert "python -m" not in shown
-    assert f"{command.package}.commands" in loaded
+    assert command.module in loaded
     assert not loaded & not_loaded
 
 
@@ -139,7 +139,7 @@ def test_a_missing_library_is_answered_with_what_to_install(
     package: str, extra: str, tmp_path: Path
 ) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
-    name = next(command.name for command in COMMANDS if command.package == package)
+    name = next(each.name for each in commands().values() if each.package == package)
     done = run(name, place=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: typer is missing: run `pip install 'foredraft[{extra}]'`\n"

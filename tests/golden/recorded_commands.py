@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 from tokenizers import processors
 
-from foredraft.program import COMMANDS, main
+from foredraft.program import commands, main
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
 from indexer.change.changes import remove_documents
 from indexer.format.records import checksum_of
@@ -431,7 +431,7 @@ def _cases(shell: "Shell", cases: Cases) -> Iterator[Step]:
 
 def _usage(shell: "Shell", packages: tuple[str, ...]) -> Iterator[Step]:
     """Yield what each command says of an unknown option, and without arguments."""
-    for command in COMMANDS:
+    for command in commands().values():
         if command.package not in packages:
             continue
         yield exact(
@@ -643,7 +643,7 @@ def _kept_process() -> Iterator[None]:
 
 
 def _packages() -> list[str]:
-    return list(dict.fromkeys(command.package for command in COMMANDS))
+    return list(dict.fromkeys(command.package for command in commands().values()))
 
 
 def write_files(folder: Path) -> None:

@@ -40,10 +40,10 @@ from decoder.engines.transformers.custom_generate import Foredraft, foredraft_ge
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import ObservedPass, Statistics
+from decoder.plugins.speculators.speculator import load_speculator
 from decoder.sampling.constraint import Grammar
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.speculators.speculator import load_speculator
 from decoder.stopping import StoppableText, StopStrings, plain_text
 from indexer.tokenizer import CACHE_VARIABLE
 from retriever.drafter import Drafter, Kin, Prediction
@@ -70,9 +70,9 @@ from tests.decoder.decoding import (
     tiny_llama,
     tiny_mamba,
 )
-from tests.decoder.speculators.published_heads import official_eagle3
-from tests.engines.transformers.generating import EndsAfter, perfect
-from tests.engines.transformers.test_streaming import Listener
+from tests.decoder.engines.transformers.generating import EndsAfter, perfect
+from tests.decoder.engines.transformers.test_streaming import Listener
+from tests.decoder.plugins.speculators.published_heads import official_eagle3
 from tests.golden.byte_tokenizer import STOP, byte_tokenizer
 from tests.golden.record import MARGIN_TOLERANCE, Step, exact, output_step, rate_step
 from tests.golden.sections import Scope

@@ -44,15 +44,13 @@ from retriever.operations.observer import ServiceObserver
 from retriever.operations.resolving import resolve
 from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
-from retriever.security.access import Scope as AccessScope
-from retriever.security.access import add_token
+from retriever.security.access import Scope as AccessScope, add_token
 from retriever.security.protection import NO_PROTECTION, Protection, ProtectionFiles
 from retriever.service.admin_servicer import Administered
 from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.v1 import admin_pb2, retriever_pb2
-from retriever.v1 import retriever_pb2 as pb
+from retriever.v1 import admin_pb2, retriever_pb2, retriever_pb2 as pb
 from tests.golden.record import Step, exact
 from tests.golden.sections import Scope
 from tests.retriever.security.in_process import on_loop

@@ -26,6 +26,7 @@ from tests.golden.sections import MODULES, Scope, recorded
 KEPT = Path(__file__).parents[1] / "data" / "golden.jsonl"
 
 
+@pytest.mark.plugin
 @pytest.mark.parametrize("section", MODULES)
 def test_what_is_done_is_what_was_recorded(section: str, tmp_path: Path) -> None:
     before = [step for step in Record.read(KEPT).steps if step.section == section]

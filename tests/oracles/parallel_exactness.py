@@ -20,12 +20,12 @@ import typer
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.budget import FixedBudget
-from decoder.commands.bench import circumstances
 from decoder.commands.prompts import read_prompts
-from decoder.contenders.contender import LibraryContender
 from decoder.loop import Decoder, Request
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.model.target import Target
+from decoder.plugins.bench.bench import circumstances
+from decoder.plugins.contenders.contender import LibraryContender
 from indexer.tokenizer import DEFAULT_MODEL
 
 _ABORTED: Final = 0.1

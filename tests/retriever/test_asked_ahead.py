@@ -8,8 +8,7 @@ from threading import Event, Timer, get_ident
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from retriever.drafter import AheadDrafter, DraftRequest, TokenIds
 from retriever.errors import DrafterUnavailableError, InvalidRequestError, RetrieverError

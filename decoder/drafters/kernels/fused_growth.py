@@ -10,8 +10,7 @@ from decoder.drafters.kernels.readings import Readings, descend
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings, add_readers, gather, score, set_of
 from retriever.kernels.compiling import kernel
-from retriever.kernels.tree_growth import candidate_of, pop, push
-from retriever.kernels.tree_growth import key_of as rank_key
+from retriever.kernels.tree_growth import candidate_of, key_of as rank_key, pop, push
 
 MAX_CANDIDATES: Final = 1 << 13
 """Candidates that are considered for one tree: 32 for each of 256 nodes. Beyond that they are

@@ -76,8 +76,8 @@ from decoder.model.user_model import generating
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.speculators.speculator import load_speculator
 from decoder.speedup import Speedup
+from indexer.launch import plugged
 from indexer.tokenizer import Vocabulary, vocabulary_of
 from retriever.drafter import ALONE, Drafter, Kin, OfOneProcess
 from retriever.follower import DraftLimits
@@ -614,7 +614,8 @@ def _with_readers(
     known = None if vocabulary is None else vocabulary.size
     readers: list[TreeReader] = []
     if speculator is not None:
-        readers.append(load_speculator(speculator, model, vocabulary=vocabulary))
+        heads = plugged("decoder.plugins.speculators.speculator", "a speculator")
+        readers.append(heads.load_speculator(speculator, model, vocabulary=vocabulary))
     if assistant is not None:
         readers.append(ModelReader(DraftModel(assistant, vocabulary_size=known or size)))
     limits = DraftLimits(size, known)

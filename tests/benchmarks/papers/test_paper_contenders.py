@@ -11,14 +11,14 @@ from benchmarks.papers.contenders import DRAFTERS
 from benchmarks.papers.rasd import RasdDrafter
 from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
-from decoder.contenders.contender import UNDRAFTED
-from decoder.contenders.drafting_rules import DraftingRule, opened
-from decoder.contenders.registry import ENTRIES, Contest, Setting, chosen, known_entries
 from decoder.errors import ContradictoryOptionsError
-from decoder.estimate.cost_curve import CostCurve
-from decoder.estimate.projection import project
-from decoder.estimate.token_log import LoggedRecord
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.plugins.contenders.contender import UNDRAFTED
+from decoder.plugins.contenders.drafting_rules import DraftingRule, opened
+from decoder.plugins.contenders.registry import ENTRIES, Contest, Setting, chosen, known_entries
+from decoder.plugins.estimate.cost_curve import CostCurve
+from decoder.plugins.estimate.projection import project
+from decoder.plugins.estimate.token_log import LoggedRecord
 from indexer.build import build_from_texts
 from retriever.replay.traces import Trace
 

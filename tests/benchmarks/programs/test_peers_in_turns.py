@@ -8,7 +8,7 @@ from benchmarks.peers.in_turns import TooManyNodesError, Turns, replay_in_turns
 from benchmarks.peers.peer import Kind, path_of
 from benchmarks.peers.peer_report import PeerReport, Row, Times
 from benchmarks.peers.programs import TransformersPeer
-from decoder.contenders.prompt_lookup import PromptLookup
+from decoder.plugins.contenders.prompt_lookup import PromptLookup
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from decoder.budget.budget import FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.budget.costs import AdaptiveCosts, CostSurface

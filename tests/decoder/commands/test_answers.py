@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from decoder.commands.generate import (
     answer,
     answer_many,
 )
-from decoder.commands.trace import TraceWriter
 from decoder.loop import Decoder
 from decoder.model.passes import Read, Reading
 from decoder.model.pretrained import LanguageModel
@@ -97,19 +95,6 @@ def test_an_error_while_generating_keeps_the_text_so_far(
     assert result.finish_reason is FinishReason.ERROR
     assert result.report()["error"] == "out of order"
     assert "".join(shown) == result.text
-    check_part(result, language_model, truth, drafter)
-
-
-def test_a_full_disk_ends_a_traced_answer_and_keeps_its_text(
-    language_model: LanguageModel, truth: list[int]
-) -> None:
-    drafter = ScriptedDrafter(nothing)
-    with TraceWriter(Path("/dev/full"), language_model.tokenizer) as writer:
-        result = answered(
-            language_model, decoder_with(language_model.model, drafter), observer=writer.observer(1)
-        )
-    assert "cannot write the trace /dev/full: No space left" in str(result.error)
-    assert len(result.token_ids) == 1
     check_part(result, language_model, truth, drafter)
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from decoder.assembly import assemble, own_rule
-from decoder.contenders.contender import contenders
 from decoder.drafters.following import NoDrafter
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.sampling.rule import accept_rule
@@ -92,9 +91,12 @@ def test_settings_without_effect_on_greedy_output_are_not_named(stop_ids: tuple[
     assert unapplied_settings(model, stop_ids) == {}
 
 
+@pytest.mark.plugin("decoder.plugins.contenders")
 def test_a_penalty_is_warned_of_and_put_aside_for_all_contenders(
     model_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from decoder.plugins.contenders.contender import contenders  # noqa: PLC0415
+
     language_model = load_model(ModelOptions(str(model_directory)))
     model: Any = language_model.model
     prompt = prompt_of(12)

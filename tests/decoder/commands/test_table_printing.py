@@ -5,7 +5,7 @@ import pytest
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.commands.trace_command import print_table
+from decoder.commands.terminal import print_table
 
 HEADINGS = [f"figure {number}" for number in range(12)]
 NUMBERS = [f"{number}234567.89" for number in range(12)]

@@ -15,8 +15,7 @@ from decoder.model.compatibility import Capability, Compatibility
 from decoder.model.target import Target
 from decoder.model.tree_rows import TreeRows
 from tests.decoder.model.test_capability_check import siblings_visible
-from tests.oracles.exactness import architecture_check
-from tests.oracles.exactness import architectures as command
+from tests.oracles.exactness import architecture_check, architectures as command
 from tests.oracles.exactness.architecture_check import REFUSED, UNABLE, Finding, examined
 from tests.oracles.exactness.hostile_drafts import right
 from tests.oracles.exactness.tiny_models import architectures, tiny_model

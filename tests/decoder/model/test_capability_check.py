@@ -23,8 +23,7 @@ from transformers.masking_utils import causal_mask_function
 
 from decoder.budget.cost_store import CostStore
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
-from decoder.model import capability_check
-from decoder.model import target as target_module
+from decoder.model import capability_check, target as target_module
 from decoder.model.attention import tree_mask
 from decoder.model.cache import GrowingLayer, TreeCache
 from decoder.model.capability_check import FOUND_HERE, ModelVerdict

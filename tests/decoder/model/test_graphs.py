@@ -29,11 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from decoder.budget.budget import FixedBudget, MeasuredBudget
 from decoder.budget.costs import CostSurface
 from decoder.budget.pass_timing import measure_costs
-from decoder.contenders.contender import DrawnByPrompt
 from decoder.errors import OutOfMemoryError
 from decoder.loop import Decoder, Request
-from decoder.model import graphs as passes_module
-from decoder.model import target as target_module
+from decoder.model import graphs as passes_module, target as target_module
 from decoder.model.attention import tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
 from decoder.model.capability_check import agree
@@ -966,9 +964,12 @@ def test_sampling_by_captured_passes_is_that_of_eager_ones(
     assert num_selected > num_tokens // 2
 
 
+@pytest.mark.plugin("decoder.plugins.contenders")
 def test_contenders_of_a_benchmark_draw_in_captured_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from decoder.plugins.contenders.contender import DrawnByPrompt  # noqa: PLC0415
+
     rules = [DrawnByPrompt(rule) for rule in DRAWN]
     expected = sampled_by(None, rules)
     num_eager, of = 0, PathScores.of

@@ -2,8 +2,7 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from indexer.errors import DamagedIndexError
 from indexer.format.documents import DocumentTable, DocumentTableBuilder, digest_of, join_tables

@@ -4,8 +4,7 @@ from pathlib import Path
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from indexer.errors import IndexerError
 from indexer.screening.exclusion import ExcludedPhrases, PhraseFinder, spans_of

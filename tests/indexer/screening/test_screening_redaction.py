@@ -6,8 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from indexer.errors import IndexerError
 from indexer.screening.exclusion import ExcludedPhrases

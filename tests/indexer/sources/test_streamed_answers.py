@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from indexer.sources.conversations import Shape, conversation_of
 from indexer.sources.streamed_answers import is_chunk, whole_answer

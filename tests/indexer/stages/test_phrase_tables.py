@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import DamagedIndexError
@@ -17,8 +16,7 @@ from indexer.format.opening import Segment
 from indexer.format.phrase_tables import PhraseTables
 from indexer.format.table_sums import merge_tables, size_limit
 from indexer.reader import Index, Vocabulary
-from indexer.stages import ngram_ranges as ranges
-from indexer.stages import phrase_writer
+from indexer.stages import ngram_ranges as ranges, phrase_writer
 from indexer.stages.segments import first_token_starts, sort_suffixes
 from tests.indexer.stages.phrase_reading import build_tables, count_of, find, successors
 from tests.indexer.stages.phrase_twins import (

@@ -19,7 +19,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from decoder.budget.budget import FixedBudget
-from decoder.contenders.registry import FREE
 from decoder.drafters.draft_model import DraftModel, ModelReader
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import states_of
@@ -29,10 +28,11 @@ from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder, Request
 from decoder.model.passes import Read, Reading
 from decoder.model.target import Target
+from decoder.plugins.contenders.registry import FREE
+from decoder.plugins.speculators.eagle import Eagle3Head, EagleConfig, EagleKind
+from decoder.plugins.speculators.speculator import Speculator
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.verification import CERTAIN, SampledTree
-from decoder.speculators.eagle import Eagle3Head, EagleConfig, EagleKind
-from decoder.speculators.speculator import Speculator
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree

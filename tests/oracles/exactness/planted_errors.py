@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.sampling import choice, rule
-from decoder.sampling import processors as paths
+from decoder.sampling import choice, processors as paths, rule
 from decoder.sampling.verification import PassContext, uniforms
 from tests.oracles.exactness.drafts import Drafts
 from tests.oracles.exactness.trials import Case, TrialOutcome, run

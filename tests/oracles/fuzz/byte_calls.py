@@ -31,8 +31,7 @@ from retriever.service.servicer import RetrieverServicer
 from retriever.service.serving import Reading
 from retriever.sessions.bindings import Bound
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.v1 import retriever_pb2 as pb
-from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from tests.oracles.fuzz.call_context import (
     DOCUMENT,
     CallContext,

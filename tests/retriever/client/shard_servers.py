@@ -15,8 +15,7 @@ from indexer.reader import Vocabulary
 from retriever.errors import RetrieverError
 from retriever.sessions.administration import SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.v1 import retriever_pb2 as pb
-from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.wire import messages as wire
 from retriever.wire.statuses import status_of
 

@@ -1,8 +1,7 @@
 """No tenant waits for another tenant's disk, and no output is lost or doubled meanwhile."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
-from threading import enumerate as enumerate_threads
+from threading import Thread, enumerate as enumerate_threads
 from typing import Any
 
 import numpy as np

@@ -45,7 +45,7 @@ def test_module_without_drafters_is_a_clear_error(traces: Path, module: str) -> 
 def test_a_module_of_the_current_folder_may_have_a_rule(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from decoder.contenders.drafting_rules import DRAFTERS as KNOWN\n"
+    code = "from decoder.plugins.contenders.drafting_rules import DRAFTERS as KNOWN\n"
     tmp_path.joinpath("my_rules.py").write_text(
         code + "DRAFTERS = {'mine': KNOWN['prompt-lookup']}\n"
     )

@@ -5,8 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from retriever.limits import MAX_NAME_BYTES
 from retriever.replication.options import MAX_RECORD_TOKENS

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from retriever.commands import app
 from retriever.errors import AccessRefusedError, CredentialsError, InvalidRequestError
-from retriever.security import access as tokens
-from retriever.security import private_files
+from retriever.security import access as tokens, private_files
 from retriever.security.access import add_certificate, add_token, read_access, remove
 from retriever.security.admission import Caller, Doorkeeper, token_in
 

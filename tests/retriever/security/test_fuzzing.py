@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from retriever.log.pools import Pools
 from retriever.predict.pool import Pool

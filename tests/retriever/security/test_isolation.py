@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from retriever.client.credentials import Credentials
 from retriever.limits import Limits

@@ -14,8 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from retriever.client.administrator import administering
 from retriever.client.credentials import Credentials
@@ -39,8 +38,7 @@ from retriever.service.admin_servicer import Administered
 from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.v1 import admin_pb2 as pb
-from retriever.v1 import retriever_pb2 as pb_drafts
+from retriever.v1 import admin_pb2 as pb, retriever_pb2 as pb_drafts
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.security.in_process import on_loop

@@ -27,8 +27,7 @@ from retriever.errors import (
     VocabularyMismatchError,
 )
 from retriever.tree import DraftTree, Source
-from retriever.v1 import retriever_pb2 as pb
-from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.messages import tree_from_message
 from tests.patience import can_be_kept

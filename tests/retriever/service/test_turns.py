@@ -5,8 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Generator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from retriever.service.turns import SLICE_S, Turns
 

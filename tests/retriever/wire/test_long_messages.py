@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from retriever.errors import InvalidRequestError
 from retriever.v1 import retriever_pb2 as pb

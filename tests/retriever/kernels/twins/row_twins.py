@@ -6,8 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from retriever.kernels.chains import SEPARATOR
-from retriever.kernels.chains import bucket_of as hash_ngram
+from retriever.kernels.chains import SEPARATOR, bucket_of as hash_ngram
 from retriever.kernels.layout import MAX_MATCH, RECENT_SIZE, Scratch
 from retriever.kernels.phrase_matching import MAX_BEGINNINGS
 from retriever.tree import Source

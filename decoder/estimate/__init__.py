@@ -1,1 +1,0 @@
-"""What drafts would gain on recorded outputs: tokens per step, and time by a cost curve."""

@@ -1,0 +1,257 @@
+"""The command that measures ways of decoding side by side."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from decoder.assembly import DrafterSettings
+from decoder.budget.cost_store import store_at
+from decoder.commands.answers import FORESEEN
+from decoder.commands.generate import Interruption
+from decoder.commands.options import ModelSettings
+from decoder.commands.plots import check_plot
+from decoder.commands.prompts import Prompt, read_prompts
+from decoder.commands.terminal import print_table, watching
+from decoder.drafters.options import MAX_NODES, DraftOptions
+from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.model.pretrained import prepare_model
+from decoder.plugins.bench.bench import Benchmark, BenchOptions
+from decoder.plugins.bench.bench_report import conclusions_of, draw, notes_of, table_of, tables_of
+from decoder.plugins.bench.exactness import wrong_outputs
+from decoder.plugins.bench.options import (
+    AskedTurns,
+    ContestOptions,
+    MeasuredOutput,
+    MeasuredPrompts,
+)
+from decoder.plugins.contenders.contender import PLAIN, UNDRAFTED
+from decoder.plugins.contenders.registry import (
+    ASKING_SERVERS,
+    DEFAULT,
+    Contest,
+    Setting,
+    chosen,
+    known_entries,
+    parallel_default,
+)
+from indexer.launch import errors_in_one_line
+from indexer.sources.recordings import RecordingTally
+
+
+class ContestSettings(ContestOptions):
+    """The same, with what is measured by it."""
+
+    def names(self, drafts: DrafterSettings) -> list[str]:
+        """Return the contenders; one to compare the others with is always there.
+
+        Args:
+            drafts: where drafts come from.
+        """
+        default = parallel_default(drafts) if self.parallel else DEFAULT
+        given = [*(self.contender or default), *([self.over] if self.over else [])]
+        names = list(dict.fromkeys(given))
+        if not {PLAIN, UNDRAFTED} & set(names):
+            names.insert(0, PLAIN)
+        if any(self.temperature) and UNDRAFTED not in names:
+            names.insert(0, UNDRAFTED)
+        return names
+
+    @property
+    def widths(self) -> list[int]:
+        """How many prompts at a time."""
+        return list(dict.fromkeys(self.parallel)) or [1]
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All combinations; seeds count where tokens are sampled alone."""
+        return list(dict.fromkeys(self._combined()))
+
+    def _combined(self) -> Iterator[Setting]:
+        for nodes, temperature, seed in product(
+            self.nodes or [0], self.temperature or [0.0], self.seed or [0]
+        ):
+            yield Setting(nodes or None, temperature, seed if temperature else 0)
+
+    def check(self, drafts: DrafterSettings, repeat: int) -> None:
+        """Refuse what cannot be measured, before a model is loaded.
+
+        Args:
+            drafts: where drafts come from.
+            repeat: rounds of each setting.
+
+        Raises:
+            InvalidSettingsError: there is no contender of a name, or a value is out of its range.
+            ContradictoryOptionsError: a contender has nothing to draft with, or would be shown
+                answers to what is measured, or seeds are given where nothing is sampled.
+            PlotError: a plot could not be drawn.
+        """
+        self._check_apart(drafts, repeat)
+        if drafts.online is not None:
+            raise ContradictoryOptionsError(
+                "--online would change the speculator while it is measured: leave it out"
+            )
+        for entry in chosen(self.names(drafts)):
+            entry.check(drafts)
+            if self.parallel and not entry.takes_many:
+                raise ContradictoryOptionsError(
+                    f"--contender {entry.name} decodes one prompt at a time: leave it out with "
+                    "--parallel"
+                )
+        self._check_widths()
+        if not all(0 <= nodes <= MAX_NODES for nodes in self.nodes):
+            raise InvalidSettingsError(f"--nodes must be 0 to {MAX_NODES}")
+        if self.seed and not any(self.temperature):
+            raise ContradictoryOptionsError(
+                "--seed has no effect at temperature 0: give a --temperature, or leave it out"
+            )
+        if drafts.draft_sampling and not any(self.temperature):
+            raise ContradictoryOptionsError(
+                "--draft-sampling has no effect at temperature 0: give a --temperature"
+            )
+        for setting in self.settings:
+            setting.sampling()
+        if self.plot is not None:
+            check_plot(self.plot)
+
+    def _check_widths(self) -> None:
+        """Refuse widths that are none, and turns that wait for answers."""
+        if any(width < 1 for width in self.parallel):
+            raise InvalidSettingsError("--parallel must be 1 or more")
+        if self.parallel and self.turns is AskedTurns.BOTH:
+            raise ContradictoryOptionsError(
+                "--turns both and --parallel exclude each other: a second turn waits for the "
+                "answer to the first"
+            )
+
+    def check_count(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse fewer prompts than are to be decoded at a time.
+
+        Raises:
+            ContradictoryOptionsError: the message says how many there are.
+        """
+        if len(prompts) < max(self.parallel, default=0):
+            raise ContradictoryOptionsError(
+                f"--parallel {max(self.parallel)} needs as many prompts, and there are "
+                f"{len(prompts)}: give more, or fewer in parallel"
+            )
+
+    def _check_apart(self, drafts: DrafterSettings, repeat: int) -> None:
+        """Refuse runs in which what one round or contender remembers is drafted from in another."""
+        rounds = len(self.settings) * repeat * len(self.widths)
+        if (drafts.state is not None or drafts.server) and rounds > 1:
+            raise ContradictoryOptionsError(
+                "--state and --server keep answers from round to round, which would be drafted "
+                "from: measure one setting and width without --repeat, or leave them out"
+            )
+        asking = [name for name in self.names(drafts) if name in ASKING_SERVERS]
+        if drafts.server and len(asking) > 1:
+            raise ContradictoryOptionsError(
+                f"--server would show the answers of {asking[0]} to {asking[1]}: measure them one "
+                "by one, each with a service that has just started"
+            )
+
+
+def list_contenders() -> None:
+    """Print all contenders."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("contender", "what it is", "paper", "needs"):
+        table.add_column(heading)
+    known, missing = known_entries()
+    for entry in known.values():
+        needs = " or ".join("--" + each.replace("_", "-") for each in entry.needs)
+        table.add_row(entry.name, entry.summary, entry.paper, needs)
+    print_table(table)
+    for reason in missing:
+        typer.echo(reason, err=True)
+
+
+@errors_in_one_line(*FORESEEN)
+def measure(
+    given: MeasuredPrompts,
+    options: ContestOptions,
+    chosen: ModelSettings,
+    asked: DraftOptions,
+    output: MeasuredOutput,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure contenders side by side; see `foredraft bench --help`."""
+    contest = ContestSettings.model_validate(dict(options))
+    drafts = DrafterSettings.of(asked)
+    chosen.check_device()
+    drafts.check()
+    contest.check(drafts, output.repeat)
+    found = RecordingTally()
+    selected = read_prompts(given.prompts, given.limit, given.per_category, found)
+    others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
+    for line in found.describe():
+        typer.echo(line, err=True)
+    contest.check_count(selected)
+    bench_options = BenchOptions(
+        output.max_new_tokens,
+        output.repeat,
+        others,
+        given.warm_limit,
+        contest.turns is AskedTurns.BOTH,
+        contest.settings,
+        contest.widths,
+        is_judged=bool(contest.parallel),
+    )
+    prepared = prepare_model(chosen.options(given, drafts.index))
+    drafts.check(prepared.vocabulary)
+    language_model = prepared.load()
+    costs = store_at(chosen.cost_cache)
+    field = Contest(language_model, contest.names(drafts), drafts, output.max_new_tokens, costs)
+    interruption = Interruption()
+    with interruption.handled(), watching() as watcher:
+        benchmark = Benchmark(language_model, field.opened, selected, bench_options, watcher)
+        is_interrupted = not _measured(benchmark)
+    report = benchmark.report()
+    report["drafter"] = drafts.describe()
+    _print(report, contest, as_json=as_json)
+    if contest.plot is not None:
+        draw(report, contest.plot)
+    if is_interrupted:
+        raise typer.Exit(interruption.status)
+    if wrong_outputs(report):
+        raise typer.Exit(1)
+
+
+def _measured(benchmark: Benchmark) -> bool:
+    """Run a benchmark; return whether all was measured, and not just a part.
+
+    Raises:
+        KeyboardInterrupt: nothing was.
+    """
+    try:
+        benchmark.run()
+    except KeyboardInterrupt:
+        if not benchmark.has_measured:
+            raise
+        return False
+    return True
+
+
+def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -> None:
+    """Print a report as JSON, or as tables with their notes."""
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    elif _is_default(contest):
+        print_table(table_of(report))
+    else:
+        if contest.parallel:
+            typer.echo("\n".join(conclusions_of(report)))
+        for table in tables_of(report, contest.over):
+            print_table(table)
+        typer.echo("\n".join(notes_of(report)))
+
+
+def _is_default(contest: ContestSettings) -> bool:
+    """Return whether our own decoder's figures alone are asked for."""
+    given = (contest.contender, contest.nodes, contest.temperature, contest.over, contest.parallel)
+    return not any(given)

@@ -1,0 +1,67 @@
+"""Prompt lookup, as transformers has it.
+
+The rule of `PromptLookupCandidateGenerator` (transformers, `generation/candidate_generator.py`;
+Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): take the last n tokens of the
+sequence, n falling from `max_matching_ngram_size` to 1, find their first occurrence in the sequence
+from the left that is followed by anything, and draft what followed.
+"""
+
+from typing import Any, Final
+
+from numpy.typing import NDArray
+
+from decoder.plugins.contenders.sequence_rule import SequenceRule, chain
+from retriever.drafter import TokenIds
+from retriever.kernels.compiling import kernel
+from retriever.sequences import TokenSequence
+from retriever.tree import DraftTree, Source
+
+MAX_MATCHING_NGRAM_SIZE: Final = 32
+"""The default of transformers is 2; more is better at copying and no worse elsewhere."""
+
+
+class PromptLookup(SequenceRule[TokenSequence]):
+    """Drafts one path from the sequence itself, as long as the budget allows.
+
+    Args:
+        max_matching_ngram_size: longest end of the sequence to look for, in tokens.
+    """
+
+    def __init__(self, max_matching_ngram_size: int = MAX_MATCHING_NGRAM_SIZE) -> None:
+        super().__init__()
+        self._max_size = max_matching_ngram_size
+
+    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
+        return TokenSequence(prompt, remember=remember)
+
+    def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
+        state.extend(tokens)
+
+    def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
+        _, start = longest_repeat(state.tokens, self._max_size)
+        return chain(state.tokens[start : start + budget], Source.CONTEXT)
+
+    def _end(self, state: TokenSequence) -> None:
+        """Remember nothing: each sequence is drafted from itself."""
+
+
+@kernel(allocates=True)
+def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
+    """Return the length of the longest end that occurred before, and where it first ended.
+
+    Args:
+        tokens: int32[n], the sequence.
+        max_length: longest end to look for.
+
+    Returns:
+        Its length, and the position after its first occurrence; 0 and n where there is none.
+    """
+    total = len(tokens)
+    best, best_end = 0, total
+    for end in range(1, total):
+        length, most = 0, min(end, max_length)
+        while length < most and tokens[end - 1 - length] == tokens[total - 1 - length]:
+            length += 1
+        if length > best:
+            best, best_end = length, end
+    return best, best_end

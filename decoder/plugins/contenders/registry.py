@@ -1,0 +1,502 @@
+"""Contenders of a benchmark by name, and how each is made for a run.
+
+All but transformers' own share the loop, the target, the acceptance rule and the budget, and differ
+in the drafter alone. Speed-up is over `plain`, as in the papers' tables.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from decoder.assembly import DrafterSettings, draft_limits, warn_of_unapplied
+from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget
+from decoder.budget.cost_store import CostStore, known_costs
+from decoder.budget.costs import CostSurface
+from decoder.drafters.asking import StepCosts
+from decoder.drafters.following import NoDrafter, Verified, states_of
+from decoder.drafters.fusion import FusedDrafter, FusedSequence
+from decoder.drafters.kernels.siblings import Hints
+from decoder.drafters.options import MAX_NODES
+from decoder.drafters.recycling import NO_HINTS, RecycledLogits
+from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.loop import Decoder
+from decoder.model.capability_check import FOUND_HERE
+from decoder.model.pretrained import LanguageModel
+from decoder.model.target import Target
+from decoder.plugins.contenders import drafting_rules
+from decoder.plugins.contenders.contender import (
+    FOREDRAFT,
+    PLAIN,
+    PROMPT_LOOKUP,
+    PROMPT_LOOKUP_TOKENS,
+    UNDRAFTED,
+    Contender,
+    DrawnByPrompt,
+    LibraryContender,
+    OwnContender,
+)
+from decoder.plugins.contenders.drafting_rules import PublishedRule
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import AcceptRule
+from indexer.flags import flag_of
+from retriever.commands.factories import (
+    DrafterFactory,
+    UnknownDrafterError,
+    find_drafter,
+    known_drafters,
+)
+from retriever.drafter import Drafter, TokenIds
+
+TABLES: Final = "foredraft-tables"
+"""Our own drafter without any model: what a model or a head adds is over it."""
+
+FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
+"""Costs of draft models and heads where nodes are fixed: what they bring is not to depend on what
+else the machine does."""
+
+DEFAULT: Final = (PLAIN, PROMPT_LOOKUP, UNDRAFTED, FOREDRAFT)
+"""The contenders of a run that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What drafters are made with.
+
+    Attributes:
+        language_model: the target.
+        drafts: where drafts come from.
+        max_nodes: most nodes of a draft.
+        sampling: of the output.
+        costs: what passes of draft models and heads cost; measured if not given.
+    """
+
+    language_model: LanguageModel
+    drafts: DrafterSettings
+    max_nodes: int
+    sampling: SamplingSettings
+    costs: StepCosts | None = None
+
+    def without(self, *settings: str) -> DrafterSettings:
+        """Return where drafts come from, but for some settings."""
+        return self.drafts.model_copy(update=dict.fromkeys(settings))
+
+
+Opened = Callable[[Means], AbstractContextManager[Drafter]]
+"""Gives a drafter that has seen nothing, during a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContenderEntry:
+    """A contender that can be chosen.
+
+    Attributes:
+        name: by which it is.
+        summary: what it is, in a few words.
+        paper: where it is published, empty for our own.
+        opened: gives its drafter; `None` for transformers' own ways.
+        options: of transformers' own ways.
+        needs: settings of which one must be given.
+    """
+
+    name: str
+    summary: str
+    paper: str = ""
+    opened: Opened | None = None
+    options: dict[str, int] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether it decodes several prompts at a time: in our loop, or in plain batches."""
+        return self.opened is not None or not self.options
+
+    def check(self, drafts: DrafterSettings) -> None:
+        """Refuse the contender where what it drafts with is not given.
+
+        Raises:
+            ContradictoryOptionsError: the message says what to give.
+        """
+        if self.needs and not any(getattr(drafts, name, None) for name in self.needs):
+            wanted = " or ".join(map(flag_of, self.needs))
+            raise ContradictoryOptionsError(
+                f"--contender {self.name} has nothing to draft with: give it {wanted}"
+            )
+
+
+@contextmanager
+def _nothing(_: Means) -> Iterator[Drafter]:
+    yield NoDrafter()
+
+
+def _of_texts(make: DrafterFactory, means: Means) -> AbstractContextManager[Drafter]:
+    vocabulary = means.language_model.vocabulary
+    return drafting_rules.opened(make, means.drafts.index, vocabulary, means.max_nodes)
+
+
+@contextmanager
+def _alone(means: Means, *, without: str) -> Iterator[Drafter]:
+    """Have a model draft that is not the one left out, and nothing else."""
+    model, drafts = means.language_model, means.without(without)
+    fusion = drafts.fusion(model, means.sampling)
+    yield fusion([], readers=drafts.readers(model), costs=means.costs)
+
+
+@contextmanager
+def _recycled_alone(means: Means) -> Iterator[Drafter]:
+    yield FusedDrafter([], draft_limits(means.language_model), recycled=RecycledLogits())
+
+
+@contextmanager
+def _own(means: Means) -> Iterator[Drafter]:
+    with means.drafts.connect(means.language_model, means.sampling, means.costs) as drafter:
+        yield drafter
+
+
+@contextmanager
+def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
+    """Have our own drafter without any model; what is kept on disk is for the whole one."""
+    drafts = means.without(*MODELS, "draft_vocabulary", "state")
+    drafts = drafts.model_copy(update={"draft_sampling": False, "recycle": recycle})
+    with drafts.connect(means.language_model) as drafter:
+        yield drafter
+
+
+class UntaughtDrafter(FusedDrafter):
+    """A fused drafter whose weights stay those that it began with."""
+
+    def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
+        """Learn nothing."""
+
+
+class UnhintedDrafter(FusedDrafter):
+    """A fused drafter that makes nothing of what else was likely at the last token."""
+
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn, and give no hints."""
+        super().take_in(sequence, verified)
+        return NO_HINTS
+
+
+@contextmanager
+def _fused(
+    means: Means, *, kind: type[FusedDrafter] = FusedDrafter, recycles: bool = True
+) -> Iterator[Drafter]:
+    """Have retrieval fused in another way than ours."""
+    with _tables(means, recycle=False) as retrieval:
+        recycled = RecycledLogits() if recycles else None
+        yield kind([retrieval], draft_limits(means.language_model), recycled=recycled)
+
+
+MODELS: Final = ("draft_model", "speculator")
+"""Settings that name a model to draft with."""
+
+
+def _entry(name: str, drafter: ContenderEntry | DrafterFactory) -> ContenderEntry:
+    """Return what a module's `DRAFTERS` names as a contender."""
+    if isinstance(drafter, ContenderEntry):
+        return replace(drafter, name=name)
+    summary = paper = ""
+    if isinstance(drafter, PublishedRule):
+        summary, paper = drafter.summary, drafter.paper
+    return ContenderEntry(name, summary, paper, partial(_of_texts, drafter))
+
+
+ENTRIES: Final[dict[str, ContenderEntry]] = {
+    entry.name: entry
+    for entry in (
+        ContenderEntry(
+            PLAIN, "transformers' own generation: what speed-up is over, and outputs equal"
+        ),
+        ContenderEntry(
+            PROMPT_LOOKUP,
+            "transformers' own prompt lookup, of 10 tokens",
+            options={"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
+        ),
+        ContenderEntry(UNDRAFTED, "our own loop and target without drafts", opened=_nothing),
+        *(_entry(name, rule) for name, rule in drafting_rules.DRAFTERS.items()),
+        ContenderEntry(
+            "model",
+            "--draft-model alone: best-first trees that grow while that pays",
+            "arXiv:2406.02532, 2405.19715",
+            partial(_alone, without="speculator"),
+            needs=("draft_model",),
+        ),
+        ContenderEntry(
+            "speculator",
+            "--speculator alone: trees of a head that reads the target's states",
+            "arXiv:2406.16858, 2503.01840",
+            partial(_alone, without="draft_model"),
+            needs=("speculator",),
+        ),
+        ContenderEntry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
+        ContenderEntry(
+            TABLES,
+            "retrieval and recycled logits fused, without a model",
+            opened=partial(_tables, recycle=True),
+        ),
+        ContenderEntry(
+            "foredraft-retrieval",
+            "retrieval alone: context, answers and --index",
+            opened=partial(_tables, recycle=False),
+        ),
+        ContenderEntry(
+            "foredraft-recycling",
+            "recycled logits alone, after the last one, two and three tokens",
+            opened=_recycled_alone,
+        ),
+        ContenderEntry(
+            "foredraft-reweighed",
+            "retrieval alone, its nodes weighed again as fused ones are",
+            opened=partial(_fused, recycles=False),
+        ),
+        ContenderEntry(
+            "foredraft-untaught",
+            "foredraft-tables with the weights that it begins with",
+            opened=partial(_fused, kind=UntaughtDrafter),
+        ),
+        ContenderEntry(
+            "foredraft-unhinted",
+            "foredraft-tables without what else was likely at the last token",
+            opened=partial(_fused, kind=UnhintedDrafter),
+        ),
+    )
+}
+"""The contenders of this package."""
+
+PAPERS: Final = "benchmarks.papers.contenders"
+"""The module of a checkout whose contenders are known by their names alone."""
+
+ASKING_SERVERS: Final = frozenset(
+    {
+        FOREDRAFT,
+        TABLES,
+        "foredraft-retrieval",
+        "foredraft-reweighed",
+        "foredraft-untaught",
+        "foredraft-unhinted",
+    }
+)
+"""Contenders that draft from services, where there are any."""
+
+
+def known_entries() -> tuple[dict[str, ContenderEntry], list[str]]:
+    """Return all contenders that have names, and why those of a module are not here.
+
+    These are the contenders of this package, and in a checkout those of `benchmarks.papers`.
+    """
+    drafters, missing = known_drafters([PAPERS])
+    papers = {name: _entry(name, each) for name, each in drafters.items() if name not in ENTRIES}
+    return ENTRIES | papers, missing
+
+
+def chosen(names: Sequence[str]) -> list[ContenderEntry]:
+    """Return contenders by name, each once, in order.
+
+    Args:
+        names: known ones, or `MODULE:NAME` of what a mapping `DRAFTERS` of a module holds.
+
+    Raises:
+        InvalidSettingsError: there is none of a name.
+    """
+    return [_named(name) for name in dict.fromkeys(names)]
+
+
+def _named(name: str) -> ContenderEntry:
+    if name in ENTRIES:
+        return ENTRIES[name]
+    try:
+        if ":" in name:
+            return _entry(name, find_drafter(name))
+    except UnknownDrafterError as error:
+        raise InvalidSettingsError(f"--contender {name}: {error}") from error
+    known, missing = known_entries()
+    if name not in known:
+        listed = f"there is none of this name, choose from {', '.join(known)}"
+        raise InvalidSettingsError("; ".join([f"--contender {name}: {listed}", *missing]))
+    return known[name]
+
+
+def parallel_default(drafts: DrafterSettings) -> list[str]:
+    """Return the contenders of a run in parallel that names none.
+
+    Where a model or a head drafts, our drafter without it is one of them; but not beside a service,
+    which would show the answers of one to the other.
+    """
+    without = [TABLES] if drafts.names_readers and not drafts.server else []
+    return [PLAIN, UNDRAFTED, *without, FOREDRAFT]
+
+
+def possible(drafts: DrafterSettings) -> list[str]:
+    """Return the names of all contenders that have what they draft with."""
+    names = []
+    known, _ = known_entries()
+    for entry in known.values():
+        with suppress(ContradictoryOptionsError):
+            entry.check(drafts)
+            names.append(entry.name)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Under what contenders meet.
+
+    Attributes:
+        nodes: most nodes of each draft; `None` for as many as pay, as measured.
+        temperature: of sampling; 0 decodes greedily.
+        seed: of sampling.
+    """
+
+    nodes: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+
+    def sampling(self, *, coupled: bool = True) -> SamplingSettings:
+        """Return how tokens are chosen.
+
+        Args:
+            coupled: whether random numbers belong to prompt and position, so that all contenders
+                draw what decoding without drafts draws, and each draft is accepted by the target's
+                own choice. Otherwise drawn drafts are accepted by their distributions.
+        """
+        return SamplingSettings(
+            self.temperature, seed=self.seed if self.temperature else None, coupled=coupled
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """Contenders that are ready to decode.
+
+    Attributes:
+        ways: contenders by name.
+        target: of those of this package.
+        surface: what passes cost; `None` where the number of nodes is fixed.
+    """
+
+    ways: dict[str, Contender]
+    target: Target
+    surface: CostSurface | None
+
+    @property
+    def drafting(self) -> dict[str, OwnContender]:
+        """Those that draft, and may remember answers."""
+        own = {name: way for name, way in self.ways.items() if isinstance(way, OwnContender)}
+        return {name: way for name, way in own.items() if way.drafts}
+
+
+class Contest:
+    """Makes the chosen contenders for each setting, with drafters that have seen nothing.
+
+    Target and costs are made once and serve all settings.
+
+    Args:
+        language_model: of all contenders.
+        names: of the contenders.
+        drafts: where drafts come from.
+        max_new_tokens: most tokens of an answer.
+        costs: keeps measured costs of passes for the next start; `None` to measure always.
+
+    Raises:
+        InvalidSettingsError: there is no contender of a name.
+        ContradictoryOptionsError: one has nothing to draft with.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        names: Sequence[str],
+        drafts: DrafterSettings,
+        max_new_tokens: int,
+        costs: CostStore | None = None,
+    ) -> None:
+        self._entries = chosen(names)
+        for entry in self._entries:
+            entry.check(drafts)
+        self._language_model = language_model
+        self._drafts = drafts
+        self._max_new_tokens = max_new_tokens
+        self._costs = costs
+        self._target: Target | None = None
+        self._surface: CostSurface | None = None
+
+    @contextmanager
+    def opened(self, setting: Setting) -> Iterator[Lineup]:
+        """Have the contenders during the block.
+
+        Raises:
+            IndexerError: an index cannot be opened or was built for another tokenizer.
+            VocabularyMismatchError: the draft model has another tokenizer.
+            UnsupportedModelError: the model cannot be decoded here.
+        """
+        means = self._means(setting)
+        with ExitStack() as stack:
+            drafters = {
+                entry.name: stack.enter_context(entry.opened(means))
+                for entry in self._entries
+                if entry.opened is not None
+            }
+            target = self._target_for(drafters.values())
+            if setting.nodes is None and self._surface is None:
+                self._surface = known_costs(target, self._language_model.model, self._costs)
+            rule = accept_rule(means.sampling)
+            warn_of_unapplied(self._language_model, rule)
+            ways: dict[str, Contender] = {}
+            for entry in self._entries:
+                if entry.name in drafters:
+                    decoder = self._decoder(drafters[entry.name], target, setting, rule)
+                    ways[entry.name] = OwnContender(decoder, self._max_new_tokens)
+                else:
+                    ways[entry.name] = self._library(entry, target, setting)
+            yield Lineup(ways, target, None if setting.nodes else self._surface)
+
+    def _means(self, setting: Setting) -> Means:
+        """Return what drafters are made with; at a fixed number of nodes models always draft."""
+        costs = None if setting.nodes is None else FREE
+        sampling = setting.sampling(coupled=not self._drafts.draft_sampling)
+        return Means(self._language_model, self._drafts, MAX_NODES, sampling, costs)
+
+    def _target_for(self, drafters: Iterable[Drafter]) -> Target:
+        """Return the target, which keeps the states that any of the drafters learns from."""
+        if self._target is None:
+            states = {number for drafter in drafters for number in states_of(drafter)}
+            self._target = Target(
+                self._language_model.model,
+                states=states,
+                reuse_prefixes=True,
+                verdicts=self._costs or FOUND_HERE,
+            )
+        return self._target
+
+    def _decoder(
+        self, drafter: Drafter, target: Target, setting: Setting, rule: AcceptRule
+    ) -> Decoder:
+        return Decoder(
+            target,
+            drafter,
+            self._budget(drafter, setting),
+            rule if setting.temperature == 0 else DrawnByPrompt(rule),
+            self._language_model.stop_ids,
+            drafter_vocabulary=self._language_model.vocabulary.size,
+            num_ahead=self._drafts.draft_ahead,
+        )
+
+    def _budget(self, drafter: Drafter, setting: Setting) -> Budget:
+        if isinstance(drafter, NoDrafter):
+            return FixedBudget(0)
+        if setting.nodes is not None or self._surface is None:
+            return FixedBudget(setting.nodes or 0)
+        return MeasuredBudget(self._surface)
+
+    def _library(self, entry: ContenderEntry, target: Target, setting: Setting) -> LibraryContender:
+        return LibraryContender(
+            self._language_model,
+            target,
+            self._max_new_tokens,
+            entry.options,
+            setting.temperature,
+            setting.seed,
+        )

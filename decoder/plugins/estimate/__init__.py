@@ -1,0 +1,12 @@
+"""What drafts would bring on recorded traffic: the command `estimate`."""
+
+from indexer.launch import Command
+
+COMMAND = Command(
+    "estimate",
+    "look",
+    "decoder.plugins.estimate.estimate_cli",
+    "decoder",
+    "Say from recorded outputs whether drafts would help.",
+    plugins=("decoder.plugins.contenders",),
+)

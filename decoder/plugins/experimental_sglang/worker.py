@@ -1,0 +1,94 @@
+"""SGLang's NGRAM worker with our drafter behind it; importing this loads the engine."""
+
+import os
+from contextlib import suppress
+from functools import partial
+from logging import getLogger
+from multiprocessing.util import Finalize
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
+from decoder.engines.engine_options import check_tenants, resolve_settings
+from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.request_fields import FieldReader
+from decoder.plugins.experimental_sglang.corpus import DrafterCorpus, sharing
+from decoder.plugins.experimental_sglang.custom_params import CustomParams
+from indexer.reader import Vocabulary
+from indexer.tokenizer import vocabulary_of
+
+_log = getLogger(__name__)
+
+
+class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there to be checked
+    """Drafts with our drafter, and leaves all else to the engine; made by SGLang's scheduler.
+
+    Of several ranks only the first drafts, and all verify its nodes: drafts depend on time, and
+    ranks that verified different nodes would diverge.
+
+    Args:
+        server_args: the engine's.
+        gpu_id: the engine's.
+        nccl_port: the engine's.
+        target_worker: runs the target model.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        # The last tokens that are shown must include all that a step may have committed.
+        self.max_trie_depth: int = max(self.max_trie_depth, self.draft_token_num)
+        group = get_parallel().tp_group
+        vocabulary_size = int(self.model_runner.model_config.vocab_size)
+        opened = None
+        if group.rank_in_group == 0:
+            opened = open_sessions(target_worker.tokenizer)
+        self.ngram_corpus = DrafterCorpus(
+            None if opened is None else opened[0],
+            self.draft_token_num,
+            vocabulary_size,
+            sharing(group),
+            None if opened is None else opened[1],
+        )
+
+    def _prepare_draft_tokens(self, batch: Any) -> Any:
+        self.ngram_corpus.show(batch.reqs)
+        return super()._prepare_draft_tokens(batch)
+
+
+def open_sessions(tokenizer: Any) -> tuple[DrafterSessions, CustomParams] | None:
+    """Open the drafter that the environment describes; None where that fails.
+
+    Args:
+        tokenizer: the engine's, if it has one.
+    """
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+    try:
+        settings = resolve_settings({}, os.environ, "environment")
+        vocabulary = _vocabulary(tokenizer)
+        drafter = open_drafter(settings, vocabulary, encode)
+        Finalize(None, partial(_shut_down, drafter), exitpriority=10)
+        check_tenants(settings.tenants, drafter)
+    except Exception as error:  # noqa: BLE001  SGLang must start without us
+        _log.error("SGLang runs without drafts: %s", error)
+        return None
+    deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
+    reader = CustomParams(FieldReader(settings.tenants, None, encode, vocabulary))
+    return DrafterSessions(drafter, deadline_s, settings.min_probability), reader
+
+
+def _shut_down(drafter: Any) -> None:
+    with suppress(Exception):
+        drafter.shut_down()
+
+
+def _vocabulary(tokenizer: Any) -> Vocabulary | None:
+    """Return a tokenizer's vocabulary; None where it has no such thing as others have."""
+    if tokenizer is None:  # --skip-tokenizer-init
+        return None
+    try:
+        return vocabulary_of(tokenizer)
+    except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
+        _log.warning("the tokenizer's vocabulary is not known: %s", error)
+        return None

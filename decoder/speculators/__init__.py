@@ -1,1 +1,0 @@
-"""Speculators: small heads that draft from the target's own states."""

@@ -1,1 +1,0 @@
-"""Training a speculator: a target teaches it on texts and on its own outputs."""

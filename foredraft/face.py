@@ -1,0 +1,79 @@
+"""Names that are loaded when they are first used, and stand once: in the stub of their module.
+
+A stub, `vllm.pyi` beside `vllm.py`, says for type checkers where each name is defined. It is read
+here as well, so that programs and type checkers are told the same.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import get_data
+from typing import Any, NamedTuple
+
+from foredraft.installation import EXTRAS, needing
+
+
+class Face(NamedTuple):
+    """What a module that has a stub needs to have.
+
+    Attributes:
+        names: for `__all__`.
+        load: for `__getattr__`.
+        list_names: for `__dir__`.
+    """
+
+    names: list[str]
+    load: Callable[[str], Any]
+    list_names: Callable[[], list[str]]
+
+
+def face_of(module: str, stub: str, extra: str | None = None) -> Face:
+    """Return the face of a module: the names that its stub imports.
+
+    Args:
+        module: its name.
+        stub: the name of the stub's file, in this folder.
+        extra: what installs the libraries that its names need; by default that of their package.
+    """
+    homes = _homes(stub)
+
+    def load(name: str) -> Any:
+        """Load a name from where it is defined, once.
+
+        Raises:
+            ModuleNotFoundError: a library is missing; the message says what to install.
+            MissingPluginError: the plugin that has it is not part of this installation.
+        """
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home = homes[name]
+        package = home.partition(".")[0]
+        if package == module:  # a module of this package
+            return import_module(f"{home}.{name}")
+        with needing(extra or EXTRAS[package]):
+            found = (
+                _plugin(home, f"{module}.{name}") if ".plugins." in home else import_module(home)
+            )
+        value = getattr(found, name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return Face(sorted(homes), load, lambda: sorted({*vars(sys.modules[module]), *homes}))
+
+
+def _plugin(home: str, asked: str) -> Any:
+    from indexer.launch import plugged  # noqa: PLC0415  (clients load nothing of the indexer)
+
+    return plugged(home, asked)
+
+
+def _homes(stub: str) -> dict[str, str]:
+    """Return the module that defines each name of a stub."""
+    source = get_data(__package__, stub)
+    return {
+        alias.name: str(node.module)
+        for node in ast.parse(source or b"").body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }

@@ -1,0 +1,4 @@
+from decoder.engines.transformers.custom_generate import (
+    Foredraft as Foredraft,
+    foredraft_generate as foredraft_generate,
+)

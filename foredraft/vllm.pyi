@@ -1,0 +1,1 @@
+from decoder.plugins.vllm.proposer import ForedraftProposer as ForedraftProposer
