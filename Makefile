@@ -85,7 +85,7 @@ bench-peers: install
 # With more processes than two: `make test WORKERS=8`. Parts that measure times run in one.
 WORKERS ?= 2
 ALONE := faults soak
-TOGETHER := programs bench seeds
+TOGETHER := programs training bench seeds
 .PHONY: $(addprefix test-,$(ALONE) $(TOGETHER))
 
 test: install

@@ -34,9 +34,36 @@ def compile_all(folder: Path) -> None:
         drafter.shut_down()
 
 
+def compile_fusion() -> None:
+    """Decode with drafts that are fused of all kinds, and asked for ahead of their passes."""
+    from decoder.drafters.draft_model import DraftModel, ModelReader  # noqa: PLC0415  (as above)
+    from decoder.drafters.drawing import DrawnFusion, Draws  # noqa: PLC0415
+    from decoder.drafters.fusion import FusedDrafter  # noqa: PLC0415
+    from decoder.drafters.recycling import RecycledLogits  # noqa: PLC0415
+    from retriever.follower import DraftLimits  # noqa: PLC0415
+    from retriever.sessions.embedded import EmbeddedDrafter  # noqa: PLC0415
+    from tests.decoder.decoding import (  # noqa: PLC0415
+        VOCABULARY,
+        decoded,
+        decoder_ahead,
+        prompt_of,
+        tiny_llama,
+    )
+    from tests.decoder.drafters.draft_models import FREE  # noqa: PLC0415
+
+    limits, reader = DraftLimits(VOCABULARY, VOCABULARY), ModelReader(DraftModel(tiny_llama()))
+    options = {"readers": [reader], "recycled": RecycledLogits(1 << 10), "costs": FREE}
+    for drafter in (
+        FusedDrafter([EmbeddedDrafter()], limits, **options),
+        DrawnFusion([EmbeddedDrafter()], limits, draws=Draws(seed=1), **options),
+    ):
+        decoded(decoder_ahead(tiny_llama(), drafter), prompt_of(20), 24)
+
+
 if __name__ == "__main__":
     with Path(sys.argv[1]).open("w") as lock, TemporaryDirectory() as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sys.stdout.write("held\n")
         sys.stdout.flush()
         compile_all(Path(scratch))
+        compile_fusion()

@@ -29,7 +29,7 @@ from tests.decoder.plugins.training.teaching import (
     prompts_of,
 )
 
-pytestmark = pytest.mark.usefixtures("clock")
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("clock")]
 
 OPTIONS = CourseOptions(minutes=0.1, num_tokens=4000, max_new_tokens=24, num_columns=40)
 SHORT = replace(OPTIONS, minutes=0.03)

@@ -207,6 +207,7 @@ def teach(language_model: LanguageModel, reader: TreeReader, count: int) -> list
     ]
 
 
+@pytest.mark.training
 def test_what_is_learned_is_drafted_from_and_kept(
     language_model: LanguageModel,
     head: Path,

@@ -37,6 +37,7 @@ def train(monkeypatch: pytest.MonkeyPatch, model: Path, output: Path, *arguments
     return run(monkeypatch, "train", *shared, *QUICK, *arguments)
 
 
+@pytest.mark.training
 def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     clock: StepClock,
     model_directory: Path,
