@@ -22,7 +22,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import assemble, connect_drafter
+from decoder.drafters.options import DraftOptions
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.plugins.bench.bench import circumstances
 from decoder.plugins.contenders.contender import FOREDRAFT, PLAIN, Contender, Run, contenders
@@ -212,7 +213,7 @@ def main(
         console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}, plainly and with drafts")
         console.print("loading the model")
         language_model = load_model(ModelOptions(DEFAULT_MODEL))
-        with DrafterSettings(server=[address]).connect(language_model) as drafter:
+        with connect_drafter(DraftOptions(server=[address]), language_model) as drafter:
             decoder = assemble(language_model, drafter)
             ways = contenders(language_model, decoder, max_new_tokens)
             selected = tasks()[:limit]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
@@ -20,9 +19,10 @@ from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
-from decoder.drafters.options import DraftOptions, check_trimming
+from decoder.drafters.options import WITHOUT_INDEX, DraftOptions
 from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import RecycledLogits
+from decoder.errors import refuse_contradictions
 from decoder.loop import Decoder
 from decoder.model.capability_check import FOUND_HERE
 from decoder.model.pretrained import (
@@ -57,31 +57,22 @@ HEADS: Final = "decoder.plugins.speculators"
 """The plugin of heads that draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftModelOptions:
-    """Which model drafts.
-
-    Attributes:
-        name: a hub id, a directory or a `.gguf` file; see `ModelOptions`.
-        num_tokens: draft only so many tokens, the most frequent ones of the indexes; all of them
-            if not given.
-    """
-
-    name: str
-    num_tokens: int | None = None
-
-
 def load_draft_reader(
-    options: DraftModelOptions, target: LanguageModel, indexes: Sequence[Path] = ()
+    name: str,
+    target: LanguageModel,
+    indexes: Sequence[Path] = (),
+    num_tokens: int | None = None,
 ) -> ModelReader:
     """Load a draft model that reads fused drafts, on the target's device and in its precision.
 
     Whether the tokenizers agree is checked before any weights are loaded.
 
     Args:
-        options: which model.
+        name: a hub id, a directory or a `.gguf` file; see `ModelOptions`.
         target: the model to draft for.
         indexes: whose frequent tokens a trimmed vocabulary is made of.
+        num_tokens: draft only so many tokens, the most frequent ones of the indexes; all of them
+            if not given.
 
     Raises:
         ContradictoryOptionsError: there are no indexes to rank a trimmed vocabulary by.
@@ -90,17 +81,13 @@ def load_draft_reader(
         ModelLoadError: the files cannot be found or read.
         IndexerError: an index cannot be opened.
     """
-    kept = _kept(options.num_tokens, target, indexes)
-    model = _draft_model(options, target)
-    return ModelReader(DraftModel(model, vocabulary_size=target.vocabulary.size, kept=kept))
-
-
-def _draft_model(options: DraftModelOptions, target: LanguageModel) -> PreTrainedModel:
+    kept = _kept(num_tokens, target, indexes)
     parameter = next(target.model.parameters())
     precision = Precision(str(parameter.dtype).removeprefix("torch."))
-    prepared = prepare_model(ModelOptions(options.name, str(parameter.device), precision))
+    prepared = prepare_model(ModelOptions(name, str(parameter.device), precision))
     check_draft_vocabulary(prepared, target)
-    return prepared.load().model
+    drafting = DraftModel(prepared.load().model, vocabulary_size=target.vocabulary.size, kept=kept)
+    return ModelReader(drafting)
 
 
 def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> None:
@@ -121,7 +108,7 @@ def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) 
     """Return the tokens to draft: the frequent ones, and those that end a sequence."""
     if num_tokens is None:
         return None
-    check_trimming(paths)
+    refuse_contradictions((not paths, WITHOUT_INDEX))
     with ExitStack() as stack:
         indexes = [
             stack.enter_context(Index.open(path, vocabulary=target.vocabulary)) for path in paths
@@ -130,180 +117,179 @@ def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) 
     return np.union1d(frequent, np.array(target.stop_ids, np.int32)).astype(np.int32)
 
 
-class DrafterSettings(DraftOptions):
-    """The same, with what opens it."""
+def check_drafts(drafts: DraftOptions, vocabulary: Vocabulary | None = None) -> None:
+    """Open the files once and close them, so that errors in them show before a model loads.
 
-    @classmethod
-    def of(cls, options: DraftOptions) -> Self:
-        """Return some options, to be opened."""
-        return cls.model_validate(dict(options))
+    Args:
+        drafts: where drafts come from.
+        vocabulary: of the model's tokenizer, once that is known.
 
-    @property
-    def drafting_model(self) -> DraftModelOptions | None:
-        """Which model drafts; None where none does."""
-        name = self.draft_model
-        return None if name is None else DraftModelOptions(name, self.draft_vocabulary)
+    Raises:
+        IndexerError: an index cannot be opened or was built for another tokenizer.
+        PhrasesError: a file of phrases cannot be read.
+        CredentialsError: a token or certificate for a service cannot be read.
+        HeadFileError: the speculator cannot be read.
+    """
+    drafts.shown_credentials()
+    check_files(drafts.index, drafts.phrases, vocabulary)
+    if drafts.speculator is not None:
+        plugged(f"{HEADS}.head_files", "--speculator").check_head(drafts.speculator)
 
-    def draws(
-        self, language_model: LanguageModel, sampling: SamplingSettings | None
-    ) -> Draws | None:
-        """Return how drafts are drawn: as the output is; `None` where they are not.
 
-        Args:
-            language_model: whose generation_config completes the settings.
-            sampling: of the output.
-        """
-        if not self.draft_sampling or sampling is None or sampling.is_greedy:
-            return None
-        stated = getattr(language_model.model, "generation_config", None)
-        if stated is not None:
-            sampling = sampling.completed(stated)
-        return Draws(
-            sampling.temperature,
-            sampling.top_k or None,
-            1.0 if sampling.top_p is None else sampling.top_p,
-            secrets.randbits(64) if sampling.seed is None else sampling.seed,
-        )
+@contextmanager
+def connect_drafter(
+    drafts: DraftOptions,
+    language_model: LanguageModel,
+    sampling: SamplingSettings | None = None,
+    costs: StepCosts | None = None,
+) -> Iterator[Drafter]:
+    """Open a drafter for a model's vocabulary during the block.
 
-    def fusion(
-        self, language_model: LanguageModel, sampling: SamplingSettings | None
-    ) -> Callable[..., FusedDrafter]:
-        """Return what fuses drafts for a model: with drawn ones where its output is drawn, too.
+    Args:
+        drafts: where drafts come from.
+        language_model: the target.
+        sampling: of the output, which drafts are drawn by if `draft_sampling` is set.
+        costs: what passes of models that draft cost; measured if not given.
 
-        Args:
-            language_model: the target.
-            sampling: of the output.
+    Raises:
+        IndexerError: an index cannot be opened or was built for another tokenizer.
+        StateError: the state directory cannot be used.
+        VocabularyMismatchError: the draft model, or what `state` holds, is of another tokenizer.
+    """
+    with ExitStack() as opened:
+        readers = draft_readers(drafts, language_model)
+        for reader in readers:
+            if isinstance(reader, AbstractContextManager):  # one that learns
+                opened.enter_context(reader)
+        retrieval = _retrieval(drafts, language_model)
+        opened.callback(retrieval.shut_down)
+        if drafts.recycle or readers:
+            recycled = _recycled(drafts, language_model, retrieval, opened)
+            fusion = fusion_for(drafts, language_model, sampling)
+            yield fusion([retrieval], readers=readers, recycled=recycled, costs=costs)
+        else:
+            yield retrieval
 
-        Returns:
-            Takes the arguments of `FusedDrafter`, but for `limits`.
-        """
-        limits, draws = draft_limits(language_model), self.draws(language_model, sampling)
-        if draws is None:
-            return partial(FusedDrafter, limits=limits)
-        return partial(DrawnFusion, limits=limits, draws=draws)
 
-    def check(self, vocabulary: Vocabulary | None = None) -> None:
-        """Open the files once and close them, so that errors in them show before a model loads.
+def draft_readers(drafts: DraftOptions, language_model: LanguageModel) -> list[TreeReader]:
+    """Load the models that read drafts for a model, the quickest first.
 
-        Args:
-            vocabulary: of the model's tokenizer, once that is known.
+    Raises:
+        HeadFileError: the speculator cannot be read.
+        HeadMismatchError: it was made for another model.
+        VocabularyMismatchError: the draft model or the speculator has another tokenizer.
+    """
+    readers: list[TreeReader] = []
+    if drafts.speculator is not None:
+        readers.append(_speculator(drafts, language_model))
+    if drafts.draft_model is not None:
+        trimmed = drafts.draft_vocabulary
+        readers.append(load_draft_reader(drafts.draft_model, language_model, drafts.index, trimmed))
+    return readers
 
-        Raises:
-            IndexerError: an index cannot be opened or was built for another tokenizer.
-            PhrasesError: a file of phrases cannot be read.
-            CredentialsError: a token or certificate for a service cannot be read.
-            HeadFileError: the speculator cannot be read.
-        """
-        self.shown_credentials()
-        check_files(self.index, self.phrases, vocabulary)
-        if self.speculator is not None:
-            plugged(f"{HEADS}.head_files", "--speculator").check_head(self.speculator)
 
-    @contextmanager
-    def connect(
-        self,
-        language_model: LanguageModel,
-        sampling: SamplingSettings | None = None,
-        costs: StepCosts | None = None,
-    ) -> Iterator[Drafter]:
-        """Open a drafter for a model's vocabulary during the block.
+def fusion_for(
+    drafts: DraftOptions, language_model: LanguageModel, sampling: SamplingSettings | None
+) -> Callable[..., FusedDrafter]:
+    """Return what fuses drafts for a model: with drawn ones where its output is drawn, too.
 
-        Args:
-            language_model: the target.
-            sampling: of the output, which drafts are drawn by if `draft_sampling` is set.
-            costs: what passes of models that draft cost; measured if not given.
+    Args:
+        drafts: where drafts come from.
+        language_model: the target.
+        sampling: of the output.
 
-        Raises:
-            IndexerError: an index cannot be opened or was built for another tokenizer.
-            StateError: the state directory cannot be used.
-            VocabularyMismatchError: the draft model, or what `state` holds, is of another
-                tokenizer.
-        """
-        with ExitStack() as opened:
-            readers = self.readers(language_model)
-            for reader in readers:
-                if isinstance(reader, AbstractContextManager):  # one that learns
-                    opened.enter_context(reader)
-            retrieval = self._retrieval(language_model)
-            opened.callback(retrieval.shut_down)
-            if self.recycle or readers:
-                recycled = self._recycled(language_model, retrieval, opened)
-                fusion = self.fusion(language_model, sampling)
-                yield fusion([retrieval], readers=readers, recycled=recycled, costs=costs)
-            else:
-                yield retrieval
+    Returns:
+        Takes the arguments of `FusedDrafter`, but for `limits`.
+    """
+    limits, draws = draft_limits(language_model), draws_for(drafts, language_model, sampling)
+    if draws is None:
+        return partial(FusedDrafter, limits=limits)
+    return partial(DrawnFusion, limits=limits, draws=draws)
 
-    def _recycled(
-        self, language_model: LanguageModel, retrieval: Drafter, opened: ExitStack
-    ) -> RecycledLogits | None:
-        """Return recycled logits, which are kept where there is a place until `opened` closes."""
-        if not self.recycle:
-            return None
-        recycled, vocabulary = RecycledLogits(), language_model.vocabulary
-        store: FindingsStore | None = None
-        if self.recycled_bytes and self.server:
-            store = opened.enter_context(
-                SharedFindings(
-                    self.server,
-                    vocabulary_fingerprint=vocabulary.fingerprint,
-                    credentials=self.shown_credentials(),
-                )
-            )
-        elif self.recycled_bytes and self.state and isinstance(retrieval, EmbeddedDrafter):
-            store = retrieval
-        if store is not None:
-            model, most = language_model.model, self.recycled_bytes
-            opened.enter_context(kept_logits(recycled, store, model, vocabulary, max_bytes=most))
-        return recycled
 
-    def readers(self, language_model: LanguageModel) -> list[TreeReader]:
-        """Load the models that read drafts for a model, the quickest first.
+def draws_for(
+    drafts: DraftOptions, language_model: LanguageModel, sampling: SamplingSettings | None
+) -> Draws | None:
+    """Return how drafts are drawn: as the output is; `None` where they are not.
 
-        Raises:
-            HeadFileError: the speculator cannot be read.
-            HeadMismatchError: it was made for another model.
-            VocabularyMismatchError: the draft model or the speculator has another tokenizer.
-        """
-        readers: list[TreeReader] = []
-        if self.speculator is not None:
-            readers.append(self._speculator(self.speculator, language_model))
-        if self.drafting_model is not None:
-            readers.append(load_draft_reader(self.drafting_model, language_model, self.index))
-        return readers
+    Args:
+        drafts: where drafts come from.
+        language_model: whose generation_config completes the settings.
+        sampling: of the output.
+    """
+    if not drafts.draft_sampling or sampling is None or sampling.is_greedy:
+        return None
+    stated = getattr(language_model.model, "generation_config", None)
+    if stated is not None:
+        sampling = sampling.completed(stated)
+    return Draws(
+        sampling.temperature,
+        sampling.top_k or None,
+        1.0 if sampling.top_p is None else sampling.top_p,
+        secrets.randbits(64) if sampling.seed is None else sampling.seed,
+    )
 
-    def _speculator(self, path: Path, language_model: LanguageModel) -> TreeReader:
-        model, vocabulary = language_model.model, language_model.vocabulary
-        name = language_model.name
-        kept = _kept(self.draft_vocabulary, language_model, self.index)
-        load = plugged(f"{HEADS}.speculator", "--speculator").load_speculator
-        if self.online is not None:
-            training = plugged("decoder.plugins.training.online", "--online", needs=(HEADS,))
-            learning = training.LearningSpeculator
-            load = partial(learning, share=self.online_share, folder=self.online)
-        reader: TreeReader = load(path, model=model, vocabulary=vocabulary, name=name, kept=kept)
-        return reader
 
-    def _retrieval(
-        self, language_model: LanguageModel
-    ) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter | ResilientDrafter:
-        vocabulary = language_model.vocabulary
-        if self.server:
-            return connect(
-                self.server,
+def _speculator(drafts: DraftOptions, language_model: LanguageModel) -> TreeReader:
+    load = plugged(f"{HEADS}.speculator", "--speculator").load_speculator
+    if drafts.online is not None:
+        training = plugged("decoder.plugins.training.online", "--online", needs=(HEADS,))
+        learning = training.LearningSpeculator
+        load = partial(learning, share=drafts.online_share, folder=drafts.online)
+    reader: TreeReader = load(
+        drafts.speculator,
+        model=language_model.model,
+        vocabulary=language_model.vocabulary,
+        name=language_model.name,
+        kept=_kept(drafts.draft_vocabulary, language_model, drafts.index),
+    )
+    return reader
+
+
+def _recycled(
+    drafts: DraftOptions, language_model: LanguageModel, retrieval: Drafter, opened: ExitStack
+) -> RecycledLogits | None:
+    """Return recycled logits, which are kept where there is a place until `opened` closes."""
+    if not drafts.recycle:
+        return None
+    recycled, vocabulary = RecycledLogits(), language_model.vocabulary
+    store: FindingsStore | None = None
+    if drafts.recycled_bytes and drafts.server:
+        store = opened.enter_context(
+            SharedFindings(
+                drafts.server,
                 vocabulary_fingerprint=vocabulary.fingerprint,
-                credentials=self.shown_credentials(),
+                credentials=drafts.shown_credentials(),
             )
-        encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
-        phrases = load_phrases(self.phrases, encode, vocabulary)
-        drafter = EmbeddedDrafter.open_indexes(
-            self.index,
-            vocabulary=vocabulary,
-            phrases=phrases,
-            state=self.state,
-            limits=Limits(recycled_bytes=self.recycled_bytes),
         )
-        drafter.warm()
-        return drafter
+    elif drafts.recycled_bytes and drafts.state and isinstance(retrieval, EmbeddedDrafter):
+        store = retrieval
+    if store is not None:
+        model, most = language_model.model, drafts.recycled_bytes
+        opened.enter_context(kept_logits(recycled, store, model, vocabulary, max_bytes=most))
+    return recycled
+
+
+def _retrieval(
+    drafts: DraftOptions, language_model: LanguageModel
+) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter | ResilientDrafter:
+    vocabulary = language_model.vocabulary
+    if drafts.server:
+        return connect(
+            drafts.server,
+            vocabulary_fingerprint=vocabulary.fingerprint,
+            credentials=drafts.shown_credentials(),
+        )
+    encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
+    drafter = EmbeddedDrafter.open_indexes(
+        drafts.index,
+        vocabulary=vocabulary,
+        phrases=load_phrases(drafts.phrases, encode, vocabulary),
+        state=drafts.state,
+        limits=Limits(recycled_bytes=drafts.recycled_bytes),
+    )
+    drafter.warm()
+    return drafter
 
 
 def draft_limits(language_model: LanguageModel) -> DraftLimits:

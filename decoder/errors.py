@@ -69,6 +69,20 @@ class ContradictoryOptionsError(DecoderError):
     """Two options cannot both be followed; the message names them."""
 
 
+def refuse_contradictions(*contradictions: tuple[object, str]) -> None:
+    """Refuse options that contradict one another.
+
+    Args:
+        contradictions: conditions, each with what is said where it holds; the first one counts.
+
+    Raises:
+        ContradictoryOptionsError: a condition holds.
+    """
+    for holds, sentence in contradictions:
+        if holds:
+            raise ContradictoryOptionsError(sentence)
+
+
 class StopStringError(DecoderError):
     """A stop string can never occur in a text; the message says which and why."""
 

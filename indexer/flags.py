@@ -1,22 +1,26 @@
 """Flags of commands, derived from schemata of settings.
 
-A schema is a pydantic model. A parameter of a command that is annotated with a schema stands for
-one flag per field: a field `name` is `--name`, with the field's description as help and its type
-and bounds as check. With `Given[Schema]` the command gets only the flags that were given, for
-settings that a file and the environment may set as well. What checks a schema is built when it is
-first used (`defer_build`), so that help of a command waits for none.
+A schema is a pydantic model, or a dataclass that checks itself: then fields with a description are
+flags. A parameter of a command that is annotated with a schema stands for one flag per field: a
+field `name` is `--name`, with the field's description as help and its type and bounds as check.
+With `Given[Schema]` the command gets only the flags that were given, for settings that a file and
+the environment may set as well. What checks a schema is built when it is first used
+(`defer_build`), so that help of a command waits for none.
+
+Where a command has many flags, those of fields that are `RARE` are listed by `--help-all` alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand, TyperGroup
 
@@ -30,7 +34,7 @@ AsJson = Annotated[
 _WHOLE: Final = 1000
 """Characters of a command's first sentence in a list of commands: all of it."""
 
-Schema = TypeVar("Schema", bound=BaseModel)
+Schema = TypeVar("Schema")
 Command = Callable[..., None]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -44,6 +48,20 @@ class Metavar:
     """
 
     name: str
+
+
+class _Rare:
+    """Marks a setting that few need."""
+
+
+RARE: Final = _Rare()
+"""In the annotation of a setting: its flag is listed by `--help-all` alone."""
+
+_MOST_LISTED: Final = 25
+"""Flags of a command that its help lists, whether they are rare or not."""
+
+_ALL: Final = "indexer.flags.all"
+"""Where a command's context notes that every flag is to be listed."""
 
 
 class Given(dict[str, object], Generic[Schema]):
@@ -62,22 +80,76 @@ def with_flags(command: Command) -> Command:
     @wraps(command)
     def run(**values: object) -> None:
         made = dict[str, object]()
+        values.pop(_HELP_ALL, None)
         for name, (schema, is_partial) in taken.items():
-            flags = {field: values.pop(field) for field in schema.model_fields}
+            flags = {field: values.pop(field) for field in settings_of(schema)}
             given = {key: value for key, value in flags.items() if value is not None}
             made[name] = Given(given) if is_partial else _checked(schema, given)
         command(**values, **made)
 
     shown = [flag for each in parameters for flag in _shown(each, taken.get(each.name))]
+    rare = frozenset(
+        name
+        for schema, _ in taken.values()
+        for name, field in settings_of(schema).items()
+        if RARE in field.metadata
+    )
     decorated: Any = run
+    if rare and len(shown) > _MOST_LISTED:
+        decorated.rare = rare
+        shown.append(_help_all(len(rare)))
     decorated.__signature__ = Signature(shown)
     decorated.__annotations__ = {each.name: each.annotation for each in shown}
     return run
 
 
+_HELP_ALL: Final = "help_all"
+
+
+def _help_all(num_rare: int) -> Parameter:
+    """Return the flag that lists what the help leaves out."""
+
+    def show(context: typer.Context, value: bool) -> None:  # noqa: FBT001  (typer calls it so)
+        if value:
+            context.meta[_ALL] = True
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    said = f"List every option: {num_rare} more."
+    option: Any = typer.Option("--help-all", is_eager=True, callback=show, help=said)
+    kind: Any = Annotated[bool, option]
+    return Parameter(_HELP_ALL, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+
+
+def settings_of(schema: type) -> Mapping[str, FieldInfo]:
+    """Return the settings of a schema that are flags, by name: those with a description."""
+    stated: Mapping[str, FieldInfo]
+    if issubclass(schema, BaseModel):
+        stated = schema.model_fields
+    else:
+        hints = get_type_hints(schema, include_extras=True)
+        stated = {
+            each.name: FieldInfo.from_annotated_attribute(hints[each.name], each.default)
+            for each in fields(schema)
+        }
+    return {name: field for name, field in stated.items() if field.description}
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a setting; a last underscore only keeps it apart from Python's words."""
     return "--" + name.rstrip("_").replace("_", "-")
+
+
+@contextmanager
+def naming_flags(schema: type) -> Iterator[None]:
+    """Have errors in the block that begin with the name of a setting begin with its flag."""
+    try:
+        yield
+    except Exception as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in settings_of(schema):
+            raise
+        raise type(error)(f"{flag_of(name)} {rest}") from error
 
 
 def is_secret(field: FieldInfo) -> bool:
@@ -91,14 +163,14 @@ def expected_by(error: ValidationError) -> str:
     return error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
 
 
-_Taken = tuple[type[BaseModel], bool]
+_Taken = tuple[type, bool]
 
 
 def _schema_in(annotation: Any) -> _Taken | None:
     """Return the schema that a parameter is annotated with, and whether in `Given`."""
     is_partial = get_origin(annotation) is Given
     schema = get_args(annotation)[0] if is_partial else annotation
-    is_schema = isinstance(schema, type) and issubclass(schema, BaseModel)
+    is_schema = isinstance(schema, type) and (issubclass(schema, BaseModel) or is_dataclass(schema))
     return (schema, is_partial) if is_schema else None
 
 
@@ -107,7 +179,7 @@ def _shown(parameter: Parameter, taken: _Taken | None) -> Iterator[Parameter]:
         yield parameter
         return
     schema, is_partial = taken
-    for name, field in schema.model_fields.items():
+    for name, field in settings_of(schema).items():
         default = None if is_partial or _is_list(field) else field.default
         yield Parameter(
             name,
@@ -117,7 +189,10 @@ def _shown(parameter: Parameter, taken: _Taken | None) -> Iterator[Parameter]:
         )
 
 
-def _panel_of(name: str, schema: type[BaseModel]) -> str | None:
+def _panel_of(name: str, schema: type) -> str | None:
+    if not issubclass(schema, BaseModel):
+        title: str | None = getattr(schema, "flags_title", None)
+        return title
     stated = (each for each in schema.__mro__ if name in get_annotations(each))
     return next(each.model_config.get("title") for each in stated if issubclass(each, BaseModel))
 
@@ -178,13 +253,25 @@ def _bound(field: FieldInfo, name: str) -> Any:
     return next((getattr(each, name) for each in field.metadata if hasattr(each, name)), None)
 
 
-def _checked(schema: type[Schema], given: Mapping[str, object]) -> Schema:
+def _checked(schema: type[Any], given: Mapping[str, object]) -> Any:
+    model = schema if issubclass(schema, BaseModel) else _model_of(schema)
     try:
-        return schema.model_validate(given)
+        checked = model.model_validate(given)
     except ValidationError as error:
         where: Sequence[int | str] = error.errors()[0]["loc"]
         hint = f"'{flag_of(str(where[0]))}'"
         raise typer.BadParameter(f"{expected_by(error)}.", param_hint=hint) from error
+    if model is schema:
+        return checked
+    with naming_flags(schema):
+        return schema(**given)
+
+
+def _model_of(schema: type) -> type[BaseModel]:
+    """Return a model that checks each setting of a dataclass by itself."""
+    stated = settings_of(schema)
+    settings: Any = {name: (field.annotation, field) for name, field in stated.items()}
+    return create_model(schema.__name__, **settings)
 
 
 def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter: Any) -> None:
@@ -193,7 +280,10 @@ def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter:
     Names take the room that they need: what does not fit next to one begins below it.
     """
     shown: dict[str, list[Any]] = {}
+    rare = () if context.meta.get(_ALL) else getattr(command.callback, "rare", ())
     for parameter in command.get_params(context):
+        if parameter.name in rare:
+            continue
         default = "Arguments" if parameter.param_type_name == "argument" else "Options"
         title = getattr(parameter, "rich_help_panel", None) or default
         if record := parameter.get_help_record(context):

@@ -23,7 +23,7 @@ import typer
 from numpy.typing import NDArray
 from rich.progress import track
 
-from decoder.assembly import DrafterSettings, draft_limits
+from decoder.assembly import draft_limits, draft_readers
 from decoder.budget.budget import FixedBudget
 from decoder.commands.prompts import read_prompts
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
@@ -40,6 +40,7 @@ from decoder.drafters.kernels.siblings import (
     gather,
     set_of,
 )
+from decoder.drafters.options import DraftOptions
 from decoder.drafters.readers import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import PRIOR_ROWS, load_prior, prior_rows, save_prior
@@ -229,8 +230,8 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     texts = [prompt.text for prompt in read_prompts(prompts)[skip:]][:limit]
     named = {"speculator": speculator, "draft_model": draft_model}
     given = {name: value for name, value in named.items() if value is not None}
-    readers = DrafterSettings.model_validate({"index": index or [], **given}).readers(
-        language_model
+    readers = draft_readers(
+        DraftOptions.model_validate({"index": index or [], **given}), language_model
     )
     seen: list[PlaceSeen] = []
     for count in range(min(len(readers), 1), len(readers) + 1):

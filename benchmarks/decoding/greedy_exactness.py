@@ -23,8 +23,9 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import check_drafts
 from decoder.commands.prompts import read_prompts
+from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError, DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.plugins.bench.bench import BenchPrompt, circumstances, fitting
@@ -123,7 +124,7 @@ def _rows(output: Path, head: dict[str, Any], *, resume: bool) -> list[dict[str,
 @with_flags
 def measure(  # noqa: PLR0913  options
     *,
-    drafts: DrafterSettings,
+    drafts: DraftOptions,
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions, or a prompt a line.")],
     output: Annotated[Path, typer.Option(help="JSON lines, written as it goes.")],
     model: Annotated[str, typer.Option(help="The model.")] = DEFAULT_MODEL,
@@ -139,7 +140,7 @@ def measure(  # noqa: PLR0913  options
     """Decode prompts in all ways and compare."""
     if drafts.draft_sampling:
         raise ContradictoryOptionsError("--draft-sampling has no effect here: outputs are greedy")
-    drafts.check()
+    check_drafts(drafts)
     names = contender or [FOREDRAFT]
     if _ALL in names:
         names = [name for name in possible(drafts) if name != PLAIN]

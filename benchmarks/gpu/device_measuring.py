@@ -32,11 +32,12 @@ from benchmarks.decoding.commit_cost import commit_costs
 from benchmarks.decoding.devices import describe_device, device_state
 from benchmarks.gpu.device_report import write_report
 from benchmarks.gpu.missing import missing_files
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import assemble, check_drafts, connect_drafter
 from decoder.budget.cost_store import describe_machine, device_name, versions
 from decoder.budget.pass_timing import measure_costs
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
+from decoder.drafters.options import DraftOptions
 from decoder.errors import DecoderError, ModelLoadError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
@@ -91,7 +92,7 @@ class Plan:
     model: str
     device: str
     prompts: Sequence[Prompt]
-    drafter: DrafterSettings
+    drafter: DraftOptions
     bench: BenchOptions
     rounds: int
 
@@ -104,7 +105,7 @@ def exactness(plan: Plan) -> dict[str, Any]:
     """Compare greedy outputs with those of `model.generate`, in float32."""
     torch.set_float32_matmul_precision("highest")
     language_model = plan.load(Precision.FLOAT32)
-    with plan.drafter.connect(language_model) as drafter:
+    with connect_drafter(plan.drafter, language_model) as drafter:
         decoder = assemble(language_model, drafter)
         all_ways = contenders(language_model, decoder, plan.bench.max_new_tokens)
         ways = {name: all_ways[name] for name in (PLAIN, FOREDRAFT)}
@@ -240,7 +241,7 @@ def _kept_parts(output: Path, about: dict[str, Any]) -> dict[str, Any]:
 @with_flags
 def command(  # noqa: PLR0913  options
     *,
-    drafts: DrafterSettings,
+    drafts: DraftOptions,
     prompts: Annotated[
         Path | None, typer.Option(help="Spec-Bench's questions, or a prompt a line.")
     ] = None,
@@ -283,7 +284,7 @@ def command(  # noqa: PLR0913  options
             raise ModelLoadError(
                 f"{name} lacks {', '.join(missing)}: bring them to that folder first"
             )
-    drafts.check()
+    check_drafts(drafts)
     others = [] if warm is None else read_prompts(warm)
     widths = list(dict.fromkeys(parallel or PARALLEL))
     options = BenchOptions(

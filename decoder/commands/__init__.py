@@ -8,12 +8,12 @@ import typer
 from decoder.commands.options import (
     AnsweredPrompts,
     ChatSettings,
-    ChoiceSettings,
     ModelSettings,
     ShownSettings,
 )
 from decoder.drafters.options import DraftOptions
 from decoder.errors import DecoderError
+from decoder.sampling.sampling_settings import SamplingSettings
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
@@ -30,7 +30,7 @@ def run_generate(
     drafts: DraftOptions,
     given: AnsweredPrompts,
     output: ShownSettings,
-    choice: ChoiceSettings,
+    sampling: SamplingSettings,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, or each of a file; text goes to standard output, figures to standard error.
@@ -40,7 +40,7 @@ def run_generate(
     """
     from decoder.commands.generate_command import answer_prompts  # noqa: PLC0415  (loads torch)
 
-    answer_prompts(chosen, drafts, given, output, choice, as_json=as_json)
+    answer_prompts(chosen, drafts, given, output, sampling, as_json=as_json)
 
 
 @app.command("chat")
@@ -50,7 +50,7 @@ def run_chat(
     chosen: ModelSettings,
     drafts: DraftOptions,
     output: ChatSettings,
-    choice: ChoiceSettings,
+    sampling: SamplingSettings,
 ) -> None:
     """Talk with a model: answers stream in the colours of the sources that drafted them.
 
@@ -60,7 +60,7 @@ def run_chat(
     """
     from decoder.commands.chat_command import hold_conversation  # noqa: PLC0415  (loads torch)
 
-    hold_conversation(chosen, drafts, output, choice)
+    hold_conversation(chosen, drafts, output, sampling)
 
 
 def run(commands: typer.Typer) -> None:

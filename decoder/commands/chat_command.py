@@ -11,13 +11,12 @@ from typing import BinaryIO, Final, TextIO
 
 import typer
 
-from decoder.assembly import DrafterSettings, assemble, own_rule
+from decoder.assembly import assemble, check_drafts, connect_drafter, own_rule
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, painted
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
 from decoder.commands.options import (
     ChatSettings,
-    ChoiceSettings,
     ModelSettings,
     PromptSettings,
     is_dumb,
@@ -29,6 +28,7 @@ from decoder.errors import InvalidPromptError, PromptFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import ObservedPass, Statistics
+from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.speedup import Speedup
 from indexer.errors import TokenizerError, reason_of
 from indexer.launch import errors_in_one_line
@@ -47,23 +47,22 @@ _COMMANDS: Final = (
 
 @errors_in_one_line(*FORESEEN)
 def hold_conversation(
-    chosen: ModelSettings, asked: DraftOptions, output: ChatSettings, choice: ChoiceSettings
+    chosen: ModelSettings, drafts: DraftOptions, output: ChatSettings, sampling: SamplingSettings
 ) -> None:
     """Talk with a model; see `foredraft chat --help`."""
-    drafts = DrafterSettings.of(asked)
-    drafts.check()
-    settings = drafts.sampling(choice.sampling())
+    check_drafts(drafts)
+    settings = drafts.sampling(sampling)
     prepared = prepare_model(chosen.options(PromptSettings(), drafts.index))
     if not prepared.tokenizer.chat_template:
         raise TokenizerError(
             f"{prepared.options.name} has no chat template, so it takes no conversation: name a "
             "model that was made for chats, or use `foredraft generate`"
         )
-    drafts.check(prepared.vocabulary)
+    check_drafts(drafts, prepared.vocabulary)
     palette = Palette() if output.colour.applies_to(sys.stdout) else None
     with ExitStack() as stack:
         language_model = prepared.load()
-        drafter = stack.enter_context(drafts.connect(language_model, settings))
+        drafter = stack.enter_context(connect_drafter(drafts, language_model, settings))
         rule = own_rule(language_model, settings)
         decoder = assemble(
             language_model,

@@ -10,13 +10,12 @@ from typing import Any
 
 import typer
 
-from decoder.assembly import DrafterSettings, Extent, assemble, own_rule, pattern_of
+from decoder.assembly import Extent, assemble, check_drafts, connect_drafter, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, Answerer, PassWriter, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
-    ChoiceSettings,
     Colouring,
     ModelSettings,
     ShownSettings,
@@ -32,9 +31,10 @@ from decoder.commands.prompts import (
 )
 from decoder.commands.terminal import Palette
 from decoder.drafters.options import DraftOptions
-from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
+from decoder.errors import InvalidPromptError, UnknownTokenError, refuse_contradictions
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
+from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from indexer.launch import errors_in_one_line, plugged
 from indexer.sources.recordings import RecordingTally
@@ -44,26 +44,25 @@ from retriever.drafter import Kin
 @errors_in_one_line(*FORESEEN)
 def answer_prompts(
     chosen: ModelSettings,
-    asked: DraftOptions,
+    drafts: DraftOptions,
     given: AnsweredPrompts,
     output: ShownSettings,
-    choice: ChoiceSettings,
+    sampling: SamplingSettings,
     *,
     as_json: bool,
 ) -> None:
     """Answer a prompt, or each of a file; see `foredraft generate --help`."""
-    drafts = DrafterSettings.of(asked)
-    palette = _palette(output.colour, as_json=as_json)
-    drafts.check()
-    settings = drafts.sampling(choice.sampling())
-    if choice.regex is not None:
-        check_regex(choice.regex)
+    _refuse_contradictions(given, output, as_json=as_json)
+    palette = Palette() if not as_json and output.colour.applies_to(sys.stdout) else None
+    check_drafts(drafts)
+    settings = drafts.sampling(sampling)
+    if output.regex is not None:
+        check_regex(output.regex)
     traces = _traces(output)
-    _check_parallel(given, output)
     stops = StopStrings(output.stop)
     selected = _selected(given.prompt, given.prompts, given.limit)
     prepared = prepare_model(chosen.options(given, drafts.index))
-    drafts.check(prepared.vocabulary)
+    check_drafts(drafts, prepared.vocabulary)
     check_stop_strings(stops, prepared.tokenizer)
     extra_ids = [*_known(output.stop_id, prepared), *special_ids(stops, prepared.tokenizer)]
     _check_prompts(selected, prepared, is_single=given.prompts is None)
@@ -94,8 +93,8 @@ def answer_prompts(
                 traces.written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
             )
         language_model = _stopping_at(extra_ids, prepared.load())
-        pattern = pattern_of(language_model, choice.regex)
-        drafter = stack.enter_context(drafts.connect(language_model, settings))
+        pattern = pattern_of(language_model, output.regex)
+        drafter = stack.enter_context(connect_drafter(drafts, language_model, settings))
         decoder = assemble(
             language_model,
             drafter,
@@ -132,42 +131,45 @@ def _traces(output: ShownSettings) -> Any:
     return traces
 
 
-def _palette(colour: Colouring, *, as_json: bool) -> Palette | None:
-    if as_json and colour is Colouring.ALWAYS:
-        raise ContradictoryOptionsError("--colour always and --json exclude each other")
-    return Palette() if not as_json and colour.applies_to(sys.stdout) else None
+def _refuse_contradictions(given: AnsweredPrompts, output: ShownSettings, *, as_json: bool) -> None:
+    """Refuse options of which one has no place beside another.
+
+    Raises:
+        ContradictoryOptionsError: there are such.
+    """
+    is_one, is_parallel = given.prompts is None, given.parallel > 1
+    alone = {"--compare": output.compare, "--trace": output.trace, "--html": output.html}
+    refuse_contradictions(
+        (
+            as_json and output.colour is Colouring.ALWAYS,
+            "--colour always and --json exclude each other",
+        ),
+        (is_one and given.limit is not None, "--limit is for a file of prompts: --prompts"),
+        (
+            not is_one and given.prompt is not None,
+            "--prompt and --prompts exclude each other: put the prompt into the file",
+        ),
+        (is_one and is_parallel, "--parallel is for a file of prompts: --prompts"),
+        *(
+            (
+                is_parallel and is_given,
+                f"{flag} and --parallel exclude each other: {flag} is for one answer at a time",
+            )
+            for flag, is_given in alone.items()
+        ),
+    )
 
 
 def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[Prompt]:
     """Return the prompts in the order of their file."""
     if path is None:
-        if limit is not None:
-            raise ContradictoryOptionsError("--limit is for a file of prompts: --prompts")
         text = read_text(sys.stdin.buffer) if prompt is None else prompt
         return [Prompt(DEFAULT_CATEGORY, checked_text(text))]
-    if prompt is not None:
-        raise ContradictoryOptionsError(
-            "--prompt and --prompts exclude each other: put the prompt into the file"
-        )
     found = RecordingTally()
     selected = read_prompts(path, limit, skipped=found)
     for line in found.describe():
         typer.echo(line, err=True)
     return sorted(selected, key=lambda prompt: prompt.line)
-
-
-def _check_parallel(given: AnsweredPrompts, output: ShownSettings) -> None:
-    """Refuse what is for one answer at a time beside several."""
-    if given.parallel == 1:
-        return
-    if given.prompts is None:
-        raise ContradictoryOptionsError("--parallel is for a file of prompts: --prompts")
-    alone = {"--compare": output.compare, "--trace": output.trace, "--html": output.html}
-    for flag, is_given in alone.items():
-        if is_given:
-            raise ContradictoryOptionsError(
-                f"{flag} and --parallel exclude each other: {flag} is for one answer at a time"
-            )
 
 
 def _check_prompts(prompts: Sequence[Prompt], prepared: PreparedModel, *, is_single: bool) -> None:

@@ -5,24 +5,21 @@ comes at once.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from decoder.errors import ContradictoryOptionsError, DeviceError, InvalidSettingsError
+from decoder.errors import DeviceError
 from decoder.model.pretrained import Attention, ModelOptions, Precision
-from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import DEFAULT_MAX_NEW_TOKENS
 from indexer.errors import TokenizerError
-from indexer.flags import Metavar, flag_of
+from indexer.flags import RARE, Metavar
 from indexer.tokenizer import DEFAULT_MODEL, locate_model, not_here
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
-_SAMPLING: Final = SamplingSettings()
 
 
 PROMPT_FILE: Final = (
@@ -37,10 +34,10 @@ class PromptSettings(BaseModel):
     model_config = ConfigDict(title="Prompt", extra="forbid", frozen=True, defer_build=True)
 
     limit: Annotated[
-        int | None, Field(ge=1, description="Most prompts, spread evenly over categories.")
+        int | None, RARE, Field(ge=1, description="Most prompts, spread evenly over categories.")
     ] = None
     no_chat_template: Annotated[
-        bool, Field(description="Take prompts as plain text to go on from.")
+        bool, RARE, Field(description="Take prompts as plain text to go on from.")
     ] = not _MODEL.use_chat_template
 
 
@@ -55,6 +52,7 @@ class AnsweredPrompts(PromptSettings):
     prompts: Annotated[Path | None, Metavar("FILE"), Field(description=PROMPT_FILE)] = None
     system: Annotated[
         str | None,
+        RARE,
         Metavar("TEXT"),
         Field(description="The system message. Default: the chat template's own."),
     ] = _MODEL.system
@@ -68,6 +66,7 @@ class AnsweredPrompts(PromptSettings):
     ] = ()
     group: Annotated[
         str,
+        RARE,
         Metavar("NAME"),
         Field(
             description="Answers of one group that are written at once draft from one another: "
@@ -85,6 +84,7 @@ class AnsweredPrompts(PromptSettings):
     ] = 1
     prepare: Annotated[
         int | None,
+        RARE,
         Metavar("TOKENS"),
         Field(
             ge=1,
@@ -94,6 +94,7 @@ class AnsweredPrompts(PromptSettings):
     ] = None
     forget: Annotated[
         bool,
+        RARE,
         Field(
             description="Keep answers out of later drafts: of the service with --server, of later "
             "prompts with --prompts. Without either, nothing is kept anyway."
@@ -143,8 +144,8 @@ class ModelChoice(BaseModel):
         Metavar("DEVICE"),
         Field(description="Where the model runs, such as cpu or cuda:0."),
     ] = _MODEL.device
-    attention: Annotated[Attention, Field(description="Implementation of attention.")] = Attention(
-        _MODEL.attention
+    attention: Annotated[Attention, RARE, Field(description="Implementation of attention.")] = (
+        Attention(_MODEL.attention)
     )
 
     def check_device(self) -> None:
@@ -194,6 +195,7 @@ class ModelSettings(ModelChoice):
 
     cost_cache: Annotated[
         str | None,
+        RARE,
         Metavar("DIR"),
         Field(
             description="Where measured costs of passes are kept for the next start, none to "
@@ -240,13 +242,19 @@ class AnswerSettings(OutputSettings):
         Field(description="End an answer before this text. Repeatable."),
     ] = ()
     include_stop: Annotated[
-        bool, Field(description="End an answer behind the --stop text instead.")
+        bool, RARE, Field(description="End an answer behind the --stop text instead.")
     ] = False
     stop_id: Annotated[
         tuple[int, ...],
+        RARE,
         Metavar("ID"),
         Field(description="A token that ends an answer, besides the model's own."),
     ] = ()
+    regex: Annotated[
+        str | None,
+        Metavar("PATTERN"),
+        Field(description="The whole answer matches this regular expression."),
+    ] = None
     trace: Annotated[
         Path | None,
         Metavar("FILE"),
@@ -258,6 +266,7 @@ class AnswerSettings(OutputSettings):
 
 Colour = Annotated[
     Colouring,
+    RARE,
     Field(
         description="Show each token in the colour of the source that drafted it: auto on "
         "terminals, unless NO_COLOR is set."
@@ -292,85 +301,8 @@ class ChatSettings(OutputSettings):
 
     system: Annotated[
         str | None,
+        RARE,
         Metavar("TEXT"),
         Field(description="The system message. Default: the chat template's own."),
     ] = None
     colour: Colour = Colouring.AUTO
-
-
-class ChoiceSettings(BaseModel):
-    """How tokens are chosen; see `SamplingSettings`."""
-
-    model_config = ConfigDict(title="Sampling", extra="forbid", frozen=True, defer_build=True)
-
-    temperature: Annotated[float, Field(ge=0, description="0 decodes greedily.")] = (
-        _SAMPLING.temperature
-    )
-    top_k: Annotated[
-        int | None,
-        Field(ge=0, description="Draw from the so many most probable tokens; 0: from all."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="Draw from the most probable tokens with this mass, above 0 and at most 1.",
-        ),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        Field(
-            ge=0, le=1, description="Draw from tokens with this share of the greatest probability."
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="Above 0; makes tokens of prompt and output less probable; 1: none. "
-            "Default, as for the three options before: what the model's generation_config states, "
-            "if anything.",
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        Field(ge=-2, le=2, description="Taken off the logits of tokens of the output."),
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        Field(ge=-2, le=2, description="The same, for each time that a token is there."),
-    ] = None
-    seed: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=2**64 - 1,
-            description="Makes sampling repeatable; no effect at temperature 0.",
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        Metavar("PATTERN"),
-        Field(description="The whole answer matches this regular expression."),
-    ] = None
-
-    def sampling(self) -> SamplingSettings:
-        """Return how tokens are drawn.
-
-        Raises:
-            ContradictoryOptionsError: two options exclude each other.
-            InvalidSettingsError: a value is out of its range; errors begin with an option.
-        """
-        with _named_as_options():
-            return SamplingSettings(**self.model_dump(exclude={"regex"}))
-
-
-@contextmanager
-def _named_as_options() -> Iterator[None]:
-    """Have errors that begin with a setting's name, in the block, begin with its option's."""
-    try:
-        yield
-    except (InvalidSettingsError, ContradictoryOptionsError) as error:
-        name, _, rest = str(error).partition(" ")
-        raise type(error)(f"{flag_of(name)} {rest}") from error

@@ -3,16 +3,15 @@
 Loads no library for tensors, so that a command can show its options at once.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import ConfigDict, Field
 
-from decoder.errors import ContradictoryOptionsError
+from decoder.errors import refuse_contradictions
 from decoder.sampling.sampling_settings import SamplingSettings
-from indexer.flags import Metavar
+from indexer.flags import RARE, Metavar
 from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_OUTCOMES
 from retriever.operations.settings import DraftSettings
 
@@ -24,16 +23,10 @@ DEFAULT_SHARE: Final = 0.25
 same, by its priority."""
 
 
-def check_trimming(indexes: Sequence[Path]) -> None:
-    """Refuse a trimmed vocabulary without an index to rank tokens by.
-
-    Raises:
-        ContradictoryOptionsError: there are no indexes.
-    """
-    if not indexes:
-        raise ContradictoryOptionsError(
-            "--draft-vocabulary takes the most frequent tokens of an index: give one with --index"
-        )
+UNDRAWN: Final = "--draft-sampling has no effect at temperature 0: give a --temperature"
+WITHOUT_INDEX: Final = (
+    "--draft-vocabulary takes the most frequent tokens of an index: give one with --index"
+)
 
 
 class DraftOptions(DraftSettings):
@@ -63,6 +56,7 @@ class DraftOptions(DraftSettings):
     ] = None
     online: Annotated[
         Path | None,
+        RARE,
         Metavar("DIR"),
         Field(
             description="With --speculator: let it go on learning from what it drafts for, in a "
@@ -72,11 +66,13 @@ class DraftOptions(DraftSettings):
     ] = None
     online_share: Annotated[
         float,
+        RARE,
         Metavar("SHARE"),
         Field(gt=0, le=1, description="With --online: most of one core's time for it."),
     ] = DEFAULT_SHARE
     draft_vocabulary: Annotated[
         int | None,
+        RARE,
         Metavar("N"),
         Field(
             ge=1,
@@ -86,16 +82,18 @@ class DraftOptions(DraftSettings):
     ] = None
     draft_sampling: Annotated[
         bool,
+        RARE,
         Field(
             description="With sampling: draw drafts from the --draft-model's distributions, and "
             "accept them by those. The output of a --seed then depends on the drafts."
         ),
     ] = False
     recycle: Annotated[
-        bool, Field(description="Draft from the logits of the model's earlier passes, too.")
+        bool, RARE, Field(description="Draft from the logits of the model's earlier passes, too.")
     ] = True
     draft_ahead: Annotated[
         int,
+        RARE,
         Metavar("N"),
         Field(
             ge=0,
@@ -117,6 +115,7 @@ class DraftOptions(DraftSettings):
     ] = None
     recycled_bytes: Annotated[
         int,
+        RARE,
         Field(
             ge=0,
             description="With --state or --server: logits of earlier passes to keep there, and to "
@@ -127,31 +126,36 @@ class DraftOptions(DraftSettings):
     def model_post_init(self, context: object, /) -> None:
         """Refuse settings that contradict one another."""
         super().model_post_init(context)
-        if self.server and self.state is not None:
-            raise ContradictoryOptionsError(
-                "--state and --server exclude each other: leave out --state, for a server keeps "
-                "its own (foredraft serve --state)"
-            )
-        if self.draft_ahead and len(self.server) > 1:
-            raise ContradictoryOptionsError(
-                "--draft-ahead and more than one --server exclude each other: services that each "
-                "hold a part of a corpus are asked only for what has come; leave out --draft-ahead"
-            )
-        if self.draft_sampling and not self.names_readers:
-            raise ContradictoryOptionsError(
-                "--draft-sampling needs a model to draw from: --draft-model or --speculator"
-            )
-        if self.online is not None and self.speculator is None:
-            raise ContradictoryOptionsError(
-                "--online needs a speculator that learns: give its --speculator"
-            )
-        if self.draft_vocabulary is None:
-            return
-        if not self.names_readers:
-            raise ContradictoryOptionsError(
-                "--draft-vocabulary needs a model to trim: --draft-model or --speculator"
-            )
-        check_trimming(self.index)
+        refuse_contradictions(
+            (
+                self.server and self.state is not None,
+                (
+                    "--state and --server exclude each other: leave out --state, for a server "
+                    "keeps its own (foredraft serve --state)"
+                ),
+            ),
+            (
+                self.draft_ahead and len(self.server) > 1,
+                (
+                    "--draft-ahead and more than one --server exclude each other: services that "
+                    "each hold a part of a corpus are asked only for what has come; leave out "
+                    "--draft-ahead"
+                ),
+            ),
+            (
+                self.draft_sampling and not self.names_readers,
+                "--draft-sampling needs a model to draw from: --draft-model or --speculator",
+            ),
+            (
+                self.online is not None and self.speculator is None,
+                "--online needs a speculator that learns: give its --speculator",
+            ),
+            (
+                self.draft_vocabulary is not None and not self.names_readers,
+                "--draft-vocabulary needs a model to trim: --draft-model or --speculator",
+            ),
+            (self.draft_vocabulary is not None and not self.index, WITHOUT_INDEX),
+        )
 
     @property
     def names_readers(self) -> bool:
@@ -166,10 +170,7 @@ class DraftOptions(DraftSettings):
         """
         if not self.draft_sampling:
             return chosen
-        if chosen.is_greedy:
-            raise ContradictoryOptionsError(
-                "--draft-sampling has no effect at temperature 0: give a --temperature"
-            )
+        refuse_contradictions((chosen.is_greedy, UNDRAWN))
         return replace(chosen, coupled=False)
 
     def describe(self) -> str:

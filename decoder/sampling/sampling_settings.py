@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self
+
+from pydantic import Field
 
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from indexer.flags import RARE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -48,14 +51,57 @@ class SamplingSettings:
         ContradictoryOptionsError: a setting for sampling alone is given at temperature 0.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    flags_title: ClassVar[str] = "Sampling"
+
+    temperature: Annotated[float, Field(ge=0, description="0 decodes greedily.")] = 0.0
+    top_k: Annotated[
+        int | None,
+        RARE,
+        Field(ge=0, description="Draw from the so many most probable tokens; 0: from all."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="Draw from the most probable tokens with this mass, above 0 and at most 1.",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        RARE,
+        Field(
+            ge=0, le=1, description="Draw from tokens with this share of the greatest probability."
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        RARE,
+        Field(
+            gt=0,
+            description="Above 0; makes tokens of prompt and output less probable; 1: none. "
+            "Default, as for --top-k, --top-p and --min-p: what the model's generation_config "
+            "states, if anything.",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        RARE,
+        Field(ge=-2, le=2, description="Taken off the logits of tokens of the output."),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        RARE,
+        Field(ge=-2, le=2, description="The same, for each time that a token is there."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=_SEEDS - 1,
+            description="Makes sampling repeatable; no effect at temperature 0.",
+        ),
+    ] = None
     coupled: bool = True
 
     def __post_init__(self) -> None:

@@ -98,13 +98,15 @@ def commands() -> str:
     return "\n".join(sections)
 
 
-def help_of(words: list[str]) -> str:
-    """Return what `--help` prints, 80 columns wide."""
+def help_of(words: list[str], flag: str = "--help") -> str:
+    """Return what `--help` prints, or `--help-all` where there is that, 80 columns wide."""
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "foredraft", *words, "--help"]
+    command = [sys.executable, "-m", "foredraft", *words, flag]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
     )
+    if flag == "--help" and "--help-all" in done.stdout:
+        return help_of(words, "--help-all")
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 

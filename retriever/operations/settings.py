@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from indexer.flags import Metavar
+from indexer.flags import RARE, Metavar
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import InvalidRequestError, SettingsError
@@ -143,6 +143,7 @@ class CredentialSettings(BaseModel):
 
     credentials: Annotated[
         Path | None,
+        RARE,
         Metavar("FILE"),
         Field(
             description="For a service: a TOML file with what to show and whom to trust: ca, "

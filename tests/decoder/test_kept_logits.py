@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import connect_drafter
 from decoder.drafters.following import Verified
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import KeptLogits
 from decoder.drafters.kernels.recycled import Table, enter, find, key_of
+from decoder.drafters.options import DraftOptions
 from decoder.drafters.recycling import NUM_LIKELY, RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.pretrained import LanguageModel
@@ -323,29 +324,29 @@ def test_settings_keep_and_share(
     prompt = language_model.encode("what was kept")
     tokens: list[list[int]] = []
 
-    def passes(settings: DrafterSettings) -> int:
-        with settings.connect(language_model) as drafter:
+    def passes(settings: DraftOptions) -> int:
+        with connect_drafter(settings, language_model) as drafter:
             decoder = decoder_with(language_model.model, drafter)
             generation = decoder.generate(prompt, 30)
             tokens.append([token for step in generation for token in step])
             return generation.statistics.num_passes
 
-    cold = passes(DrafterSettings())
-    assert passes(DrafterSettings(state=tmp_path)) == cold
+    cold = passes(DraftOptions())
+    assert passes(DraftOptions(state=tmp_path)) == cold
     with monkeypatch.context() as alone:  # the generations would draft it, too
         alone.setattr("retriever.sessions.embedded.EmbeddedDrafter.draft", _nothing)
-        assert passes(DrafterSettings(state=tmp_path)) < cold
+        assert passes(DraftOptions(state=tmp_path)) < cold
     with serving(EmbeddedDrafter()) as address:
-        assert passes(DrafterSettings(server=[address])) == cold
-        assert passes(DrafterSettings(server=[address])) < cold
+        assert passes(DraftOptions(server=[address])) == cold
+        assert passes(DraftOptions(server=[address])) < cold
     assert len({tuple(each) for each in tokens}) == 1
     with (
-        DrafterSettings(state=tmp_path).connect(language_model),
+        connect_drafter(DraftOptions(state=tmp_path), language_model),
         pytest.raises(StateError, match="another drafter uses"),
     ):
-        passes(DrafterSettings(state=tmp_path))
+        passes(DraftOptions(state=tmp_path))
     with pytest.raises(ContradictoryOptionsError, match="serve --state"):
-        DrafterSettings(state=tmp_path, server=["localhost:1"])
+        DraftOptions(state=tmp_path, server=["localhost:1"])
 
 
 def _nothing(_self: EmbeddedDrafter, requests: list[object]) -> list[DraftTree]:

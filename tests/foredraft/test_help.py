@@ -23,6 +23,12 @@ MANY_OPTIONS = 8
 HEAVY = {"torch", "transformers", "numba"}
 
 
+def help_of(name: str) -> str:
+    """The flag that lists every option of a command."""
+    has_all = any(option.name == "help_all" for option in ALL[name].params)
+    return "--help-all" if has_all else "--help"
+
+
 @pytest.fixture(params=ALL, ids=lambda name: name.replace(" ", "-"))
 def shown(
     request: pytest.FixtureRequest,
@@ -32,7 +38,7 @@ def shown(
     """A command's name and its help."""
     monkeypatch.setenv("COLUMNS", "80")
     with suppress(SystemExit):
-        ALL[request.param].main(["--help"], prog_name=f"foredraft {request.param}")
+        ALL[request.param].main([help_of(request.param)], prog_name=f"foredraft {request.param}")
     return request.param, capsys.readouterr().out
 
 
@@ -102,9 +108,13 @@ def test_no_name_is_cut_and_every_default_is_real(shown: tuple[str, str]) -> Non
         assert {*option.opts, *option.secondary_opts} <= words
         begin = re.search(rf"^ +(-\w, )?{re.escape(option.opts[0])}\b", text, re.MULTILINE)
         assert begin, option.opts
-        assert option.help or option.name == "help"
+        assert option.help or option.name in {"help", "help_all"}
         default = option.default
-        if default in (None, False, (), []) or option.name == "help" or callable(default):
+        if (
+            default in (None, False, (), [])
+            or option.name in {"help", "help_all"}
+            or callable(default)
+        ):
             continue
         assert f"[default: {told_default(option.opts[0][2:], default)}" in flat, option.opts
 
@@ -127,7 +137,11 @@ def test_defaults_of_settings_are_told_where_a_file_may_set_them(
 
 def test_many_options_are_shown_in_groups() -> None:
     for name, command in ALL.items():
-        options = [o for o in command.params if o.param_type_name == "option" and o.name != "help"]
+        options = [
+            o
+            for o in command.params
+            if o.param_type_name == "option" and o.name not in {"help", "help_all"}
+        ]
         ungrouped = [option.name for option in options if not option.rich_help_panel]
         assert len(options) <= MANY_OPTIONS or not ungrouped, name
 
@@ -137,7 +151,7 @@ def test_options_stand_below_the_title_of_their_group(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with suppress(SystemExit):
-        ALL["generate"].main(["--help"], prog_name="foredraft generate")
+        ALL["generate"].main(["--help-all"], prog_name="foredraft generate")
     parts = re.split(r"^(\w+):\n", capsys.readouterr().out, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert "--model " in sections["Model"]

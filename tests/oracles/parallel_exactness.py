@@ -18,9 +18,10 @@ from typing import Annotated, Any, Final
 import numpy as np
 import typer
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import connect_drafter
 from decoder.budget.budget import FixedBudget
 from decoder.commands.prompts import read_prompts
+from decoder.drafters.options import DraftOptions
 from decoder.loop import Decoder, Request
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.model.target import Target
@@ -174,7 +175,7 @@ def main(  # noqa: PLR0913  options
     for width in parallel:
         wanted = endings(encoded, outputs, rng)
         order = rng.permutation(len(wanted))
-        with DrafterSettings(index=index).connect(language_model) as drafter:
+        with connect_drafter(DraftOptions(index=index), language_model) as drafter:
             target = Target(language_model.model)
             decoder = Decoder(target, drafter, FixedBudget(nodes), stop_ids=language_model.stop_ids)
             results.append(check(decoder, [wanted[at] for at in order], width))

@@ -9,7 +9,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import check_drafts
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.generate import Interruption
@@ -17,8 +17,8 @@ from decoder.commands.options import ModelSettings
 from decoder.commands.plots import check_plot
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import print_table, watching
-from decoder.drafters.options import MAX_NODES, DraftOptions
-from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.drafters.options import MAX_NODES, UNDRAWN, DraftOptions
+from decoder.errors import InvalidSettingsError, refuse_contradictions
 from decoder.model.pretrained import prepare_model
 from decoder.plugins.bench.bench import Benchmark, BenchOptions
 from decoder.plugins.bench.bench_report import conclusions_of, draw, notes_of, table_of, tables_of
@@ -33,6 +33,7 @@ from decoder.plugins.contenders.contender import PLAIN, UNDRAFTED
 from decoder.plugins.contenders.registry import (
     ASKING_SERVERS,
     DEFAULT,
+    ContenderEntry,
     Contest,
     Setting,
     chosen,
@@ -46,7 +47,7 @@ from indexer.sources.recordings import RecordingTally
 class ContestSettings(ContestOptions):
     """The same, with what is measured by it."""
 
-    def names(self, drafts: DrafterSettings) -> list[str]:
+    def names(self, drafts: DraftOptions) -> list[str]:
         """Return the contenders; one to compare the others with is always there.
 
         Args:
@@ -77,7 +78,7 @@ class ContestSettings(ContestOptions):
         ):
             yield Setting(nodes or None, temperature, seed if temperature else 0)
 
-    def check(self, drafts: DrafterSettings, repeat: int) -> None:
+    def check(self, drafts: DraftOptions, repeat: int) -> None:
         """Refuse what cannot be measured, before a model is loaded.
 
         Args:
@@ -90,43 +91,18 @@ class ContestSettings(ContestOptions):
                 answers to what is measured, or seeds are given where nothing is sampled.
             PlotError: a plot could not be drawn.
         """
-        self._check_apart(drafts, repeat)
-        if drafts.online is not None:
-            raise ContradictoryOptionsError(
-                "--online would change the speculator while it is measured: leave it out"
-            )
-        for entry in chosen(self.names(drafts)):
+        entries = chosen(self.names(drafts))
+        self._refuse_contradictions(drafts, repeat, entries)
+        for entry in entries:
             entry.check(drafts)
-            if self.parallel and not entry.takes_many:
-                raise ContradictoryOptionsError(
-                    f"--contender {entry.name} decodes one prompt at a time: leave it out with "
-                    "--parallel"
-                )
-        self._check_widths()
+        if any(width < 1 for width in self.parallel):
+            raise InvalidSettingsError("--parallel must be 1 or more")
         if not all(0 <= nodes <= MAX_NODES for nodes in self.nodes):
             raise InvalidSettingsError(f"--nodes must be 0 to {MAX_NODES}")
-        if self.seed and not any(self.temperature):
-            raise ContradictoryOptionsError(
-                "--seed has no effect at temperature 0: give a --temperature, or leave it out"
-            )
-        if drafts.draft_sampling and not any(self.temperature):
-            raise ContradictoryOptionsError(
-                "--draft-sampling has no effect at temperature 0: give a --temperature"
-            )
         for setting in self.settings:
             setting.sampling()
         if self.plot is not None:
             check_plot(self.plot)
-
-    def _check_widths(self) -> None:
-        """Refuse widths that are none, and turns that wait for answers."""
-        if any(width < 1 for width in self.parallel):
-            raise InvalidSettingsError("--parallel must be 1 or more")
-        if self.parallel and self.turns is AskedTurns.BOTH:
-            raise ContradictoryOptionsError(
-                "--turns both and --parallel exclude each other: a second turn waits for the "
-                "answer to the first"
-            )
 
     def check_count(self, prompts: Sequence[Prompt]) -> None:
         """Refuse fewer prompts than are to be decoded at a time.
@@ -134,26 +110,64 @@ class ContestSettings(ContestOptions):
         Raises:
             ContradictoryOptionsError: the message says how many there are.
         """
-        if len(prompts) < max(self.parallel, default=0):
-            raise ContradictoryOptionsError(
-                f"--parallel {max(self.parallel)} needs as many prompts, and there are "
-                f"{len(prompts)}: give more, or fewer in parallel"
+        most = max(self.parallel, default=0)
+        refuse_contradictions(
+            (
+                len(prompts) < most,
+                (
+                    f"--parallel {most} needs as many prompts, and there are {len(prompts)}: give "
+                    "more, or fewer in parallel"
+                ),
             )
+        )
 
-    def _check_apart(self, drafts: DrafterSettings, repeat: int) -> None:
-        """Refuse runs in which what one round or contender remembers is drafted from in another."""
+    def _refuse_contradictions(
+        self, drafts: DraftOptions, repeat: int, entries: Sequence[ContenderEntry]
+    ) -> None:
+        """Refuse options that exclude each other, and runs that would draft from one another."""
         rounds = len(self.settings) * repeat * len(self.widths)
-        if (drafts.state is not None or drafts.server) and rounds > 1:
-            raise ContradictoryOptionsError(
-                "--state and --server keep answers from round to round, which would be drafted "
-                "from: measure one setting and width without --repeat, or leave them out"
-            )
-        asking = [name for name in self.names(drafts) if name in ASKING_SERVERS]
-        if drafts.server and len(asking) > 1:
-            raise ContradictoryOptionsError(
-                f"--server would show the answers of {asking[0]} to {asking[1]}: measure them one "
-                "by one, each with a service that has just started"
-            )
+        asking = [each.name for each in entries if each.name in ASKING_SERVERS]
+        alone = [each.name for each in entries if not each.takes_many]
+        is_sampled = any(self.temperature)
+        refuse_contradictions(
+            (
+                (drafts.state is not None or drafts.server) and rounds > 1,
+                (
+                    "--state and --server keep answers from round to round, which would be drafted "
+                    "from: measure one setting and width without --repeat, or leave them out"
+                ),
+            ),
+            (
+                drafts.server and len(asking) > 1,
+                (
+                    f"--server would show the answers of {' to '.join(asking[:2])}: measure them "
+                    "one by one, each with a service that has just started"
+                ),
+            ),
+            (
+                drafts.online is not None,
+                "--online would change the speculator while it is measured: leave it out",
+            ),
+            (
+                self.parallel and alone,
+                (
+                    f"--contender {''.join(alone[:1])} decodes one prompt at a time: leave it out "
+                    "with --parallel"
+                ),
+            ),
+            (
+                self.parallel and self.turns is AskedTurns.BOTH,
+                (
+                    "--turns both and --parallel exclude each other: a second turn waits for the "
+                    "answer to the first"
+                ),
+            ),
+            (
+                self.seed and not is_sampled,
+                "--seed has no effect at temperature 0: give a --temperature, or leave it out",
+            ),
+            (drafts.draft_sampling and not is_sampled, UNDRAWN),
+        )
 
 
 def list_contenders() -> None:
@@ -175,16 +189,15 @@ def measure(
     given: MeasuredPrompts,
     options: ContestOptions,
     chosen: ModelSettings,
-    asked: DraftOptions,
+    drafts: DraftOptions,
     output: MeasuredOutput,
     *,
     as_json: bool,
 ) -> None:
     """Measure contenders side by side; see `foredraft bench --help`."""
     contest = ContestSettings.model_validate(dict(options))
-    drafts = DrafterSettings.of(asked)
     chosen.check_device()
-    drafts.check()
+    check_drafts(drafts)
     contest.check(drafts, output.repeat)
     found = RecordingTally()
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
@@ -203,7 +216,7 @@ def measure(
         is_judged=bool(contest.parallel),
     )
     prepared = prepare_model(chosen.options(given, drafts.index))
-    drafts.check(prepared.vocabulary)
+    check_drafts(drafts, prepared.vocabulary)
     language_model = prepared.load()
     costs = store_at(chosen.cost_cache)
     field = Contest(language_model, contest.names(drafts), drafts, output.max_new_tokens, costs)

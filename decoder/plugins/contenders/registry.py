@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from decoder.assembly import DrafterSettings, draft_limits, warn_of_unapplied
+from decoder.assembly import (
+    connect_drafter,
+    draft_limits,
+    draft_readers,
+    fusion_for,
+    warn_of_unapplied,
+)
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.budget.costs import CostSurface
@@ -18,7 +24,7 @@ from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, Verified, states_of
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.siblings import Hints
-from decoder.drafters.options import MAX_NODES
+from decoder.drafters.options import MAX_NODES, DraftOptions
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder
@@ -74,12 +80,12 @@ class Means:
     """
 
     language_model: LanguageModel
-    drafts: DrafterSettings
+    drafts: DraftOptions
     max_nodes: int
     sampling: SamplingSettings
     costs: StepCosts | None = None
 
-    def without(self, *settings: str) -> DrafterSettings:
+    def without(self, *settings: str) -> DraftOptions:
         """Return where drafts come from, but for some settings."""
         return self.drafts.model_copy(update=dict.fromkeys(settings))
 
@@ -113,7 +119,7 @@ class ContenderEntry:
         """Whether it decodes several prompts at a time: in our loop, or in plain batches."""
         return self.opened is not None or not self.options
 
-    def check(self, drafts: DrafterSettings) -> None:
+    def check(self, drafts: DraftOptions) -> None:
         """Refuse the contender where what it drafts with is not given.
 
         Raises:
@@ -140,8 +146,8 @@ def _of_texts(make: DrafterFactory, means: Means) -> AbstractContextManager[Draf
 def _alone(means: Means, *, without: str) -> Iterator[Drafter]:
     """Have a model draft that is not the one left out, and nothing else."""
     model, drafts = means.language_model, means.without(without)
-    fusion = drafts.fusion(model, means.sampling)
-    yield fusion([], readers=drafts.readers(model), costs=means.costs)
+    fusion = fusion_for(drafts, model, means.sampling)
+    yield fusion([], readers=draft_readers(drafts, model), costs=means.costs)
 
 
 @contextmanager
@@ -151,7 +157,9 @@ def _recycled_alone(means: Means) -> Iterator[Drafter]:
 
 @contextmanager
 def _own(means: Means) -> Iterator[Drafter]:
-    with means.drafts.connect(means.language_model, means.sampling, means.costs) as drafter:
+    with connect_drafter(
+        means.drafts, means.language_model, means.sampling, means.costs
+    ) as drafter:
         yield drafter
 
 
@@ -160,7 +168,7 @@ def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
     """Have our own drafter without any model; what is kept on disk is for the whole one."""
     drafts = means.without(*MODELS, "draft_vocabulary", "state")
     drafts = drafts.model_copy(update={"draft_sampling": False, "recycle": recycle})
-    with drafts.connect(means.language_model) as drafter:
+    with connect_drafter(drafts, means.language_model) as drafter:
         yield drafter
 
 
@@ -319,7 +327,7 @@ def _named(name: str) -> ContenderEntry:
     return known[name]
 
 
-def parallel_default(drafts: DrafterSettings) -> list[str]:
+def parallel_default(drafts: DraftOptions) -> list[str]:
     """Return the contenders of a run in parallel that names none.
 
     Where a model or a head drafts, our drafter without it is one of them; but not beside a service,
@@ -329,7 +337,7 @@ def parallel_default(drafts: DrafterSettings) -> list[str]:
     return [PLAIN, UNDRAFTED, *without, FOREDRAFT]
 
 
-def possible(drafts: DrafterSettings) -> list[str]:
+def possible(drafts: DraftOptions) -> list[str]:
     """Return the names of all contenders that have what they draft with."""
     names = []
     known, _ = known_entries()
@@ -409,7 +417,7 @@ class Contest:
         self,
         language_model: LanguageModel,
         names: Sequence[str],
-        drafts: DrafterSettings,
+        drafts: DraftOptions,
         max_new_tokens: int,
         costs: CostStore | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from decoder.errors import ContradictoryOptionsError
+from decoder.errors import refuse_contradictions
 from decoder.model.pretrained import ModelOptions, Precision
 from indexer.flags import Metavar
 from indexer.tokenizer import DEFAULT_MODEL
@@ -153,8 +153,8 @@ class EstimatedDrafts(BaseModel):
         Raises:
             ContradictoryOptionsError: one is out of its range.
         """
-        if not 1 <= self.budgets[0] <= self.budgets[-1] <= _MAX_BUDGET:
-            raise ContradictoryOptionsError(f"--budget is from 1 to {_MAX_BUDGET} nodes")
+        is_possible = 1 <= self.budgets[0] <= self.budgets[-1] <= _MAX_BUDGET
+        refuse_contradictions((not is_possible, f"--budget is from 1 to {_MAX_BUDGET} nodes"))
 
 
 class CostSettings(BaseModel):
@@ -212,17 +212,23 @@ class CostSettings(BaseModel):
         """
         named = {"--model": self.model, "--costs": self.costs, "--roofline": self.roofline}
         given = [option for option, value in named.items() if value is not None]
-        if len(given) > 1:
-            raise ContradictoryOptionsError(
-                f"{' and '.join(given)} exclude each other: costs come from one place"
-            )
-        if self.batch != 1 and (self.model or self.costs):
-            raise ContradictoryOptionsError(
-                f"--batch is for --roofline: costs of {given[0]} hold for the batch that they "
-                "were measured with"
-            )
-        if self.roofline is not None and self.roofline not in ROOFLINES:
-            raise ContradictoryOptionsError(
-                f"--roofline {self.roofline}: there are {', '.join(ROOFLINES)}; for others, "
-                "measure with --model or give --costs"
-            )
+        refuse_contradictions(
+            (
+                len(given) > 1,
+                f"{' and '.join(given)} exclude each other: costs come from one place",
+            ),
+            (
+                self.batch != 1 and (self.model or self.costs),
+                (
+                    f"--batch is for --roofline: costs of {''.join(given[:1])} hold for the "
+                    "batch that they were measured with"
+                ),
+            ),
+            (
+                self.roofline is not None and self.roofline not in ROOFLINES,
+                (
+                    f"--roofline {self.roofline}: there are {', '.join(ROOFLINES)}; for others, "
+                    "measure with --model or give --costs"
+                ),
+            ),
+        )

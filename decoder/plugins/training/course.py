@@ -9,7 +9,7 @@ ended goes on, too, where it is given more minutes.
 import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -190,7 +190,7 @@ class Course:
 
     def _checkpoint(self, store: TaughtStore) -> Checkpoint:
         """Return the file of a training on what is recorded."""
-        options = asdict(self._options)
+        options = self._options.model_dump(include=set(CourseOptions.model_fields))
         minutes = options.pop("minutes")  # more of them are more of the same training
         stamp = {"options": options, "recorded": store.num_shards}
         return Checkpoint(self._folder / "head.safetensors", stamp, minutes)
@@ -240,7 +240,7 @@ class Course:
         options, seconds = self._options, self._recording_seconds
         texts = islice(self._read_batches(teacher), store.num_read, None)
         prompts = islice(self._asked_batches(teacher), store.num_shards - store.num_read, None)
-        while store.num_tokens < options.num_tokens and store.seconds < seconds:
+        while store.num_tokens < options.tokens and store.seconds < seconds:
             start = time.perf_counter()
             is_own = store.num_own_tokens <= options.own_share * store.num_tokens
             batch = next(prompts if is_own else texts, None) or next(
@@ -250,7 +250,7 @@ class Course:
                 return
             taught = batch()
             store.add(taught, time.perf_counter() - start)
-            over = max(store.num_tokens / options.num_tokens, store.seconds / seconds)
+            over = max(store.num_tokens / options.tokens, store.seconds / seconds)
             self._watcher("recording", min(over, 1.0), f"{store.num_tokens:,} tokens")
 
     def _read_batches(self, teacher: Teacher) -> "Iterator[_Batch]":
@@ -283,7 +283,7 @@ class Course:
         """Return int64[C], rising, the tokens that were written most often."""
         counts = store.token_counts(self._target.vocab_size)
         counts[list(self._language_model.stop_ids)] += 1
-        most = min(self._options.num_columns, self._target.vocab_size)
+        most = min(self._options.draft_vocabulary, self._target.vocab_size)
         return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).copy())
 
 

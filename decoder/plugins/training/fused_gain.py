@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from decoder.assembly import DrafterSettings
+from decoder.drafters.options import DraftOptions
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Times, counted
 from decoder.plugins.contenders.contender import FOREDRAFT, OwnContender, Run
@@ -77,7 +77,7 @@ Told = Callable[[int, float, str], object]
 
 
 def fused_gains(
-    language_model: LanguageModel, drafts: DrafterSettings, prompts: Sequence[TokenIds], told: Told
+    language_model: LanguageModel, drafts: DraftOptions, prompts: Sequence[TokenIds], told: Told
 ) -> list[FusedGain]:
     """Decode prompts greedily with a head and without, at each number of nodes.
 

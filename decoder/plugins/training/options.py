@@ -1,39 +1,49 @@
 """How long a speculator is taught, and what; `decoder.plugins.training.course` teaches it."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from decoder.errors import ContradictoryOptionsError
+from decoder.errors import refuse_contradictions
 from indexer.flags import Metavar
 
 
-@dataclass(frozen=True, slots=True)
-class CourseOptions:
+class CourseOptions(BaseModel):
     """How much is taught, and for how long.
 
     Attributes:
-        minutes: for recording, starting, training and judging a head together.
-        num_tokens: tokens of outputs to record, if half of the time suffices.
-        own_share: share of them that the target writes itself, where there are other outputs.
-        max_new_tokens: of an answer that it writes.
+        max_new_tokens: of an answer that the model writes.
         held_out_share: of the prompts that judge and are not taught.
-        num_columns: tokens that the head may draft, the most frequent ones.
-        seed: of all that is random.
     """
 
-    minutes: float = 50.0
-    num_tokens: int = 1_000_000
-    own_share: float = 0.7
+    model_config = ConfigDict(title="Training", extra="forbid", frozen=True, defer_build=True)
+
+    minutes: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Most time for recording, training and judging together. Loading the model "
+            "and the comparison at the end come on top.",
+        ),
+    ] = 50.0
+    tokens: Annotated[
+        int, Field(ge=1, description="Tokens to record, if half of the time suffices.")
+    ] = 1_000_000
+    own_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Share of them that the model writes itself; the others are read.",
+        ),
+    ] = 0.7
+    draft_vocabulary: Annotated[
+        int, Field(ge=8, description="Tokens that the head drafts, the most frequent ones.")
+    ] = 8192
+    seed: Annotated[int, Field(ge=0, description="Of all that is random.")] = 0
     max_new_tokens: int = 224
     held_out_share: float = 0.05
-    num_columns: int = 8192
-    seed: int = 0
-
-
-_COURSE: Final = CourseOptions()
 
 
 class TaughtTexts(BaseModel):
@@ -71,10 +81,11 @@ class TaughtTexts(BaseModel):
         Raises:
             ContradictoryOptionsError: there are none, or a tenant without a state directory.
         """
-        if not self.from_ and self.state is None:
-            raise ContradictoryOptionsError("there is nothing to teach: give --from or --state")
-        if self.tenant and self.state is None:
-            raise ContradictoryOptionsError("--tenant is for --state: it names whose outputs")
+        is_kept = self.state is not None
+        refuse_contradictions(
+            (not self.from_ and not is_kept, "there is nothing to teach: give --from or --state"),
+            (self.tenant and not is_kept, "--tenant is for --state: it names whose outputs"),
+        )
 
     def names(self) -> list[str]:
         """Return what the texts are called in the head's file."""
@@ -82,10 +93,8 @@ class TaughtTexts(BaseModel):
         return [*(path.name for path in self.from_), *kept]
 
 
-class TrainingSettings(BaseModel):
-    """How long is taught, and what."""
-
-    model_config = ConfigDict(title="Training", extra="forbid", frozen=True, defer_build=True)
+class TrainingSettings(CourseOptions):
+    """How long is taught and what, and where the head goes."""
 
     output: Annotated[
         Path,
@@ -95,39 +104,6 @@ class TrainingSettings(BaseModel):
             "HEAD.training, so that the same command goes on after an interruption."
         ),
     ]
-    minutes: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="Most time for recording, training and judging together. Loading the model "
-            "and the comparison at the end come on top.",
-        ),
-    ] = _COURSE.minutes
-    tokens: Annotated[
-        int, Field(ge=1, description="Tokens to record, if half of the time suffices.")
-    ] = _COURSE.num_tokens
-    own_share: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="Share of them that the model writes itself; the others are read.",
-        ),
-    ] = _COURSE.own_share
-    draft_vocabulary: Annotated[
-        int, Field(ge=8, description="Tokens that the head drafts, the most frequent ones.")
-    ] = _COURSE.num_columns
-    seed: Annotated[int, Field(ge=0, description="Of all that is random.")] = _COURSE.seed
-
-    def course(self) -> CourseOptions:
-        """Return the options of the training."""
-        return CourseOptions(
-            minutes=self.minutes,
-            num_tokens=self.tokens,
-            own_share=self.own_share,
-            num_columns=self.draft_vocabulary,
-            seed=self.seed,
-        )
 
 
 class GainSettings(BaseModel):

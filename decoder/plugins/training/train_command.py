@@ -9,11 +9,12 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import check_drafts
 from decoder.commands.answers import FORESEEN
 from decoder.commands.options import ModelChoice, PromptSettings
 from decoder.commands.terminal import print_table, watching
-from decoder.errors import ContradictoryOptionsError
+from decoder.drafters.options import DraftOptions
+from decoder.errors import refuse_contradictions
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import Watcher
@@ -53,9 +54,9 @@ def _check(compared: GainSettings, vocabulary: Vocabulary | None = None) -> None
         ContradictoryOptionsError: there are indexes, and nothing to draft from them for.
         IndexerError: one cannot be opened or was built for another tokenizer.
     """
-    if compared.index and not compared.gain:
-        raise ContradictoryOptionsError("--index has no effect with --no-gain: leave one out")
-    DrafterSettings(index=compared.index).check(vocabulary)
+    useless = compared.index and not compared.gain
+    refuse_contradictions((useless, "--index has no effect with --no-gain: leave one out"))
+    check_drafts(DraftOptions(index=compared.index), vocabulary)
 
 
 def _lessons(
@@ -119,7 +120,7 @@ def teach(
         typer.echo(line, err=True)
     try:
         with watching() as watcher:
-            course = Course(language_model, lessons, given.output, given.course(), watcher)
+            course = Course(language_model, lessons, given.output, given, watcher)
             outcome = course.run(texts.names())
         if not as_json:
             _print(outcome)
@@ -152,7 +153,7 @@ def _gains(
     chosen = prompts[:: max(1, len(prompts) // MAX_PROMPTS)][:MAX_PROMPTS]
     if not chosen:
         return []
-    drafts = DrafterSettings(index=compared.index, speculator=head)
+    drafts = DraftOptions(index=compared.index, speculator=head)
     return fused_gains(
         language_model,
         drafts,

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import papers
 from benchmarks.papers.contenders import DRAFTERS
 from benchmarks.papers.rasd import RasdDrafter
-from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
+from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.plugins.contenders.contender import UNDRAFTED
@@ -33,14 +33,14 @@ def language_model(tiny_model: Path) -> LanguageModel:
 
 
 @pytest.fixture
-def drafts(tiny_model: Path, tmp_path: Path) -> DrafterSettings:
+def drafts(tiny_model: Path, tmp_path: Path) -> DraftOptions:
     index = tmp_path / "index"
     build_from_texts([("a", "a b c " * 9), ("b", "c b d e")], index, str(tiny_model))
-    return DrafterSettings(index=[index], draft_model=str(tiny_model))
+    return DraftOptions(index=[index], draft_model=str(tiny_model))
 
 
 def test_every_rule_writes_what_decoding_without_drafts_writes_and_is_replayed_as_it_decodes(
-    language_model: LanguageModel, drafts: DrafterSettings
+    language_model: LanguageModel, drafts: DraftOptions
 ) -> None:
     contest = Contest(language_model, [UNDRAFTED, *DRAFTERS], drafts, max_new_tokens=40)
     prompts = [language_model.encode(text) for text in TEXTS]
@@ -80,4 +80,4 @@ def test_rules_are_known_by_their_names_and_by_their_path() -> None:
 
 def test_rasd_is_refused_without_a_model(language_model: LanguageModel) -> None:
     with pytest.raises(ContradictoryOptionsError, match="give it --draft-model or --speculator"):
-        Contest(language_model, ["rasd"], DrafterSettings(), 4)
+        Contest(language_model, ["rasd"], DraftOptions(), 4)

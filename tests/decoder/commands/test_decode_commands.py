@@ -131,7 +131,8 @@ def test_help_names_the_commands_and_says_what_each_option_does(
     for each in ours:
         name, group = each.name, cast(Any, get_command(import_module(each.module).app))
         subcommand = group.get_command(None, name)
-        assert run(monkeypatch, name, "--help") == 0
+        has_all = any(parameter.name == "help_all" for parameter in subcommand.params)
+        assert run(monkeypatch, name, "--help-all" if has_all else "--help") == 0
         described = " ".join(capsys.readouterr().out.split())
         for parameter in subcommand.params:
             is_argument = parameter.param_type_name == "argument"
@@ -139,7 +140,9 @@ def test_help_names_the_commands_and_says_what_each_option_does(
             assert getattr(parameter, "help", None), parameter.opts
         assert ("no effect at temperature 0" in described) == (name in {"generate", "chat"})
         ungrouped = [
-            p.name for p in subcommand.params if not p.rich_help_panel and p.name != "help"
+            p.name
+            for p in subcommand.params
+            if not p.rich_help_panel and p.name not in {"help", "help_all"}
         ]
         assert ungrouped == {"trace": ["file"], "estimate": ["log"]}.get(name, [])
 

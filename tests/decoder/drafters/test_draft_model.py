@@ -17,9 +17,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decoder.assembly import DrafterSettings, DraftModelOptions, load_draft_reader
+from decoder.assembly import load_draft_reader
 from decoder.drafters.draft_model import DraftModel, ModelReader, has_plain_head
 from decoder.drafters.drawing import Draws
+from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError, UncroppableCacheError
 from decoder.model.pretrained import ModelOptions, load_model
 from decoder.sampling.verification import SampledTree
@@ -168,7 +169,7 @@ def test_draft_model_of_another_tokenizer_is_refused_before_its_weights_are_read
         weights.unlink()
     target = load_model(ModelOptions(str(model_directory)))
     with pytest.raises(VocabularyMismatchError) as refused:
-        load_draft_reader(DraftModelOptions(str(other_directory)), target)
+        load_draft_reader(str(other_directory), target)
     assert str(model_directory) in str(refused.value)
     assert str(other_directory) in str(refused.value)
 
@@ -177,15 +178,14 @@ def test_vocabulary_is_trimmed_by_an_index(model_directory: Path, tmp_path: Path
     target = load_model(ModelOptions(str(model_directory)))
     index = tmp_path / "index"
     build_from_tokens([("a", [5, 6, 5, 6, 5, 9])], index, target.vocabulary)
-    options = DraftModelOptions(str(model_directory), num_tokens=2)
-    drafter = load_draft_reader(options, target, [index])
+    drafter = load_draft_reader(str(model_directory), target, [index], num_tokens=2)
     assert drafter.model.columns.tolist() == [0, 5, 6]  # and the token that ends a sequence
     with pytest.raises(ContradictoryOptionsError, match="--index"):
-        load_draft_reader(options, target)
+        load_draft_reader(str(model_directory), target, num_tokens=2)
     with pytest.raises(ContradictoryOptionsError, match="--index"):
-        DrafterSettings(draft_model=str(model_directory), draft_vocabulary=2)
+        DraftOptions(draft_model=str(model_directory), draft_vocabulary=2)
     with pytest.raises(ContradictoryOptionsError, match="--draft-model"):
-        DrafterSettings(draft_vocabulary=2)
+        DraftOptions(draft_vocabulary=2)
 
 
 def test_generate_takes_a_draft_model(

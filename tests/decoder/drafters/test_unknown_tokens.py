@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import assemble, connect_drafter
+from decoder.drafters.options import DraftOptions
 from decoder.model.pretrained import ModelOptions, load_model
 from retriever.errors import InvalidRequestError
 from retriever.tree import DraftTree
@@ -65,7 +66,7 @@ def test_padded_embeddings_cost_drafts_only_by_default(model_directory: Path) ->
     size = len(language_model.tokenizer)
     model.resize_token_embeddings(size + 8, mean_resizing=False)
     prompt = [5, size + 3, 6]
-    with DrafterSettings().connect(language_model) as drafter:
+    with connect_drafter(DraftOptions(), language_model) as drafter:
         generation = assemble(language_model, drafter).generate(prompt, NEW_TOKENS)
         output = [token for step in generation for token in step]
     assert output == plainly(model, prompt, NEW_TOKENS, language_model.stop_ids[0])

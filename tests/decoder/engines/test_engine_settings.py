@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from decoder.assembly import DrafterSettings
+from decoder.drafters.options import DraftOptions
 from decoder.engines.engine_options import EngineSettings, resolve_settings
 from retriever.errors import SettingsError
 from retriever.operations.settings import EmbeddedSettings, Settings
@@ -26,7 +26,7 @@ def test_what_engines_and_services_share_is_stated_once() -> None:
 
 def test_engines_and_decoders_say_alike_which_services_draft() -> None:
     for name in ("index", "phrases", "server", "credentials"):
-        assert stated(EngineSettings, name) == stated(DrafterSettings, name)
+        assert stated(EngineSettings, name) == stated(DraftOptions, name)
 
 
 def test_an_engine_may_have_a_server_and_an_index_for_while_it_is_away() -> None:

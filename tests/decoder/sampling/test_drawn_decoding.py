@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import connect_drafter, draws_for
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.drawing import DrawnFusion, Draws
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.options import DraftOptions
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Request
@@ -104,24 +105,24 @@ def test_model_generate_accepts_drawn_drafts_by_their_distributions() -> None:
 def test_settings_draw_drafts_as_the_output_is_drawn(
     language_model: LanguageModel, model_directory: Path
 ) -> None:
-    drafts = DrafterSettings(draft_model=str(model_directory), draft_sampling=True)
+    drafts = DraftOptions(draft_model=str(model_directory), draft_sampling=True)
     sampling = drafts.sampling(SamplingSettings(0.8, top_k=0, top_p=0.9, seed=7))
     assert not sampling.coupled
-    assert drafts.draws(language_model, sampling) == Draws(0.8, None, 0.9, 7)
-    assert drafts.draws(language_model, SamplingSettings()) is None
-    with drafts.connect(language_model, sampling, FREE) as drafter:
+    assert draws_for(drafts, language_model, sampling) == Draws(0.8, None, 0.9, 7)
+    assert draws_for(drafts, language_model, SamplingSettings()) is None
+    with connect_drafter(drafts, language_model, sampling, FREE) as drafter:
         assert isinstance(drafter, DrawnFusion)
         prompt = np.array(language_model.encode("abc abc"), np.int32)
         assert isinstance(drafter.follow(TokenSequence(prompt)).draft(8), SampledTree)
-    plain = DrafterSettings(draft_model=str(model_directory))
+    plain = DraftOptions(draft_model=str(model_directory))
     assert plain.sampling(SamplingSettings(0.8)).coupled
-    with plain.connect(language_model, SamplingSettings(0.8)) as drafter:
+    with connect_drafter(plain, language_model, SamplingSettings(0.8)) as drafter:
         assert type(drafter) is FusedDrafter
 
 
 def test_drawing_without_a_model_or_without_sampling_is_refused(model_directory: Path) -> None:
     with pytest.raises(ContradictoryOptionsError, match="--draft-sampling needs a model"):
-        DrafterSettings(draft_sampling=True)
-    drafts = DrafterSettings(draft_model=str(model_directory), draft_sampling=True)
+        DraftOptions(draft_sampling=True)
+    drafts = DraftOptions(draft_model=str(model_directory), draft_sampling=True)
     with pytest.raises(ContradictoryOptionsError, match="no effect at temperature 0"):
         drafts.sampling(SamplingSettings())

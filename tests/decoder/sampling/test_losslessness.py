@@ -6,9 +6,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import assemble, connect_drafter
 from decoder.budget.budget import MeasuredBudget
 from decoder.drafters.following import NoDrafter
+from decoder.drafters.options import DraftOptions
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
@@ -167,7 +168,7 @@ def test_default_path_with_a_real_model_is_lossless(
     documents = [(text, list(tokenizer.encode(text))) for text in TEXTS]
     build_from_tokens(documents, tmp_path / "texts", vocabulary_of(tokenizer))
     statistics = Statistics()
-    with DrafterSettings(index=[tmp_path / "texts"]).connect(real_model) as drafter:
+    with connect_drafter(DraftOptions(index=[tmp_path / "texts"]), real_model) as drafter:
         decoder = assemble(real_model, drafter)
         for number, text in enumerate(PROMPTS):
             tokens = real_model.encode(text)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import assemble
 from decoder.commands.prompts import Prompt
+from decoder.drafters.options import DraftOptions
 from decoder.errors import InvalidPromptError
 from decoder.model import target as target_module
 from decoder.model.graphs import Output
@@ -94,7 +95,7 @@ def measured(
     **options: Any,
 ) -> dict[str, Any]:
     """Return the report of contenders, whose outputs are judged."""
-    contest = Contest(language_model, names, DrafterSettings(), 8)
+    contest = Contest(language_model, names, DraftOptions(), 8)
     chosen = BenchOptions(8, widths=widths, is_judged=True, **options)
     return report_of(Benchmark(language_model, contest.opened, prompts, chosen, plain=plain))
 
@@ -259,7 +260,7 @@ def test_steps_are_the_passes_that_verified_and_sequences_those_that_they_served
         return read(self, readings)
 
     monkeypatch.setattr(Target, "read", counting)
-    contest = Contest(language_model, [FOREDRAFT], DrafterSettings(), 8)
+    contest = Contest(language_model, [FOREDRAFT], DraftOptions(), 8)
     with contest.opened(Setting(4)) as lineup:
         counted.clear()
         way = lineup.ways[FOREDRAFT]
@@ -640,7 +641,7 @@ def test_plain_outputs_that_are_interrupted_judge_those_that_have_them(
         return decode(self, prompts, parallel, remember=remember)
 
     monkeypatch.setattr(LibraryContender, "__call__", interrupted)
-    contest = Contest(language_model, WAYS[1:], DrafterSettings(), 8)
+    contest = Contest(language_model, WAYS[1:], DraftOptions(), 8)
     options = BenchOptions(8, is_judged=True)
     benchmark = Benchmark(language_model, contest.opened, FOUR, options)
     report = report_of(benchmark, is_interrupted=True)

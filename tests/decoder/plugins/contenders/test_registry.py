@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.model.pretrained import LanguageModel
 from decoder.plugins.contenders import registry
@@ -38,7 +38,7 @@ NEW_TOKENS = 10
 @pytest.fixture(scope="module")
 def drafts(
     language_model: LanguageModel, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> DrafterSettings:
+) -> DraftOptions:
     """An index, the model itself as a draft model, and a head: all that a contender may need."""
     folder = tmp_path_factory.mktemp("contest")
     index, head = folder / "index", folder / "head"
@@ -48,11 +48,11 @@ def drafts(
     layer = LlamaConfig(**SIZES, vocab_size=size, num_hidden_layers=1, max_position_embeddings=128)
     target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
     save_head(head, Eagle1Head(EagleConfig.eagle(layer)), target.origin())
-    return DrafterSettings(index=[index], draft_model=str(model_directory), speculator=head)
+    return DraftOptions(index=[index], draft_model=str(model_directory), speculator=head)
 
 
 def answers(
-    language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
+    language_model: LanguageModel, drafts: DraftOptions, setting: Setting
 ) -> dict[str, list[list[int]]]:
     """What each contender writes to the prompts, one after the other."""
     names = list(ENTRIES)
@@ -68,7 +68,7 @@ def answers(
 
 @pytest.mark.parametrize("nodes", [1, 40])
 def test_every_contender_writes_what_plain_decoding_writes(
-    language_model: LanguageModel, drafts: DrafterSettings, nodes: int
+    language_model: LanguageModel, drafts: DraftOptions, nodes: int
 ) -> None:
     found = answers(language_model, drafts, Setting(nodes))
     assert any(len(answer) > 5 for answer in found[PLAIN])
@@ -81,7 +81,7 @@ def test_every_contender_writes_what_plain_decoding_writes(
     "setting", [Setting(40), Setting(12, 0.9, 1), Setting(1)][: cases(2, of=3)]
 )
 def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
-    language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
+    language_model: LanguageModel, drafts: DraftOptions, setting: Setting
 ) -> None:
     names = [name for name in ENTRIES if ENTRIES[name].takes_many]
     assert set(ENTRIES) - set(names) == {PROMPT_LOOKUP}
@@ -107,7 +107,7 @@ def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
 @pytest.mark.seeds
 @pytest.mark.parametrize("seed", range(cases(1, of=2)))
 def test_of_a_seed_every_contender_draws_what_decoding_without_drafts_draws(
-    language_model: LanguageModel, drafts: DrafterSettings, seed: int
+    language_model: LanguageModel, drafts: DraftOptions, seed: int
 ) -> None:
     found = answers(language_model, drafts, Setting(16, temperature=0.9, seed=seed))
     for name in set(found) - set(LIBRARY):
@@ -119,7 +119,7 @@ def test_of_a_seed_every_contender_draws_what_decoding_without_drafts_draws(
 
 
 def test_a_seed_is_another_draw_and_the_order_of_prompts_is_not(
-    language_model: LanguageModel, drafts: DrafterSettings
+    language_model: LanguageModel, drafts: DraftOptions
 ) -> None:
     contest = Contest(language_model, [UNDRAFTED], drafts, max_new_tokens=24)
     prompts = [language_model.encode(text) for text in PROMPTS]
@@ -134,7 +134,7 @@ def test_a_seed_is_another_draw_and_the_order_of_prompts_is_not(
 @pytest.mark.parametrize("name", [LOOKUP_RULE, OWN])
 @pytest.mark.parametrize("nodes", [1, 12])
 def test_a_replay_counts_the_passes_of_the_loop(
-    language_model: LanguageModel, drafts: DrafterSettings, name: str, nodes: int
+    language_model: LanguageModel, drafts: DraftOptions, name: str, nodes: int
 ) -> None:
     """At equal nodes, for each prompt, exactly; prompts come twice, to be drafted from answers.
 
@@ -166,7 +166,7 @@ def test_a_contender_without_its_means_is_refused_with_what_to_give(
     language_model: LanguageModel,
 ) -> None:
     with pytest.raises(ContradictoryOptionsError, match=r"--contender model .* --draft-model"):
-        Contest(language_model, ["model"], DrafterSettings(), 4)
+        Contest(language_model, ["model"], DraftOptions(), 4)
     with pytest.raises(InvalidSettingsError, match=r"there is none of this name.* plain, "):
         chosen([FOREDRAFT, "nobody"])
 
@@ -188,14 +188,14 @@ def test_without_a_checkout_the_contenders_are_those_of_this_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "PAPERS", "absent.papers")
-    assert possible(DrafterSettings()) == [name for name in ENTRIES if not ENTRIES[name].needs]
+    assert possible(DraftOptions()) == [name for name in ENTRIES if not ENTRIES[name].needs]
     assert chosen(DEFAULT)
     with pytest.raises(InvalidSettingsError, match=r"; absent\.papers names .* in a checkout"):
         chosen(["rest"])
 
 
 def test_parts_of_ours_have_no_model_and_models_alone_no_tables(
-    language_model: LanguageModel, drafts: DrafterSettings
+    language_model: LanguageModel, drafts: DraftOptions
 ) -> None:
     names = ["foredraft-tables", "foredraft-retrieval", "speculator", "model", FOREDRAFT]
     contest = Contest(language_model, names, drafts, max_new_tokens=4)

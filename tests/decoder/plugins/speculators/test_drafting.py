@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from decoder.assembly import DrafterSettings
+from decoder.assembly import check_drafts, connect_drafter, draft_readers
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.asking import StepCosts
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.options import DraftOptions
 from decoder.errors import ContradictoryOptionsError, HeadFileError, HeadMismatchError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
@@ -137,15 +138,15 @@ def head_folder(language_model: LanguageModel, tmp_path: Path) -> Path:
 
 
 def test_settings_name_a_head(language_model: LanguageModel, head_folder: Path) -> None:
-    settings = DrafterSettings(speculator=head_folder)
-    settings.check()
+    settings = DraftOptions(speculator=head_folder)
+    check_drafts(settings)
     assert f"speculator {head_folder}" in settings.describe()
-    (reader,) = settings.readers(language_model)
+    (reader,) = draft_readers(settings, language_model)
     assert reader.states == {FINAL}
     assert reader.source == Source.MODEL
     assert len(reader.columns) == language_model.vocabulary.size
     prompt = language_model.encode("a prompt")
-    with settings.connect(language_model) as drafter:
+    with connect_drafter(settings, language_model) as drafter:
         found = decoded(decoder_of(language_model.model, drafter), prompt, 24)
     assert found == plainly(language_model.model, prompt, 24)
 
@@ -155,25 +156,25 @@ def test_a_head_drafts_the_frequent_tokens_of_an_index(
 ) -> None:
     index = tmp_path / "index"
     build_from_tokens([("a", [7, 7, 7, 9, 9, 5] * 4)], index, language_model.vocabulary)
-    settings = DrafterSettings(speculator=head_folder, draft_vocabulary=2, index=[index])
-    (reader,) = settings.readers(language_model)
+    settings = DraftOptions(speculator=head_folder, draft_vocabulary=2, index=[index])
+    (reader,) = draft_readers(settings, language_model)
     assert reader.columns.tolist() == sorted({7, 9, *language_model.stop_ids})
     with pytest.raises(ContradictoryOptionsError, match="give one with --index"):
-        DrafterSettings(speculator=head_folder, draft_vocabulary=2)
+        DraftOptions(speculator=head_folder, draft_vocabulary=2)
     with pytest.raises(ContradictoryOptionsError, match="--draft-model or --speculator"):
-        DrafterSettings(draft_vocabulary=2, index=[index])
+        DraftOptions(draft_vocabulary=2, index=[index])
 
 
 def test_settings_refuse_what_is_no_head_before_a_model_loads(
     language_model: LanguageModel, head_folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(HeadFileError, match="no such speculator"):
-        DrafterSettings(speculator=tmp_path / "nowhere").check()
+        check_drafts(DraftOptions(speculator=tmp_path / "nowhere"))
     weights = head_folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(HeadFileError, match="no whole safetensors file"):
-        DrafterSettings(speculator=head_folder).check()
-    other = DrafterSettings(speculator=official_eagle().write(tmp_path / "other"))
-    other.check()
+        check_drafts(DraftOptions(speculator=head_folder))
+    other = DraftOptions(speculator=official_eagle().write(tmp_path / "other"))
+    check_drafts(other)
     with pytest.raises(HeadMismatchError, match="does not fit"):
-        other.readers(language_model)
+        draft_readers(other, language_model)

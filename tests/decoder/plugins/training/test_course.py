@@ -1,5 +1,4 @@
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from tests.decoder.plugins.training.teaching import (
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("clock")]
 
-OPTIONS = CourseOptions(minutes=0.1, num_tokens=4000, max_new_tokens=24, num_columns=40)
-SHORT = replace(OPTIONS, minutes=0.03)
+OPTIONS = CourseOptions(minutes=0.1, tokens=4000, max_new_tokens=24, draft_vocabulary=40)
+SHORT = OPTIONS.model_copy(update={"minutes": 0.03})
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_an_interrupted_training_goes_on_and_its_head_loads(
     again = Course(language_model, lessons, output, OPTIONS, interrupting("training", 1)).run(["a"])
     assert again.after.worth == outcome.after.worth
     told: list[str] = []
-    longer = replace(OPTIONS, minutes=2 * OPTIONS.minutes)
+    longer = OPTIONS.model_copy(update={"minutes": 2 * OPTIONS.minutes})
     more = Course(language_model, lessons, output, longer, noting(told)).run(["a"])
     assert set(told) == {"training on its own outputs"}
     assert more.after.worth >= outcome.after.worth
@@ -133,7 +132,7 @@ def test_training_goes_on_with_the_part_that_was_under_way(
 ) -> None:
     """However it ended: nothing is written in the end. With a damaged file it begins again."""
     lessons, output = lessons_of(160), tmp_path / "head"
-    options = replace(OPTIONS, minutes=0.15)
+    options = OPTIONS.model_copy(update={"minutes": 0.15})
     told: list[tuple[str, float]] = []
 
     def killing(stage: str, over: float, _told: str) -> None:
@@ -179,7 +178,7 @@ def test_starting_and_judging_are_a_part_of_the_minutes(
     monkeypatch.setattr(course, "agreement", slowed(agreement))
     monkeypatch.setattr(Teacher, "answer", slowed(Teacher.answer))
     monkeypatch.setattr(HeadTrainer, "train", train)
-    options = replace(OPTIONS, minutes=0.3)
+    options = OPTIONS.model_copy(update={"minutes": 0.3})
     lessons, output = lessons_of(160), tmp_path / "head"
     Course(language_model, lessons, output, options, silent).run([])
     left = 18.0 - min(stores["taught"].seconds, 9.0)
@@ -191,7 +190,9 @@ def test_starting_and_judging_are_a_part_of_the_minutes(
     delay_s = 0.0
     Course(language_model, lessons, output, options, silent).run([])
     assert not taken
-    Course(language_model, lessons, output, replace(options, minutes=0.31), silent).run([])
+    Course(
+        language_model, lessons, output, options.model_copy(update={"minutes": 0.31}), silent
+    ).run([])
     assert [name for name, _ in taken] == [second_stage]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from decoder.assembly import DrafterSettings
 from decoder.budget.budget import FixedBudget
+from decoder.drafters.options import DraftOptions
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
@@ -24,11 +24,11 @@ PROMPTS = prompts_of([12, 9, 15])
 
 
 @pytest.fixture
-def drafts(language_model: LanguageModel, tmp_path: Path) -> DrafterSettings:
+def drafts(language_model: LanguageModel, tmp_path: Path) -> DraftOptions:
     """Return drafts with a head of random weights: it takes nodes, and is seldom right."""
     target = HeadTarget.of(language_model.model, language_model.name, language_model.vocabulary)
     save_head(tmp_path, drawn_head(language_model, 64), target.origin(("nothing",)))
-    return DrafterSettings(speculator=tmp_path)
+    return DraftOptions(speculator=tmp_path)
 
 
 def knowing(model: PreTrainedModel, num_nodes: int) -> Drafter:
@@ -56,7 +56,7 @@ class Prepared:
 
 
 def test_a_gain_is_the_ratio_of_tokens_per_pass(
-    language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
+    language_model: LanguageModel, drafts: DraftOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 47 tokens behind the prompt's pass, two a pass make 24 passes, four a pass 12."""
     model = tiny_llama()
@@ -79,7 +79,7 @@ def test_a_gain_is_the_ratio_of_tokens_per_pass(
 
 
 def test_a_head_is_asked_at_every_number_of_nodes(
-    language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
+    language_model: LanguageModel, drafts: DraftOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_gain, "NODES", (4, 12))
     monkeypatch.setattr(fused_gain, "MAX_NEW_TOKENS", 20)
@@ -92,7 +92,7 @@ def test_a_head_is_asked_at_every_number_of_nodes(
 
 
 def test_what_takes_long_goes_on_with_fewer_prompts(
-    language_model: LanguageModel, drafts: DrafterSettings, monkeypatch: pytest.MonkeyPatch
+    language_model: LanguageModel, drafts: DraftOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_gain, "time", StepClock(40.0))
     monkeypatch.setattr(fused_gain, "NODES", (5,))

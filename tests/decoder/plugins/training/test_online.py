@@ -16,10 +16,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoder.assembly import DrafterSettings, assemble, draft_limits
+from decoder.assembly import assemble, connect_drafter, draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import Verified, states_of
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.options import DraftOptions
 from decoder.drafters.readers import SequenceReader, TreeReader
 from decoder.errors import ContradictoryOptionsError, HeadFileError, UnsupportedModelError
 from decoder.loop import Decoder
@@ -110,8 +111,8 @@ def sent_by(learning: LearningSpeculator, tmp_path: Path) -> list[dict[str, torc
     return found
 
 
-def settings(**given: Any) -> DrafterSettings:
-    return DrafterSettings(recycle=False, **given)
+def settings(**given: Any) -> DraftOptions:
+    return DraftOptions(recycle=False, **given)
 
 
 def waits_until(is_so: Callable[[], bool]) -> None:
@@ -346,7 +347,7 @@ def test_the_command_line_teaches_and_ends_its_learner(
     started: "list[subprocess.Popen[bytes]]",
 ) -> None:
     drafts = settings(speculator=head, online=tmp_path / "learned", online_share=0.5)
-    with drafts.connect(language_model) as drafter:
+    with connect_drafter(drafts, language_model) as drafter:
         list(assemble(language_model, drafter).generate(prompts_of([6])[0].tolist(), 10))
     assert started[0].poll() == 0
 

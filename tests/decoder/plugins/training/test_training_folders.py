@@ -16,7 +16,7 @@ from decoder.plugins.training.teacher import Teacher
 from tests.decoder.decoding import tiny_llama
 from tests.decoder.plugins.training.teaching import language_model_of, prompts_of
 
-OPTIONS = CourseOptions(minutes=0.02, num_tokens=2500, max_new_tokens=24, num_columns=40)
+OPTIONS = CourseOptions(minutes=0.02, tokens=2500, max_new_tokens=24, draft_vocabulary=40)
 
 
 def course(
