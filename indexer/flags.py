@@ -17,7 +17,17 @@ from functools import wraps
 from importlib import import_module
 from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Generic,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 from pydantic import BaseModel, SecretStr, ValidationError, create_model
@@ -130,7 +140,7 @@ def settings_of(schema: type) -> Mapping[str, FieldInfo]:
         hints = get_type_hints(schema, include_extras=True)
         stated = {
             each.name: FieldInfo.from_annotated_attribute(hints[each.name], each.default)
-            for each in fields(schema)
+            for each in fields(cast(Any, schema))
         }
     return {name: field for name, field in stated.items() if field.description}
 

@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.papers import DRAFTERS as OF_TEXTS
 from benchmarks.papers.rasd import RasdDrafter
 from benchmarks.papers.token_recycling import TokenRecycling
-from decoder.assembly import draft_limits
+from decoder.assembly import draft_limits, draft_readers
 from decoder.plugins.contenders.drafting_rules import PublishedRule, opened
 from decoder.plugins.contenders.registry import MODELS, ContenderEntry, Means
 from retriever.drafter import Drafter
@@ -26,7 +26,7 @@ def _token_recycling(means: Means) -> Iterator[Drafter]:
 def _rasd(means: Means) -> Iterator[Drafter]:
     """Have RASD over REST's rule, with the draft model, or the head where there is none."""
     model = means.language_model
-    reader = means.drafts.readers(model)[-1]
+    reader = draft_readers(means.drafts, model)[-1]
     indexes = means.drafts.index
     with opened(OF_TEXTS["rest"], indexes, model.vocabulary, means.max_nodes) as retrieval:
         yield RasdDrafter(retrieval, reader, draft_limits(model))

@@ -8,6 +8,7 @@ import fcntl
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 
 def compile_all(folder: Path) -> None:
@@ -52,7 +53,11 @@ def compile_fusion() -> None:
     from tests.decoder.drafters.draft_models import FREE  # noqa: PLC0415
 
     limits, reader = DraftLimits(VOCABULARY, VOCABULARY), ModelReader(DraftModel(tiny_llama()))
-    options = {"readers": [reader], "recycled": RecycledLogits(1 << 10), "costs": FREE}
+    options: dict[str, Any] = {
+        "readers": [reader],
+        "recycled": RecycledLogits(1 << 10),
+        "costs": FREE,
+    }
     for drafter in (
         FusedDrafter([EmbeddedDrafter()], limits, **options),
         DrawnFusion([EmbeddedDrafter()], limits, draws=Draws(seed=1), **options),
