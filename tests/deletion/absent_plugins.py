@@ -9,6 +9,14 @@ ROOT: Final = Path(__file__).parents[2]
 _OURS: Final = ("indexer", "retriever", "decoder", "foredraft", "tests", "benchmarks", "docs")
 
 
+ALONE: Final = """
+import sys
+
+sys.meta_path = [each for each in sys.meta_path if "__editable__" not in str(each)]
+"""
+"""A `sitecustomize.py`: an editable installation does not stand in for what a copy lacks."""
+
+
 @cache
 def plugins() -> tuple[str, ...]:
     """Return the packages of all plugins that have tests here, whether they are there or not."""

@@ -12,7 +12,7 @@ import pytest
 from foredraft.program import commands
 from indexer.errors import MissingPluginError
 from indexer.launch import is_installed, plugged
-from tests.deletion.absent_plugins import needed_by, plugins
+from tests.deletion.absent_plugins import ALONE, needed_by, plugins
 from tests.import_statements import import_statements
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +45,10 @@ def test_every_plugin_has_its_tests_and_every_folder_of_tests_its_plugin() -> No
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages without any plugin."""
     folder = tmp_path_factory.mktemp("bare")
-    kept = shutil.ignore_patterns("__pycache__", "plugins", "*.npz", "*.npy")
+    kept = shutil.ignore_patterns("__pycache__", "plugins")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=kept)
+    (folder / "sitecustomize.py").write_text(ALONE)
     return folder
 
 

@@ -1,8 +1,9 @@
 """The suite without one plugin after another: `python -m tests.deletion.without_plugins`.
 
-Each, or those that are named, is deleted by `rm -r` from a copy of what is committed or new here.
-Then a wheel is built of what is left, and the tests run; those that need the plugin are skipped,
-and say so. Arguments that follow `--` go to pytest.
+Each, or those that are named, is deleted by `rm -r` from a copy of what is committed or new here;
+`all` deletes all of them at once, and so do names with commas between them. Then a wheel is built
+of what is left, and the tests run; those that need the plugin are skipped, and say so. Arguments
+that follow `--` go to pytest.
 """
 
 import os
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.deletion.absent_plugins import ROOT, plugins
+from tests.deletion.absent_plugins import ALONE, ROOT, plugins
 
 
 def copied(folder: Path) -> Path:
@@ -30,6 +31,7 @@ def copied(folder: Path) -> Path:
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, place)
+    (folder / "sitecustomize.py").write_text(ALONE)
     return folder
 
 
@@ -40,21 +42,26 @@ def run(folder: Path, *command: str) -> int:
 
 
 def check_without(plugin: str, arguments: list[str]) -> bool:
-    """Delete a plugin, install what is left, and return whether its tests pass."""
+    """Delete a plugin, or several with commas between them; return whether the rest is well."""
     with TemporaryDirectory(prefix="without-") as scratch:
         project = copied(Path(scratch, "project"))
-        shutil.rmtree(project.joinpath(*plugin.split(".")))
+        for each in plugin.split(","):
+            shutil.rmtree(project.joinpath(*each.split(".")))
         wheel = ("wheel", "--quiet", "--no-deps", "--wheel-dir", str(Path(scratch, "wheel")), ".")
         if run(project, sys.executable, "-m", "pip", *wheel):
             return False
         return run(project, sys.executable, "-m", "pytest", *arguments) == 0
 
 
+def _named(word: str) -> str:
+    return word if "." in word else f"decoder.plugins.{word}"
+
+
 def main() -> None:
     """Check each plugin that is named, or all; end with 1 where tests fail."""
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
-    asked = [name if "." in name else f"decoder.plugins.{name}" for name in words[:cut]]
+    asked = [",".join(plugins()) if word == "all" else _named(word) for word in words[:cut]]
     outcomes: dict[str, bool] = {}
     for plugin in asked or plugins():
         print(f"== without {plugin}", flush=True)

@@ -1,0 +1,79 @@
+"""The loop of docs/own-loop.md beside `model.generate` and our own decoder, at equal nodes.
+
+    python -m benchmarks.decoding.own_loop_check --prompts QUESTIONS --limit 130 --json RESULT
+
+Outputs in float32 must be the same; both loops draft from what they wrote before, and from nothing
+else. Prints the prompts whose outputs differ, and the tokens of a pass.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from decoder.budget.budget import FixedBudget
+from decoder.commands.prompts import read_prompts
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel
+from decoder.model.target import Target
+from examples import own_loop
+from foredraft import EmbeddedDrafter
+
+
+@torch.inference_mode()
+def plainly(language_model: LanguageModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return what the model itself writes, to its end."""
+    model: Any = language_model.model
+    tokens = torch.tensor([prompt])
+    output = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_tokens, do_sample=False
+    )
+    written: list[int] = output[0, len(prompt) :].tolist()
+    return written
+
+
+def main(
+    prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions, or a prompt a line.")],
+    limit: Annotated[int, typer.Option(help="Most prompts.")] = 130,
+    tokens: Annotated[int, typer.Option(help="Of each output.")] = 32,
+    nodes: Annotated[int, typer.Option(help="Of each draft.")] = 16,
+    output: Annotated[Path | None, typer.Option("--json", help="Where the report goes.")] = None,
+) -> None:
+    """Decode every prompt in three ways and compare."""
+    torch.set_num_threads(2)
+    language_model = own_loop.loaded
+    budget, drafter = FixedBudget(nodes), EmbeddedDrafter()
+    decoder = Decoder(Target(language_model.model), drafter, budget, stop_ids=())
+    different: list[int] = []
+    own, ours = [0, 0], [0, 0]
+    cases = read_prompts(prompts, limit)
+    for number, case in enumerate(cases, 1):
+        prompt = language_model.encode(case.text)
+        truth = plainly(language_model, prompt, tokens)
+        written, passes = own_loop.generate(prompt, tokens, nodes)
+        generation = decoder.generate(prompt, tokens)
+        decoded = [token for step in generation for token in step]
+        same = written[: len(truth)] == truth and decoded[: len(truth)] == truth
+        different += [] if same else [number]
+        own = [own[0] + len(written), own[1] + passes]
+        statistics = generation.statistics
+        ours = [ours[0] + len(decoded) - 1, ours[1] + statistics.num_passes - 1]
+        if number % 10 == 0:
+            typer.echo(f"{number}: {own[0] / own[1]:.3f} and {ours[0] / ours[1]:.3f}", err=True)
+    report = {
+        "prompts": len(cases),
+        "different": different,
+        "nodes": nodes,
+        "tokens_per_pass_own_loop": own[0] / own[1],
+        "tokens_per_pass_decoder": ours[0] / ours[1],
+        "ratio": own[0] / own[1] * ours[1] / ours[0],
+    }
+    typer.echo(json.dumps(report, indent=2))
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
