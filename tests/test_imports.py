@@ -103,7 +103,7 @@ def test_engines_are_imported_by_their_adapters_alone() -> None:
 def test_what_adapters_share_and_fused_drafts_load_no_engine_and_no_torch() -> None:
     """Engines of other libraries have no torch; neither do environments of theirs."""
     shared = [path.stem for path in ENGINES.glob("*.py")]
-    assert {"engine_options", "content_sessions"} <= set(shared)
+    assert {"engine_options", "engine_sequences"} <= set(shared)
     names = [f"engines.{name}" for name in shared if name != "__init__"]
     names += ["budget.budget", "budget.costs", "drafters.fusion", "drafters.recycling"]
     loaded = loaded_by("; ".join(f"import decoder.{name}" for name in names))

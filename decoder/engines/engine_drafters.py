@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from decoder.engines.engine_options import EngineSettings
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
+from indexer.tokenizer import vocabulary_of
 from retriever.client.credentials import open_channel
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import connect
@@ -55,6 +56,23 @@ def open_drafter(
         return _sharded(settings, vocabulary)
     embedded = _embedded(settings, vocabulary, encode)
     return _resilient(settings, vocabulary, embedded) if settings.server else embedded
+
+
+def vocabulary_and_encoder(tokenizer: Any) -> tuple[Vocabulary | None, Encode | None]:
+    """Return an engine's tokenizer as drafts need it, without special tokens.
+
+    Args:
+        tokenizer: None where it is not known: then nothing of it is. The vocabulary of one that has
+            no such thing as others have is not known either, which is logged.
+    """
+    if tokenizer is None:
+        return None, None
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    try:
+        return vocabulary_of(tokenizer), encode
+    except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
+        _log.warning("the tokenizer's vocabulary is not known: %s", error)
+        return None, encode
 
 
 def _resilient(

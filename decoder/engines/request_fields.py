@@ -8,11 +8,11 @@ from typing import Any, Final, cast
 import numpy as np
 
 from indexer.reader import Vocabulary
-from retriever.drafter import ALONE, Kin, KinOptions, Prediction, predictions_of
+from retriever.drafter import ALONE, Kin, KinOptions, Prediction, TokenIds, predictions_of
 from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.phrases import Encode
-from retriever.sequences import checked_kin
+from retriever.sequences import TokenSequence, checked_kin
 
 PREFIX: Final = "foredraft"
 """Fields are read from the mapping `foredraft`, and from `foredraft_NAME` each: requests of
@@ -49,6 +49,22 @@ class RequestFields:
     tenant: str = ""
     kin: Kin = ALONE
     predictions: tuple[Prediction, ...] = ()
+
+    def most(self, room: int) -> int:
+        """Return the most tokens of a proposal, given how many the engine has room for."""
+        most = room if self.budget is None else min(self.budget, room)
+        return max(most, 0) if self.drafts else 0
+
+    def begin(self, tokens: TokenIds, num_prompt: int) -> TokenSequence:
+        """Return the request's sequence of int32[n], copied, of which so many are the prompt."""
+        return TokenSequence(
+            tokens,
+            num_prompt,
+            remember=self.remember,
+            predictions=self.predictions,
+            kin=self.kin,
+            tenant=self.tenant,
+        )
 
 
 PLAIN: Final = RequestFields()

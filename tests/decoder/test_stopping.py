@@ -12,7 +12,6 @@ from decoder.stopping import (
     plain_text,
     special_ids,
 )
-from tests.decoder.conftest import STOP
 from tests.decoder.decoding import (
     ScriptedDrafter,
     decoder_with,
@@ -21,6 +20,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
+from tests.decoder.model_fixtures import STOP
 
 LETTERS = "ab世🎉\n"
 

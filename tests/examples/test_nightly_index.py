@@ -24,9 +24,9 @@ from indexer.reader import Index
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.tree import Source
-from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
 from tests.decoder.engines.transformers.generating import foredraft, generated
+from tests.decoder.model_fixtures import STOP
 from tests.examples.asgi import asked, body_of, chat_chunks, events
 from tests.retriever.conftest import start_service, stop_service
 

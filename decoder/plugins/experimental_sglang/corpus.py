@@ -14,10 +14,9 @@ Source: sglang 0.5.23, `reconstructIndicesFromTreeMask`, `VerifyTreeGreedy` and
 `TreeSpeculativeSamplingTargetOnly`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from logging import getLogger
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NoReturn, Protocol
 
 import numpy as np
@@ -25,12 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.request_fields import PLAIN, RequestFields
+from decoder.engines.engine_guard import EngineGuard
+from decoder.engines.engine_sequences import EngineRow, EngineSequences, NamedRequest
 from decoder.plugins.experimental_sglang.custom_params import CustomParams
 from retriever.drafter import TokenIds
-from retriever.follower import Follower
-from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree
 
 NO_PARENT: Final = -1
@@ -95,77 +92,13 @@ class EngineRequest(Protocol):
         """The output, as far as the scheduler knows it."""
 
 
-@dataclass(slots=True)
-class FollowedRequest:
-    """A request whose tokens are followed.
-
-    Attributes:
-        follower: keeps the drafter up to date with it.
-        offset: first tokens of the request that were never shown.
-        request: the engine's request, where it was shown.
-        fields: what it states for its drafts.
-    """
-
-    follower: Follower
-    offset: int
-    request: EngineRequest | None
-    fields: RequestFields = PLAIN
-
-    @classmethod
-    def of(
-        cls, request: EngineRequest, sessions: DrafterSessions, fields: RequestFields = PLAIN
-    ) -> "FollowedRequest":
-        """Follow a request that is shown: its prompt, and its output so far."""
-        num_prompt = len(request.origin_input_ids_unpadded)
-        return cls(sessions.follow(tokens_of(request), num_prompt, fields), 0, request, fields)
-
-    @classmethod
-    def of_tail(
-        cls,
-        tail: Sequence[int],
-        length: int,
-        sessions: DrafterSessions,
-        fields: RequestFields = PLAIN,
-    ) -> "FollowedRequest":
-        """Follow a request of which only the last tokens and the length are known."""
-        tokens = np.array(tail, np.int32)
-        follower = sessions.follow(tokens, len(tokens), fields)
-        return cls(follower, length - len(tokens), None, fields)
-
-    @property
-    def sequence(self) -> TokenSequence:
-        """Its tokens."""
-        return self.follower.sequence
-
-    def budget(self, most: int) -> int:
-        """Return the most nodes to draft, of those that the engine takes."""
-        return most if self.fields.budget is None else min(self.fields.budget, most)
-
-    def go_on(self, tail: Sequence[int], length: int) -> bool:
-        """Append the new tokens; return whether the sequence is still the same."""
-        tokens = np.array(tail, np.int32)
-        num_known = len(tokens) - (length - self.offset - len(self.sequence))
-        if not 0 <= num_known <= len(tokens) or num_known > len(self.sequence):
-            return False
-        known = self.sequence.tokens[len(self.sequence) - num_known :]
-        if not np.array_equal(known, tokens[:num_known]):
-            return False
-        self.sequence.extend(tokens[num_known:])
-        return True
-
-    def take_rest(self) -> None:
-        """Append the output since the last step."""
-        if self.request is not None:
-            self.sequence.extend(tokens_of(self.request)[len(self.sequence) :])
-
-
 def tokens_of(request: EngineRequest) -> TokenIds:
     """Return int32[n], a request's prompt and its output so far."""
     prompt = np.asarray(request.origin_input_ids_unpadded, np.int32)
     return np.concatenate([prompt, np.asarray(request.output_ids, np.int32)])
 
 
-_log = getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _MAX_NODES: Final = 256  # no drafter gives more for one sequence,
 _MAX_STEP_NODES: Final = 1 << 16  # or in one step
@@ -188,7 +121,7 @@ class DrafterCorpus:
     Source: sglang 0.5.23, `sglang.srt.speculative.cpp_ngram.ngram_corpus`.
 
     Args:
-        sessions: of the drafter; None where another rank drafts, or none.
+        sequences: with the drafter; None where another rank drafts, or none.
         width: nodes of a row, the last committed token included.
         vocabulary_size: a tree with a token beyond it would crash the model, and is dropped; None
             to check no tree.
@@ -197,7 +130,6 @@ class DrafterCorpus:
         max_step_nodes: most nodes of all requests that a step asks for; drafters refuse more.
 
     Attributes:
-        num_errors: steps without drafts because of an error of ours.
         num_foreign: trees with tokens that the model does not have.
     """
 
@@ -205,7 +137,7 @@ class DrafterCorpus:
 
     def __init__(  # noqa: PLR0913  (the last four are options)
         self,
-        sessions: DrafterSessions | None,
+        sequences: EngineSequences | None,
         width: int,
         vocabulary_size: int | None = None,
         share: Share | None = None,
@@ -213,36 +145,38 @@ class DrafterCorpus:
         *,
         max_step_nodes: int = _MAX_STEP_NODES,
     ) -> None:
-        self.num_errors = 0
         self.num_foreign = 0
-        self._sessions = sessions
+        self._sequences = sequences
         self._width = width
         self._vocabulary_size = vocabulary_size
         self._share = share
         self._reader = reader or CustomParams()
         self._max_step_nodes = max_step_nodes
-        self._off: dict[str, EngineRequest] = {}
         self._shows = False
-        self._followed: dict[str, FollowedRequest] = {}
+        self._shown: dict[str, tuple[EngineRequest, NamedRequest]] = {}
+        self._guard = EngineGuard("the engine", _log, self._abandon, logging.ERROR)
 
     def __len__(self) -> int:
         """Count the requests that are followed."""
-        return len(self._followed)
+        return 0 if self._sequences is None else len(self._sequences)
+
+    @property
+    def num_errors(self) -> int:
+        """Steps without drafts because of an error of ours."""
+        return self._guard.num_failures
 
     def show(self, requests: Iterable[EngineRequest]) -> None:
-        """Begin a session for each request that has none; before `batch_get`.
-
-        Its prompt must be known from the start, and `batch_get` is told the last tokens alone.
-        """
-        if self._sessions is None:
+        """Show the requests of a step, before `batch_get`, which shows their last tokens alone."""
+        if self._sequences is None:
             return
         self._shows = True
-        with self._never_failing():
+        with self._guard:
             for request in requests:
-                followed = self._followed.get(request.rid)
-                shown = self._off.get(request.rid) if followed is None else followed.request
-                if shown is not request:
-                    self._begin(request, self._sessions)
+                shown = self._shown.get(request.rid)
+                if shown is None or shown[0] is not request:
+                    self._end(request.rid)
+                    named = NamedRequest(request.rid, request, self._reader.of(request))
+                    self._shown[request.rid] = request, named
 
     def batch_get(
         self,
@@ -261,9 +195,9 @@ class DrafterCorpus:
             int64[n * width], the tokens of the rows; int64[n * width * width], their masks.
         """
         trees = [DraftTree.empty()] * len(req_ids)
-        if self._sessions is not None:
-            with self._never_failing():
-                trees = self._draft(self._sessions, req_ids, batch_tokens, total_lens)
+        if self._sequences is not None:
+            with self._guard:
+                trees = self._draft(self._sequences, req_ids, batch_tokens, total_lens)
         last_tokens = [tokens[-1] if len(tokens) else 0 for tokens in batch_tokens]
         nodes = lay_out(trees, last_tokens, self._width)
         if self._share is not None:
@@ -279,13 +213,16 @@ class DrafterCorpus:
 
     def erase_match_state(self, req_ids: Sequence[str]) -> None:
         """End the sessions of finished requests; their outputs are remembered."""
-        with self._never_failing():
+        with self._guard:
             for name in req_ids:
                 self._end(name)
 
     def reset(self) -> None:
         """End all sessions. What the drafter has learned stays: it is not the engine's cache."""
-        self.erase_match_state([*self._followed, *self._off])
+        self.erase_match_state(list(self._shown))
+        if self._sequences is not None:
+            with self._guard:
+                self._sequences.close()
 
     def list_external_corpora(self) -> dict[str, int]:
         """Return nothing: there are none of the engine's kind."""
@@ -315,47 +252,29 @@ class DrafterCorpus:
 
     def _draft(
         self,
-        sessions: DrafterSessions,
+        sequences: EngineSequences,
         names: Sequence[str],
         tails: Sequence[Sequence[int]],
         lengths: Sequence[int],
     ) -> list[DraftTree]:
-        trees = [DraftTree.empty()] * len(names)
-        rows = [row for row, name in enumerate(names) if self._is_drafted_for(name)]
-        followed = [self._follow(sessions, names[row], tails[row], lengths[row]) for row in rows]
         most = min(self._width - 1, _MAX_NODES, self._max_step_nodes // max(len(names), 1))
-        asked = [(each.follower, each.budget(most)) for each in followed]
-        for row, tree in zip(rows, sessions.draft(asked), strict=True):
-            trees[row] = self._checked(tree)
+        rows = {
+            at: self._row(name, np.array(tails[at], np.int32), lengths[at], most)
+            for at, name in enumerate(names)
+            if name in self._shown or not self._shows  # what others state is not known
+        }
+        trees = [DraftTree.empty()] * len(names)
+        for at, tree in zip(rows, sequences.step(list(rows.values())), strict=True):
+            trees[at] = self._checked(tree)
         return trees
 
-    def _is_drafted_for(self, name: str) -> bool:
-        """Return whether a request is; what one that was not shown states is not known."""
-        return name not in self._off and (name in self._followed or not self._shows)
-
-    def _begin(self, request: EngineRequest, sessions: DrafterSessions) -> None:
-        self._end(request.rid)
-        fields = self._reader.of(request)
-        if fields.drafts:
-            self._followed[request.rid] = FollowedRequest.of(request, sessions, fields)
-        else:
-            self._off[request.rid] = request
-
-    def _follow(
-        self, sessions: DrafterSessions, name: str, tail: Sequence[int], length: int
-    ) -> FollowedRequest:
-        """Return a request, up to date; a name that was reused is followed from the start."""
-        followed = self._followed.get(name)
-        if followed is not None and followed.go_on(tail, length):
-            return followed
-        request = followed.request if followed is not None else None
-        fields = followed.fields if followed is not None else PLAIN
-        self._end(name)
-        followed = FollowedRequest.of(request, sessions, fields) if request is not None else None
-        if followed is None or not followed.go_on(tail, length):
-            followed = FollowedRequest.of_tail(tail, length, sessions, fields)
-        self._followed[name] = followed
-        return followed
+    def _row(self, name: str, tail: TokenIds, length: int, most: int) -> EngineRow:
+        first = length - len(tail)
+        if name not in self._shown:
+            return EngineRow(tail, length, most, NamedRequest(name), first)
+        request, named = self._shown[name]
+        num_prompt, earlier = len(request.origin_input_ids_unpadded), partial(tokens_of, request)
+        return EngineRow(tail, num_prompt, named.fields.most(most), named, first, earlier)
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         size = self._vocabulary_size
@@ -372,24 +291,14 @@ class DrafterCorpus:
         return DraftTree.empty()
 
     def _end(self, name: str) -> None:
-        self._off.pop(name, None)
-        followed = self._followed.pop(name, None)
-        if followed is not None:
-            followed.take_rest()
-            followed.follower.close()
+        shown = self._shown.pop(name, None)
+        if self._sequences is not None:
+            self._sequences.end(name, None if shown is None else tokens_of(shown[0]))
 
-    @contextmanager
-    def _never_failing(self) -> Iterator[None]:
-        """Drop all sessions after an error of ours, so that the engine goes on."""
-        try:
-            yield
-        except Exception:  # noqa: BLE001  (its server would end)
-            self.num_errors += 1
-            if self.num_errors == 1:
-                _log.exception("the engine goes on without these drafts")
-            if self._sessions is not None:
-                self._sessions.abandon(each.follower for each in self._followed.values())
-            self._followed.clear()
+    def _abandon(self) -> None:
+        self._shown.clear()
+        if self._sequences is not None:
+            self._sequences.abandon()
 
 
 class RankGroup(Protocol):

@@ -10,14 +10,12 @@ from typing import Any
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
-from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
+from decoder.engines.engine_drafters import DEADLINE_S, open_drafter, vocabulary_and_encoder
 from decoder.engines.engine_options import check_tenants, resolve_settings
-from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.engine_sequences import EngineSequences, SequenceLimits
 from decoder.engines.request_fields import FieldReader
 from decoder.plugins.experimental_sglang.corpus import DrafterCorpus, sharing
 from decoder.plugins.experimental_sglang.custom_params import CustomParams
-from indexer.reader import Vocabulary
-from indexer.tokenizer import vocabulary_of
 
 _log = getLogger(__name__)
 
@@ -43,7 +41,7 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
         vocabulary_size = int(self.model_runner.model_config.vocab_size)
         opened = None
         if group.rank_in_group == 0:
-            opened = open_sessions(target_worker.tokenizer)
+            opened = open_sequences(target_worker.tokenizer)
         self.ngram_corpus = DrafterCorpus(
             None if opened is None else opened[0],
             self.draft_token_num,
@@ -57,16 +55,15 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
         return super()._prepare_draft_tokens(batch)
 
 
-def open_sessions(tokenizer: Any) -> tuple[DrafterSessions, CustomParams] | None:
+def open_sequences(tokenizer: Any) -> tuple[EngineSequences, CustomParams] | None:
     """Open the drafter that the environment describes; None where that fails.
 
     Args:
         tokenizer: the engine's, if it has one.
     """
-    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     try:
         settings = resolve_settings({}, os.environ, "environment")
-        vocabulary = _vocabulary(tokenizer)
+        vocabulary, encode = vocabulary_and_encoder(tokenizer)
         drafter = open_drafter(settings, vocabulary, encode)
         Finalize(None, partial(_shut_down, drafter), exitpriority=10)
         check_tenants(settings.tenants, drafter)
@@ -75,20 +72,10 @@ def open_sessions(tokenizer: Any) -> tuple[DrafterSessions, CustomParams] | None
         return None
     deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
     reader = CustomParams(FieldReader(settings.tenants, None, encode, vocabulary))
-    return DrafterSessions(drafter, deadline_s, settings.min_probability), reader
+    limits = SequenceLimits(deadline_s=deadline_s, min_probability=settings.min_probability)
+    return EngineSequences(drafter, limits), reader
 
 
 def _shut_down(drafter: Any) -> None:
     with suppress(Exception):
         drafter.shut_down()
-
-
-def _vocabulary(tokenizer: Any) -> Vocabulary | None:
-    """Return a tokenizer's vocabulary; None where it has no such thing as others have."""
-    if tokenizer is None:  # --skip-tokenizer-init
-        return None
-    try:
-        return vocabulary_of(tokenizer)
-    except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
-        _log.warning("the tokenizer's vocabulary is not known: %s", error)
-        return None

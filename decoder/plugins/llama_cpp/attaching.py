@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from logging import getLogger
@@ -27,6 +27,7 @@ from decoder.drafters.following import FollowingDrafter, SequenceDrafter, Verifi
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import DEFAULT_CAPACITY, RecycledLogits
 from decoder.engines.contract import check_contract, differences
+from decoder.engines.engine_guard import EngineGuard
 from decoder.engines.engine_options import (
     chain_for,
     check_version,
@@ -151,7 +152,6 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         num_passes: of the model that drafts were asked for.
         num_drafted: tokens that were drafted.
         num_accepted: those of them that are known to have been accepted.
-        num_failures: calls that failed.
         statistics: of all requests, as of `DraftedRequest`.
 
     Raises:
@@ -179,7 +179,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         trees: bool = False,
     ) -> None:
         self.passes = passes
-        self.num_passes = self.num_drafted = self.num_accepted = self.num_failures = 0
+        self.num_passes = self.num_drafted = self.num_accepted = 0
         self.statistics = Statistics()
         limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
         self._drafters = _TenantDrafters(drafter, limits, recycles=llm is not None)
@@ -193,7 +193,13 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self._request = DraftedRequest(PLAIN)
         self._trees = passes if trees else None
         self._running: _LlamaSequence | None = None
+        self._guard = EngineGuard("llama.cpp", _log, self.end)
         self._returned_s = 0.0
+
+    @property
+    def num_failures(self) -> int:
+        """Calls that failed."""
+        return self._guard.num_failures
 
     @contextmanager
     def request(self, **stated: Any) -> Iterator[DraftedRequest]:
@@ -228,10 +234,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         began_s = perf_counter()
         self.num_passes += 1
         tree = DraftTree.empty()
-        try:
+        with self._guard:
             tree = self._draft(np.asarray(input_ids, np.int32), began_s)
-        except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
-            self._fail(error)
         self.num_drafted += len(tree)
         drafted = self._proposed(tree, len(input_ids))
         self._charge(began_s)
@@ -257,10 +261,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     def close(self) -> None:
         """End the sequence; never raises. The drafter stays open."""
-        try:
+        with self._guard:
             self.end()
-        except Exception as error:  # noqa: BLE001  as above
-            self._fail(error)
 
     def _draft(self, tokens: TokenIds, began_s: float) -> DraftTree:
         running = self._running
@@ -293,22 +295,13 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             rooms.append(self._max_length - len(running.sequence))
         if self.passes is not None:
             rooms.append(self.passes.max_nodes)
-        if running.request.fields.budget is not None:
-            rooms.append(running.request.fields.budget)
-        return min(rooms)
+        return running.request.fields.most(min(rooms))
 
     def _begin(self, tokens: TokenIds) -> _LlamaSequence:
         """Return a sequence whose last token is the first of its output."""
         request, end = self._request, max(len(tokens) - 1, 0)
-        fields = request.fields
-        sequence = TokenSequence(
-            tokens[:end],
-            remember=fields.remember,
-            predictions=fields.predictions,
-            kin=fields.kin,
-            tenant=fields.tenant,
-        )
-        running = _LlamaSequence(request, sequence, self._following(fields, sequence))
+        sequence = request.fields.begin(tokens[:end], end)
+        running = _LlamaSequence(request, sequence, self._following(request.fields, sequence))
         self._learn(running, tokens[end:])
         return running
 
@@ -320,7 +313,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             followers = self._drafters.of(fields.tenant)
             return following(followers).follow(sequence, followers.limits)
         except InvalidRequestError as error:
-            self._count(error)
+            self._guard.count(error)
             return None
 
     def _go_on(self, running: _LlamaSequence, tokens: TokenIds, began_s: float) -> None:
@@ -343,7 +336,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     def _refuse(self, running: _LlamaSequence, error: Exception) -> None:
         """Take back a draft that the engine had no memory for."""
-        self._count(error)
+        self._guard.count(error)
         self._budget.halve()
         running.tree = DraftTree.empty()
 
@@ -377,18 +370,6 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         for statistics in (*of_request, self.statistics):
             statistics.draft_s += self._returned_s - began_s
             statistics.total_s += self._returned_s - began_s
-
-    def _fail(self, error: Exception) -> None:
-        self._count(error)
-        running, self._running = self._running, None
-        if running is not None and running.drafting is not None:
-            with suppress(Exception):  # its state is unknown
-                running.drafting.close()
-
-    def _count(self, error: Exception) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
-            _log.warning("llama.cpp goes on without drafts for now: %s", error)
 
 
 def _rows(

@@ -13,6 +13,7 @@ filled up.
 """
 
 from collections.abc import Sequence
+from itertools import count
 from logging import getLogger
 from typing import Any, Final
 
@@ -22,12 +23,17 @@ from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import cache as prompt_caches
 
 from decoder.engines.contract import check_contract, differences
+from decoder.engines.engine_guard import EngineGuard
 from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
-from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.engine_sequences import (
+    EngineRow,
+    EngineSequences,
+    NamedRequest,
+    SequenceLimits,
+)
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
-from retriever.follower import DraftLimits, Follower
 from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.32,<0.33"
@@ -43,6 +49,9 @@ larger parts, for which nothing is drafted."""
 
 _IMPOSSIBLE: Final = -1e9
 """The logit of any other token: finite, so that processors can multiply it."""
+
+_NAMES: Final = count()
+"""Names of sequences, each used once."""
 
 _log = getLogger(__name__)
 
@@ -62,7 +71,8 @@ class DraftedSequence:
     def __init__(self, drafts: "DraftsForMlx", tokens: Sequence[int] = ()) -> None:
         self._drafts = drafts
         self._tokens = list(tokens)
-        self._follower: Follower | None = None
+        self._request = NamedRequest(next(_NAMES))
+        self._num_prompt = 0  # unknown before the first draft
         self._chain = DraftTree.empty()
         self._num_given = 0
         self._last_given: int | None = None
@@ -98,6 +108,7 @@ class DraftedSequence:
         """Take in tokens, and return the one to propose behind them."""
         self._tokens += tokens
         if len(tokens) > _MOST_OF_A_STEP:
+            self._num_prompt = 0
             return self._drafts.filler
         if tokens != [self._last_given]:
             self._begin_draft()
@@ -109,10 +120,8 @@ class DraftedSequence:
         return token
 
     def close(self) -> None:
-        """End the session; the output is remembered."""
-        follower, self._follower = self._follower, None
-        if follower is not None:
-            follower.close()
+        """End the sequence; the output is remembered."""
+        self._drafts.sessions.end(self._request.name)
 
     def _begin_draft(self) -> None:
         """Draft behind the tokens so far, which are the prompt's or those that the target chose."""
@@ -120,23 +129,12 @@ class DraftedSequence:
         was_verified, self._was_verified = self._was_verified, False
         if was_verified:
             self._count(tokens)
-        elif self._follower is not None:  # a short piece of the prompt was taken for a step
-            self._drafts.sessions.abandon([self._follower])
-            self._follower = None
-        self._num_given, self._num_before = 0, len(tokens)
-        self._chain = self._drafts.chain(self._following(tokens))
-
-    def _following(self, tokens: TokenIds) -> Follower:
-        """Return the follower of the sequence, up to date."""
-        follower = self._follower
-        if follower is not None and not follower.sequence.begins(tokens):
+        else:  # a short piece of the prompt may have been taken for a step
             self.close()
-            follower = None
-        if follower is None:
-            follower = self._follower = self._drafts.sessions.follow(tokens, len(tokens))
-        else:
-            follower.sequence.extend(tokens[len(follower.sequence) :])
-        return follower
+            self._num_prompt = 0
+        self._num_prompt = self._num_prompt or len(tokens)
+        self._num_given, self._num_before = 0, len(tokens)
+        self._chain = self._drafts.chain(tokens, self._num_prompt, self._request)
 
     def _count(self, tokens: TokenIds) -> None:
         """Count what became of the last draft."""
@@ -160,7 +158,7 @@ class DraftsForMlx:
 
     Attributes:
         statistics: of all sequences.
-        sessions: with the drafter.
+        sessions: the sequences, and what is drafted for them.
         filler: as given.
 
     Raises:
@@ -180,13 +178,13 @@ class DraftsForMlx:
         check_engine()
         known = checked_vocabulary_size(drafter, model_vocabulary, vocabulary)
         self.statistics = Statistics()
-        self.sessions = DrafterSessions(drafter, limits=DraftLimits(drafter_vocabulary=known))
+        self.sessions = EngineSequences(drafter, SequenceLimits(vocabulary_size=known))
         self.filler = filler
         self.layers: list[Any] = []  # of a model without any
         self._model_vocabulary = model_vocabulary
         self._budget_nodes = budget_nodes
         self._sequence: DraftedSequence | None = None
-        self._num_errors = 0
+        self._guard = EngineGuard("mlx-lm", _log, self.sessions.abandon)
 
     def make_cache(self) -> list[DraftedSequence]:
         """Return the cache of a new sequence; the last one has ended."""
@@ -202,12 +200,8 @@ class DraftsForMlx:
         [sequence] = cache
         ids: list[int] = tokens[0].tolist()
         token = self.filler
-        try:
+        with self._guard:
             token = sequence.next_token(ids)
-        except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
-            self._num_errors += 1
-            if self._num_errors == 1:
-                _log.warning("mlx-lm goes on without drafts for now: %s", error)
         places = mx.arange(self._model_vocabulary)
         return mx.where(places == token, 0.0, _IMPOSSIBLE)[None, None]
 
@@ -215,11 +209,12 @@ class DraftsForMlx:
         """End the last sequence; its output is remembered."""
         sequence, self._sequence = self._sequence, None
         if sequence is not None:
-            sequence.close()
+            with self._guard:
+                sequence.close()
 
-    def chain(self, follower: Follower) -> DraftTree:
-        """Return the most probable path behind a sequence."""
-        tree = self.sessions.draft([(follower, self._budget_nodes)])[0]
+    def chain(self, tokens: TokenIds, num_prompt: int, request: NamedRequest) -> DraftTree:
+        """Return the most probable path behind the sequence of a request, int32[n]."""
+        [tree] = self.sessions.step([EngineRow(tokens, num_prompt, self._budget_nodes, request)])
         return chain_for(tree, MAX_CHAIN, self._model_vocabulary)
 
 

@@ -18,8 +18,14 @@ import onnxruntime_genai as og
 from numpy.typing import ArrayLike
 
 from decoder.engines.contract import check_contract, differences
-from decoder.engines.engine_options import check_version, checked_vocabulary_size
-from decoder.engines.named_sequences import NamedSequence, NamedSequences
+from decoder.engines.engine_guard import EngineGuard
+from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
+from decoder.engines.engine_sequences import (
+    EngineRow,
+    EngineSequences,
+    NamedRequest,
+    SequenceLimits,
+)
 from decoder.engines.request_fields import PLAIN, FieldReader, RequestFields
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary
@@ -36,6 +42,9 @@ _DISTRIBUTIONS: Final = (
     "onnxruntime-genai-directml",
     "onnxruntime-genai-webgpu",
 )
+_BUDGET_NODES: Final = 64
+"""Most nodes of the tree that a path is taken from: a usual path and its main alternatives."""
+
 _SPARE_EVENTS: Final = 16
 """Room for events of one pass besides a token for each position, such as ends of requests."""
 
@@ -140,7 +149,9 @@ class DraftingLoop:
         self._reader = FieldReader(tenants, self.max_draft_tokens or None, encode, vocabulary)
         self._engine = engine
         known = checked_vocabulary_size(drafter, vocabulary_size, vocabulary)
-        self._sequences = NamedSequences(drafter, vocabulary_size, drafter_vocabulary=known)
+        self._vocabulary_size = vocabulary_size
+        self._sequences = EngineSequences(drafter, SequenceLimits(vocabulary_size=known))
+        self._guard = EngineGuard("the engine", _log, self._sequences.abandon)
         self._running: dict[int, _GenaiSequence] = {}
         batch = int(engine.get_capabilities().configured_max_batch_size)
         self._events = engine.create_event_buffer(batch * (most + 1) + _SPARE_EVENTS)
@@ -152,8 +163,8 @@ class DraftingLoop:
 
     @property
     def num_failures(self) -> int:
-        """Steps that the drafter refused or did not answer."""
-        return self._sequences.num_failures
+        """Steps and ends that the drafter refused or did not answer."""
+        return self._sequences.num_failures + self._guard.num_failures
 
     def begin(
         self,
@@ -269,19 +280,27 @@ class DraftingLoop:
         )
 
     def _propose(self, running: dict[int, _GenaiSequence]) -> None:
-        rows = {
-            name: NamedSequence(
-                each.sequence.tokens, each.sequence.num_prompt, self._room(each), each.fields
-            )
-            for name, each in running.items()
-        }
-        for name, chain in self._sequences.draft(rows).items():
+        trees: list[DraftTree] = []
+        with self._guard:
+            trees = self._sequences.step([self._row(*each) for each in running.items()])
+        for each, tree in zip(running.values(), trees, strict=False):
+            chain = chain_for(tree, self._most(each), self._vocabulary_size)
             if len(chain):
-                self._set(self._running[name], chain)
+                self._set(each, chain)
 
-    def _room(self, running: _GenaiSequence) -> int:
+    def _row(self, name: int, running: _GenaiSequence) -> EngineRow:
+        sequence = running.sequence
+        return EngineRow(
+            sequence.tokens,
+            sequence.num_prompt,
+            _BUDGET_NODES if self._most(running) else 0,
+            NamedRequest(name, running.request, running.fields),
+        )
+
+    def _most(self, running: _GenaiSequence) -> int:
         left = running.max_tokens - len(running.sequence) - 1
-        return 0 if running.is_refused else max(0, min(self.max_draft_tokens, left))
+        room = 0 if running.is_refused else min(self.max_draft_tokens, left)
+        return running.fields.most(room)
 
     def _set(self, running: _GenaiSequence, chain: DraftTree) -> None:
         """Propose a chain; a request whose options rule out drafts gets none from then on."""
@@ -297,7 +316,8 @@ class DraftingLoop:
         running = self._running.pop(name, None)
         if running is not None:
             running.request.close()
-            self._sequences.end(name, running.sequence.tokens)
+            with self._guard:
+                self._sequences.end(name, running.sequence.tokens)
 
 
 def check_engine() -> None:

@@ -17,6 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from decoder.errors import UnsupportedEngineError
+
 METHOD: Final = "custom_class"
 """The method of `speculative_config` under which a proposer of one's own is called."""
 
@@ -180,7 +182,7 @@ class Step:
     table: NDArray[np.int32]
 
 
-class ContractError(Exception):
+class ContractError(UnsupportedEngineError):
     """vLLM passes something else than its tested versions; the message says what."""
 
 

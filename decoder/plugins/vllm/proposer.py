@@ -13,16 +13,15 @@
 `decoder.engines.engine_options` lists the settings; the environment may hold them as well. vLLM
 verifies chains. Its hook shows a proposer neither names nor ends of requests, but its runner, which
 holds the proposer, knows them, and what each carries (`decoder.plugins.vllm.hook_contract`). Where
-there is no such runner, sessions are found by their tokens (`decoder.engines.content_sessions`).
+there is no such runner, sequences are found by their tokens (`decoder.engines.engine_sequences`).
 """
 
+import logging
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from logging import getLogger
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Final
 
@@ -30,9 +29,9 @@ import numpy as np
 
 from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.budget.costs import ObservedCosts
-from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
 from decoder.engines.drafting_metrics import DraftingMetrics, process_metrics
-from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
+from decoder.engines.engine_drafters import DEADLINE_S, open_drafter, vocabulary_and_encoder
+from decoder.engines.engine_guard import EngineGuard
 from decoder.engines.engine_options import (
     EngineSettings,
     chain_for,
@@ -40,8 +39,13 @@ from decoder.engines.engine_options import (
     check_version,
     resolve_settings,
 )
-from decoder.engines.engine_sessions import NamedRequest
-from decoder.engines.request_fields import NOT_DRAFTED, Complaints, FieldReader
+from decoder.engines.engine_sequences import (
+    EngineRow,
+    EngineSequences,
+    NamedRequest,
+    SequenceLimits,
+)
+from decoder.engines.request_fields import NOT_DRAFTED, PLAIN, Complaints, FieldReader
 from decoder.errors import UncroppableCacheError
 from decoder.observation import Statistics
 from decoder.plugins.vllm.hook_contract import (
@@ -56,11 +60,8 @@ from decoder.plugins.vllm.hook_contract import (
     running_sources,
     step_of,
 )
-from indexer.reader import Vocabulary
-from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter
 from retriever.errors import InvalidRequestError, SettingsError
-from retriever.predict.phrases import Encode
 from retriever.tree import DraftTree
 
 TESTED: Final = ">=0.32,<0.33"
@@ -82,7 +83,7 @@ _FILLING: Final = 0
 """The token that fills proposals up where all must have one length; any that a model has."""
 
 
-_log = getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,12 +110,12 @@ class ForedraftProposer:
 
     Attributes:
         drafter: that gives the drafts, in this process or from a service; None as `sessions`.
-        sessions: of the running sequences; None where nothing is drafted.
+        sessions: the running sequences; None where nothing is drafted.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self.drafter: Drafter | None = None
-        self.sessions: ContentSessions | None = None
+        self.sessions: EngineSequences | None = None
         self._statistics, self._uncounted = Statistics(), Statistics()
         self._num_counted = 0
         self._metrics: DraftingMetrics | None = None
@@ -124,12 +125,12 @@ class ForedraftProposer:
         self._num_filled = 0  # tokens that every proposal must have; 0 where any number will do
         self._runner: RunnerView | None = None
         self._fields = FieldReader()
-        self._requests: dict[str, NamedRequest] = {}
+        self._requests: dict[str | int, NamedRequest] = {}
         self._budget: Budget = FixedBudget(0)
         self._proposed: dict[str | int, _Proposed] = {}
         self._returned_s = 0.0
         self._rest_until_s = float("-inf")
-        self._is_known_to_fail = False
+        self._guard = EngineGuard("vLLM", _log, self._abandon, logging.ERROR)
         self._complaints = Complaints(_log)
         self._refused_settings: SettingsError | None = None
 
@@ -170,12 +171,11 @@ class ForedraftProposer:
         """
         began_s = time.perf_counter()
         try:
-            step = step_of(given, named)
-            if self.sessions is None or time.monotonic() < self._rest_until_s:
-                return self._filled([[] for _ in step.sampled], step)
-            return self._filled(self._propose(self.sessions, step, began_s), step)
-        except Exception as error:  # noqa: BLE001  an exception would end vLLM
-            self._recover(error)
+            with self._guard:
+                step = step_of(given, named)
+                if self.sessions is None or time.monotonic() < self._rest_until_s:
+                    return self._filled([[] for _ in step.sampled], step)
+                return self._filled(self._propose(self.sessions, step, began_s), step)
             return self._nothing([*given, *named.values()])
         finally:
             self._returned_s = time.perf_counter()
@@ -220,8 +220,7 @@ class ForedraftProposer:
         self._max_model_len = int(model_config.max_model_len)
         self._vocabulary_size = int(model_config.get_vocab_size())
         self._max_tokens = _checked_length(self._config.speculative_config.num_speculative_tokens)
-        tokenizer = _tokenizer(model_config)
-        vocabulary, encode = _vocabulary(tokenizer), _encoder(tokenizer)
+        vocabulary, encode = vocabulary_and_encoder(_tokenizer(model_config))
         self._follow_runner(runner)
         drafter = open_drafter(self._settings, vocabulary, encode)
         try:
@@ -233,13 +232,13 @@ class ForedraftProposer:
         self._budget = self._opened_budget()
         self._metrics = process_metrics()
         deadline_s = self._settings.deadline_s or DEADLINE_S
-        limits = SessionLimits(
+        limits = SequenceLimits(
             idle_s=self._settings.idle_session_s,
             vocabulary_size=vocabulary.size if vocabulary else self._vocabulary_size,
             deadline_s=None if self._settings.server else deadline_s,
             min_probability=self._settings.min_probability,
         )
-        self.drafter, self.sessions = drafter, ContentSessions(drafter, limits)
+        self.drafter, self.sessions = drafter, EngineSequences(drafter, limits)
         Finalize(None, self.shut_down, exitpriority=10)  # runs at the end of a worker, too
 
     def _follow_runner(self, runner: object | None) -> None:
@@ -278,19 +277,19 @@ class ForedraftProposer:
         costs = ObservedCosts(most_rows * (1 + self._max_tokens))
         return MeasuredBudget(costs, self._max_tokens)
 
-    def _propose(self, sessions: ContentSessions, step: Step, began_s: float) -> list[list[int]]:
+    def _propose(self, sessions: EngineSequences, step: Step, began_s: float) -> list[list[int]]:
         chains: list[list[int]] = [[] for _ in step.sampled]
         running = [slot for slot, sampled in enumerate(step.sampled) if sampled]
         requests = self._running_requests(sessions, step, running)
         self._learn(step, running, began_s)
-        rows = [self._row(step, slot, request) for slot, request in requests.items()]
+        rows = self._rows(step, requests)
         if not rows:
-            sessions.keep_up([])
+            sessions.note([])
             return chains
         load = Load((1,) * len(running))  # costs go by the width of a pass alone
         most = self._budget.ask(load)
         if most == 0:
-            sessions.keep_up(rows)
+            sessions.note(list(rows.values()))
             self._note(step, running, {})
             return chains
         drafted = self._drafted(sessions, rows, most)
@@ -303,7 +302,7 @@ class ForedraftProposer:
         return chains
 
     def _running_requests(
-        self, sessions: ContentSessions, step: Step, running: Sequence[int]
+        self, sessions: EngineSequences, step: Step, running: Sequence[int]
     ) -> dict[int, NamedRequest | None]:
         """Return whose rows are to be drafted for, by slot; end sessions of requests that ended."""
         runner = self._runner
@@ -328,30 +327,32 @@ class ForedraftProposer:
             self._complaints.add(name, ignored)
         return NamedRequest(name, state, fields)
 
-    def _row(self, step: Step, slot: int, request: NamedRequest | None) -> Row:
-        tokens = step.table[slot, : step.lengths[slot]]
-        own = None if request is None else request.fields.budget
-        has_room = self._room(len(tokens)) > 0 and own != 0
-        budget_nodes = self._settings.budget_nodes if has_room else 0
-        return Row(slot, tokens, len(step.sampled[slot]), budget_nodes, request)
+    def _rows(self, step: Step, requests: dict[int, NamedRequest | None]) -> dict[int, EngineRow]:
+        most_nodes = min(self._settings.budget_nodes, _MAX_STEP_NODES // max(len(requests), 1))
+        rows = {}
+        for slot, request in requests.items():
+            tokens = step.table[slot, : step.lengths[slot]]
+            num_before = max(len(tokens) - len(step.sampled[slot]), 0)
+            nodes = most_nodes if self._most(len(tokens), request) > 0 else 0
+            rows[slot] = EngineRow(tokens, num_before, nodes, request)
+        return rows
 
     def _drafted(
-        self, sessions: ContentSessions, rows: Sequence[Row], most: int
+        self, sessions: EngineSequences, rows: dict[int, EngineRow], most: int
     ) -> dict[int, DraftTree]:
         """Return the chains of drafts, by slot."""
-        most_nodes = _MAX_STEP_NODES // len(rows)
-        if most_nodes < self._settings.budget_nodes:
-            rows = [replace(row, budget_nodes=min(row.budget_nodes, most_nodes)) for row in rows]
-        drafted = {}
-        for row, tree in zip(rows, sessions.draft(rows), strict=True):
-            own = None if row.request is None else row.request.fields.budget
-            length = min(most, self._room(len(row.tokens)), most if own is None else own)
-            drafted[row.slot] = chain_for(tree, max(length, 0), self._vocabulary_size)
-        return drafted
+        trees = sessions.step(list(rows.values()))
+        return {
+            slot: chain_for(
+                tree, min(most, self._most(len(row.tokens), row.request)), self._vocabulary_size
+            )
+            for (slot, row), tree in zip(rows.items(), trees, strict=True)
+        }
 
-    def _room(self, length: int) -> int:
-        """Return how many tokens may be proposed: the model adds one of its own."""
-        return min(self._max_tokens, self._max_model_len - length - 1)
+    def _most(self, length: int, request: NamedRequest | None) -> int:
+        """Return how many tokens may be proposed behind so many: the model adds one of its own."""
+        room = min(self._max_tokens, self._max_model_len - length - 1)
+        return (PLAIN if request is None else request.fields).most(room)
 
     def _note(self, step: Step, running: Sequence[int], chains: dict[int, DraftTree]) -> None:
         """Keep what is proposed until its outcome is shown."""
@@ -413,17 +414,12 @@ class ForedraftProposer:
                 return [list(filling) if new else [] for new in value]
         return []
 
-    def _recover(self, error: Exception) -> None:
-        """Drop all sessions after an unexpected error and pause; log the first error."""
-        if not self._is_known_to_fail:
-            self._is_known_to_fail = True
-            trace = None if isinstance(error, ContractError) else error
-            _log.error("vLLM goes on without drafts for now: %s", error, exc_info=trace)
+    def _abandon(self) -> None:
+        """Drop all sequences after an unexpected error, and pause."""
         self._rest_until_s = time.monotonic() + _REST_S
         self._proposed = {}
-        with suppress(Exception):
-            if self.sessions is not None:
-                self.sessions.abandon()
+        if self.sessions is not None:
+            self.sessions.abandon()
 
 
 _NO_CHAIN: Final = DraftTree.empty()
@@ -478,18 +474,3 @@ def _tokenizer(model_config: Any) -> Any:
     except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
         _log.warning("the tokenizer is not known: %s", error)
         return None
-
-
-def _vocabulary(tokenizer: Any) -> Vocabulary | None:
-    """Return a tokenizer's vocabulary; None where it has no such thing as others have."""
-    if tokenizer is None:
-        return None
-    try:
-        return vocabulary_of(tokenizer)
-    except Exception as error:  # noqa: BLE001  as above
-        _log.warning("the tokenizer's vocabulary is not known: %s", error)
-        return None
-
-
-def _encoder(tokenizer: Any) -> Encode | None:
-    return None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)

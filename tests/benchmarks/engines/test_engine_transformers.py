@@ -11,7 +11,7 @@ from benchmarks.engines.in_transformers import main
 from benchmarks.engines.lookup_settings import num_lookup_steps
 from benchmarks.engines.transformers_runs import Contender, Engine
 from decoder.model.pretrained import ModelOptions, load_model
-from tests.decoder.conftest import byte_tokenizer, model_directory  # noqa: F401  fixtures
+from tests.decoder.model_fixtures import byte_tokenizer, model_directory  # noqa: F401  fixtures
 
 NEW_TOKENS = 24
 

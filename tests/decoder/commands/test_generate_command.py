@@ -24,8 +24,8 @@ from indexer.build import build_from_texts
 from indexer.launch import INTERRUPTED, TERMINATED
 from retriever.tree import Source
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
-from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
+from tests.decoder.model_fixtures import STOP
 
 pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from decoder.engines.request_fields import PLAIN, Complaints, FieldReader
+from decoder.engines.request_fields import PLAIN, Complaints, FieldReader, RequestFields
 from indexer.reader import Vocabulary
 from retriever.drafter import Kin
 from retriever.errors import InvalidRequestError
@@ -43,6 +43,14 @@ def test_fields_are_read_one_by_one_and_from_a_mapping() -> None:
     assert [each.tokens.tolist() for each in one_by_one.predictions] == [[0, 1, 2]]
     nested, _ = reader().read({"foredraft": {"budget": 3, "drafts": "off"}})
     assert (nested.budget, nested.drafts) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("budget", "room", "most"), [(5, 8, 5), (5, 3, 3), (0, 8, 0), (None, 8, 8), (5, -1, 0)]
+)
+def test_a_budget_is_within_what_the_engine_takes(budget: int | None, room: int, most: int) -> None:
+    assert RequestFields(budget=budget).most(room) == most
+    assert RequestFields(budget=budget, drafts=False).most(room) == 0
 
 
 def test_predictions_are_texts_or_ids() -> None:

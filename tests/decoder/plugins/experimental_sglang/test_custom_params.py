@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from decoder.engines.engine_options import check_tenants
-from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.engine_sequences import EngineSequences
 from decoder.engines.request_fields import NOT_DRAFTED, PLAIN, FieldReader, RequestFields
-from decoder.plugins.experimental_sglang.corpus import DrafterCorpus, FollowedRequest
+from decoder.plugins.experimental_sglang.corpus import DrafterCorpus
 from decoder.plugins.experimental_sglang.custom_params import CustomParams
 from indexer.reader import Vocabulary
 from retriever.client.resilient import ResilientDrafter
@@ -156,7 +156,7 @@ def test_tenants_are_those_of_the_settings(plugin: Any, monkeypatch: pytest.Monk
     module: Any = inspect.getmodule(plugin.worker_class(None))
 
     def tenant_of(name: str) -> str | None:
-        _, opened = module.open_sessions(None)
+        _, opened = module.open_sequences(None)
         fields: RequestFields = opened.of(stated(tenant=name))
         return fields.tenant if fields.drafts else None
 
@@ -166,17 +166,7 @@ def test_tenants_are_those_of_the_settings(plugin: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("FOREDRAFT_TENANTS", "*")
     assert tenant_of("other") == "other"
     monkeypatch.setenv("FOREDRAFT_SERVER", "127.0.0.1:1")
-    assert module.open_sessions(None) is None  # it could not keep them apart
-
-
-@pytest.mark.parametrize(("budget", "most", "asked"), [(5, 8, 5), (5, 3, 3), (0, 8, 0)])
-def test_a_budget_is_within_what_the_engine_takes(budget: int, most: int, asked: int) -> None:
-    drafter = EmbeddedDrafter()
-    made = request("a", [1, 2])
-    sessions = DrafterSessions(drafter)
-    assert FollowedRequest.of(made, sessions, read(budget=budget)).budget(most) == asked
-    assert FollowedRequest.of(made, sessions).budget(most) == most
-    drafter.shut_down()
+    assert module.open_sequences(None) is None  # it could not keep them apart
 
 
 def request(rid: str, prompt: Sequence[int], **fields: Any) -> Request:
@@ -186,7 +176,7 @@ def request(rid: str, prompt: Sequence[int], **fields: Any) -> Request:
 
 
 def corpus_of(drafter: EmbeddedDrafter) -> DrafterCorpus:
-    return DrafterCorpus(DrafterSessions(drafter), WIDTH, reader=reader())
+    return DrafterCorpus(EngineSequences(drafter), WIDTH, reader=reader())
 
 
 def drafted(corpus: DrafterCorpus, asked: Request) -> int:

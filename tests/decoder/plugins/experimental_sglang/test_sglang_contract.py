@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.engine_sequences import EngineSequences
 from decoder.plugins.experimental_sglang.corpus import DrafterCorpus, lay_out, masks_of
 from retriever.client.local import LocalDrafter
 from tests.decoder.plugins.experimental_sglang.conftest import Kernels
@@ -38,7 +38,7 @@ def corpus_class(sglang_folder: object) -> Any:
 
 
 def own_corpus(width: int = WIDTH) -> DrafterCorpus:
-    return DrafterCorpus(DrafterSessions(LocalDrafter()), width)
+    return DrafterCorpus(EngineSequences(LocalDrafter()), width)
 
 
 def test_twin_of_the_kernels_is_true(kernels: Kernels) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.engine_sequences import EngineSequences
 from decoder.plugins.experimental_sglang.corpus import DrafterCorpus, Nodes
 from retriever.client.local import LocalDrafter
 from retriever.drafter import DraftRequest
@@ -44,7 +44,7 @@ class Watched(LocalDrafter):
 
 
 def corpus_of(drafter: Watched, **options: Any) -> DrafterCorpus:
-    return DrafterCorpus(DrafterSessions(drafter), WIDTH, **options)
+    return DrafterCorpus(EngineSequences(drafter), WIDTH, **options)
 
 
 def test_output_is_the_targets_own_and_comes_in_fewer_steps() -> None:
@@ -206,7 +206,7 @@ def test_no_more_nodes_are_asked_for_than_drafters_take(width: int, num_rows: in
             asked.extend(request.budget_nodes for request in requests)
             return super().draft(requests)
 
-    corpus = DrafterCorpus(DrafterSessions(Counted()), width, max_step_nodes=300)
+    corpus = DrafterCorpus(EngineSequences(Counted()), width, max_step_nodes=300)
     names = [str(row) for row in range(num_rows)]
     tokens, masks = corpus.batch_get(names, [[1, 2, 1]] * num_rows, [3] * num_rows)
     assert (tokens.size, masks.size) == (num_rows * width, num_rows * width * width)

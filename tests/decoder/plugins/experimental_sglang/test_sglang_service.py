@@ -1,6 +1,6 @@
 """Drafts of a service that is killed in the middle."""
 
-from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.engine_sequences import EngineSequences
 from decoder.plugins.experimental_sglang.corpus import DrafterCorpus
 from retriever.client.resilient import ResilientDrafter
 from tests.decoder.plugins.experimental_sglang.sglang_decoding import Request, plain, step
@@ -14,7 +14,7 @@ def test_decoding_goes_on_when_the_service_is_killed() -> None:
     try:
         with ResilientDrafter(address, deadline_s=0.5, local=False) as drafter:
             assert drafter.wait(60)
-            corpus = DrafterCorpus(DrafterSessions(drafter), WIDTH)
+            corpus = DrafterCorpus(EngineSequences(drafter), WIDTH)
             requests = [Request.of(str(seed), [seed, 1, 2, 3]) for seed in range(3)]
             num_steps = [steps_until(60, corpus, requests)]
             process.kill()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm import LLM, SamplingParams
 
 OURS = "foredraft.vllm.ForedraftProposer"
@@ -31,30 +30,67 @@ class NeverProposes:
 
 
 class Watched:
-    """Stands before a proposer and compares each session with the row that it is for."""
+    """Stands before a proposer, and compares each sequence that is drafted for with the rows.
 
-    def __init__(self, proposer: Any) -> None:
+    Attributes:
+        num_rows: rows that were shown.
+        num_asked: rows that were drafted for.
+        num_moved: requests that were shown in another row than before.
+        mixed_up: what the drafter was told and no row holds.
+        most_sessions: sequences that were held at once.
+        proposed: tokens.
+    """
+
+    def __init__(self, proposer: Any, runner: Any) -> None:
         self.proposer = proposer
-        self.num_rows = 0
+        self.num_rows = self.num_asked = self.num_moved = 0
         self.mixed_up: list[str] = []
         self.most_sessions = 0
         self.proposed = 0
+        self._runner = runner
+        self._rows: dict[str, int] = {}
+        self._told: dict[str, list[int]] = {}
+        self._asked: list[list[int]] = []
+        self._watch(proposer.drafter)
 
     def propose(
         self, sampled: list[list[int]], lengths: Any, table: Any, **others: Any
     ) -> list[list[int]]:
+        self._asked = []
         chains: list[list[int]] = self.proposer.propose(sampled, lengths, table, **others)
-        seen = self.proposer.sessions.rows_seen()
-        running = [slot for slot, new in enumerate(sampled) if new]
-        if sorted(seen) != running:
-            self.mixed_up.append(f"rows {running}, sessions {sorted(seen)}")
-        for slot in running:
-            if not np.array_equal(seen.get(slot, ()), table[slot, : lengths[slot]]):
-                self.mixed_up.append(f"row {slot}")
-        self.num_rows += len(running)
+        rows = [table[slot, : lengths[slot]].tolist() for slot, new in enumerate(sampled) if new]
+        self.num_rows += len(rows)
+        self.num_asked += len(self._asked)
+        for tokens in self._asked:
+            if tokens in rows:
+                rows.remove(tokens)  # of each row for one draft
+            else:
+                self.mixed_up.append(f"{len(tokens)} tokens that no row holds")
+        self._count_moves()
         self.proposed += sum(len(chain) for chain in chains)
         self.most_sessions = max(self.most_sessions, len(self.proposer.sessions))
         return chains
+
+    def _count_moves(self) -> None:
+        rows = {name: row for row, name in enumerate(self._runner.input_batch.req_ids)}
+        self.num_moved += sum(self._rows.get(name, row) != row for name, row in rows.items())
+        self._rows |= rows
+
+    def _watch(self, drafter: Any) -> None:
+        """Note what a drafter is told of each session, and what it is asked to draft behind."""
+        begin, draft = drafter.open, drafter.draft
+
+        def noting_open(session: str, prompt: Any, **options: Any) -> None:
+            begin(session, prompt, **options)
+            self._told[session] = prompt.tolist()
+
+        def noting_draft(requests: Any) -> Any:
+            for each in requests:
+                self._told[each.session] += each.new_tokens.tolist()
+                self._asked.append(list(self._told[each.session]))
+            return draft(requests)
+
+        drafter.open, drafter.draft = noting_open, noting_draft
 
 
 def start(job: dict[str, Any]) -> LLM:
@@ -88,7 +124,7 @@ def watched(llm: LLM) -> Watched:
     """Put a watcher before the proposer of an engine in this process."""
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-    watcher = Watched(runner.drafter)
+    watcher = Watched(runner.drafter, runner)
     runner.drafter = watcher
     return watcher
 
@@ -205,12 +241,12 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         sessions = watcher.proposer.sessions
         report |= {
             "num_rows": watcher.num_rows,
+            "num_asked": watcher.num_asked,
             "mixed_up": watcher.mixed_up,
             "most_sessions": watcher.most_sessions,
             "sessions_left": len(sessions),
             "tokens_left": sessions.num_tokens,
-            "begun": sessions.counts.begun,
-            "moved": sessions.counts.moved,
+            "moved": watcher.num_moved,
             "failures": sessions.num_failures,
         }
         proposer = watcher.proposer

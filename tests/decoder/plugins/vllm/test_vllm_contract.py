@@ -21,7 +21,7 @@ from decoder.plugins.vllm.proposer import ForedraftProposer, is_read
 from indexer.build import build_index
 from indexer.tokenizer import vocabulary_of
 from retriever.client.resilient import ResilientDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import SettingsError
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
@@ -328,15 +328,25 @@ def test_outputs_are_drafted_from_as_soon_as_their_request_has_ended() -> None:
     assert len(engine.drafter.sessions) == 1
 
 
-def test_a_preempted_request_goes_on_however_long_it_waits() -> None:
+def test_a_preempted_request_goes_on_however_long_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened_prompts = []
+    open_session = EmbeddedDrafter.open
+
+    def noting(drafter: EmbeddedDrafter, name: str, prompt: TokenIds, **options: Any) -> None:
+        opened_prompts.append(prompt.tolist())
+        open_session(drafter, name, prompt, **options)
+
+    monkeypatch.setattr(EmbeddedDrafter, "open", noting)
     engine = Runner()
     engine.show({"one": REPEATED}, [1])
     for length in range(3, 33):
         engine.show({"two": [20] * length}, [1])
     assert engine.show({"one": [*REPEATED, 8]}, [1]) == [[9, 10, 11, 12]]
+    assert opened_prompts == [REPEATED[:-1], [20, 20]]
     assert engine.drafter.sessions is not None
-    assert engine.drafter.sessions.counts.begun == 2
-    assert engine.drafter.sessions.counts.ended == 0
+    assert len(engine.drafter.sessions) == 2
 
 
 def test_a_name_that_another_request_takes_is_another_sequence() -> None:
