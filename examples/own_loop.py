@@ -13,7 +13,7 @@ loaded, drafter = load_model(ModelOptions("smollm2-135m-instruct")), EmbeddedDra
 def generate(prompt: list[int], num_tokens: int, num_nodes: int = 16) -> tuple[list[int], int]:
     """Return what greedy decoding writes, and the number of passes."""
     model, tokens, new, num_passes = loaded.model, list(prompt), np.empty(0, np.int32), 0
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()  # without the config: one that a window cuts would not do
     drafter.open("mine", np.array(tokens, np.int32))
     model(torch.tensor([tokens[:-1]]), past_key_values=cache, logits_to_keep=1)
     while len(tokens) < len(prompt) + num_tokens:

@@ -16,7 +16,7 @@ All but `additive_mask` and the two rules that take logits need no more than num
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 
+_NUM_AXES: Final = 2  # of logits: rows and tokens
+
+
 def tokens(last_token: int, tree: DraftTree) -> NDArray[np.int64]:
     """Return int64[1 + N], what a pass reads: the sequence's last token, then the nodes."""
     return np.concatenate([[last_token], tree.token_ids]).astype(np.int64)
@@ -60,14 +63,18 @@ def mask(tree: DraftTree, past: int, window: int | None = None) -> NDArray[np.bo
 
 
 def additive_mask(
-    tree: DraftTree, past: int, dtype: "torch.dtype", window: int | None = None
+    tree: DraftTree,
+    past: int,
+    dtype: "torch.dtype",
+    window: int | None = None,
+    device: "torch.device | str" = "cpu",
 ) -> "torch.Tensor":
     """Return dtype[1, 1, 1 + N, past + 1 + N], to be added to scores; zero where `mask` is true."""
     with needing("decoder"):
         import torch  # noqa: PLC0415  the others do without
 
         from decoder.model.attention import additive  # noqa: PLC0415
-    return additive(torch.from_numpy(mask(tree, past, window)), dtype)[None, None]
+    return additive(torch.from_numpy(mask(tree, past, window)).to(device), dtype)[None, None]
 
 
 def positions(tree: DraftTree, past: int) -> NDArray[np.int64]:
@@ -98,33 +105,38 @@ def accept(tree: DraftTree, choices: Sequence[int] | NDArray[np.integer[Any]]) -
     return follow(tree, lambda rows: chosen[rows], together=True)
 
 
-def accept_greedy(tree: DraftTree, logits: "torch.Tensor") -> Acceptance:
+def accept_greedy(tree: DraftTree, logits: "torch.Tensor | NDArray[Any]") -> Acceptance:
     """Accept the path of the most probable tokens; see `accept`.
 
     Args:
         tree: of the pass.
-        logits: [1 + N, vocabulary], after each row.
+        logits: [1 + N, vocabulary], after each row; of torch on any device, or of numpy.
+
+    Raises:
+        ValueError: there is not one row for each row of the pass.
     """
-    return accept(tree, logits.argmax(dim=-1).cpu().numpy())
+    best: Any = logits.argmax(-1)
+    return accept(tree, best if isinstance(best, np.ndarray) else best.cpu().numpy())
 
 
 def accept_sampled(
     tree: DraftTree,
-    logits: "torch.Tensor",
+    logits: "torch.Tensor | NDArray[Any]",
     settings: "SamplingSettings",
-    points: NDArray[np.float64],
+    points: Sequence[float] | NDArray[np.float64],
 ) -> Acceptance:
     """Accept the path of tokens that are drawn from the target's distribution; see `accept`.
 
     Args:
         tree: of the pass.
-        logits: [1 + N, vocabulary], after each row.
+        logits: [1 + N, vocabulary], after each row; of torch on any device, or of numpy.
         settings: temperature above 0, top-k, top-p and min-p; penalties need the output so far.
-        points: float64[1 + greatest depth], random numbers from 0 to below 1 that were used for
-            nothing else, one for each position.
+        points: float64[1 + greatest depth] or more, random numbers from 0 to below 1 that were used
+            for nothing else: one for each place behind the last token.
 
     Raises:
-        ValueError: there are too few points, or a setting cannot be followed.
+        ValueError: there is not one row for each row of the pass, there are too few points, or a
+            setting cannot be followed.
     """
     with needing("decoder"):
         import torch  # noqa: PLC0415  as above
@@ -133,13 +145,16 @@ def accept_sampled(
         from decoder.sampling.processors import Processing, Warping  # noqa: PLC0415
     if settings.is_greedy or not Processing(settings, (), None).is_of_settings:
         raise ValueError("sampling here takes a temperature above 0, top-k, top-p and min-p alone")
+    scores = torch.as_tensor(logits)
+    if scores.ndim != _NUM_AXES or len(scores) != len(tree) + 1:
+        raise ValueError(f"logits {tuple(scores.shape)} for a pass of {len(tree) + 1} rows")
     depths = TreeRows.behind_token(tree, 0).depths
     if len(points) <= depths.max():
         raise ValueError(f"{len(points)} points for a tree of depth {depths.max()}")
-    warp, draw = Warping(settings), Draw(depths, points)
+    warp, draw = Warping(settings), Draw(depths, np.asarray(points, np.float64))
 
     def choose(rows: slice) -> "torch.Tensor":
-        return draw(warp(logits[rows].to(torch.float32, copy=True)), rows)
+        return draw(warp(scores[rows].to(torch.float32, copy=True)), rows)
 
     return follow(tree, choose, together=False)
 

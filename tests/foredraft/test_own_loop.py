@@ -4,17 +4,27 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from decoder.sampling.sampling_settings import SamplingSettings
 from foredraft import verify
 from retriever.tree import ROOT, DraftTree
-from tests.decoder.decoding import VOCABULARY, plainly, prompt_of, random_tree, tiny_llama
+from tests.decoder.decoding import (
+    VOCABULARY,
+    WINDOW,
+    plainly,
+    prompt_of,
+    random_tree,
+    tiny_gemma,
+    tiny_llama,
+)
 
 ROOT_OF_PROJECT = Path(__file__).parents[2]
 PROGRAMS = ("own_loop.py", "own_loop_torch.py")
@@ -114,6 +124,61 @@ def test_sampled_acceptance_leaves_the_distribution_as_it_is() -> None:
         assert statistic < 16.3  # of chi-square with 3 degrees, one in a thousand is beyond
 
 
+def test_logits_and_points_may_be_of_numpy_or_torch() -> None:
+    rng = np.random.default_rng(1)
+    tree = random_tree(rng, 9)
+    logits, points = rng.normal(size=(10, VOCABULARY)).astype(np.float32), rng.random(10)
+    settings = SamplingSettings(0.9, top_p=0.9)
+    for accept in (
+        verify.accept_greedy,
+        partial(verify.accept_sampled, settings=settings, points=points),
+        partial(verify.accept_sampled, settings=settings, points=points.tolist()),
+    ):
+        (path, token), (other, again) = accept(tree, logits), accept(tree, torch.tensor(logits))
+        assert (path.tolist(), token) == (other.tolist(), again)
+    for wrong in (logits[:9], logits[None]):
+        with pytest.raises(ValueError, match=r" for a pass of 10 rows"):
+            verify.accept_greedy(tree, wrong)
+        with pytest.raises(ValueError, match=r"logits \(.* for a pass of 10 rows"):
+            verify.accept_sampled(tree, wrong, settings, points)
+
+
+def test_a_model_with_windows_takes_a_mask_for_each_kind_of_layer() -> None:
+    """As the page says; with one mask for both kinds some logits differ."""
+    model, past = tiny_gemma(), 20
+    tree = random_tree(np.random.default_rng(2), 12)
+    whole, window = additive_masks(tree, past, WINDOW)
+    found, alone = (
+        read_behind(model, tree, past, masks)
+        for masks in ({"full_attention": whole, "sliding_attention": window}, whole)
+    )
+    context = prompt_of(past + 1)
+    for node in range(len(tree)):
+        tokens = [*context, *tree.token_ids[tree.path_to(node)].tolist()]
+        expected = model(torch.tensor([tokens])).logits[0, -1]
+        torch.testing.assert_close(found[1 + node], expected, atol=1e-4, rtol=1e-4)
+    assert (found - alone).abs().max() > 1e-2
+
+
+def additive_masks(tree: DraftTree, past: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    masks = [verify.additive_mask(tree, past, torch.float32, each) for each in (None, window)]
+    return masks[0], masks[1]
+
+
+@torch.no_grad()
+def read_behind(model: Any, tree: DraftTree, past: int, masks: Any) -> torch.Tensor:
+    """Return the logits of a pass, by a cache that holds all tokens."""
+    context, cache = prompt_of(past + 1), DynamicCache()
+    model(torch.tensor([context[:-1]]), past_key_values=cache)
+    logits: torch.Tensor = model(
+        torch.from_numpy(verify.tokens(context[-1], tree) % VOCABULARY)[None],
+        attention_mask=masks,
+        position_ids=torch.from_numpy(verify.positions(tree, past))[None],
+        past_key_values=cache,
+    ).logits[0]
+    return logits
+
+
 def test_what_sampling_cannot_follow_is_refused() -> None:
     tree, logits = DraftTree.checked([1], [ROOT], [0.5], [0]), torch.zeros(2, 4)
     for settings in (SamplingSettings(), SamplingSettings(0.7, presence_penalty=1.0)):
@@ -137,9 +202,7 @@ def test_a_loop_with_them_writes_what_the_model_writes() -> None:
     rng = np.random.default_rng(0)
     tokens: list[int] = list(prompt)
     num_passes = 0
-    from transformers import DynamicCache  # noqa: PLC0415
-
-    cache: Any = DynamicCache(config=model.config)
+    cache: Any = DynamicCache()
     with torch.no_grad():
         model(torch.tensor([tokens[:-1]]), past_key_values=cache)
         while len(tokens) < len(prompt) + 40:
