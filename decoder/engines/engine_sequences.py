@@ -226,18 +226,9 @@ class EngineSequences:
         held, new = self._found(row)
         if not row.fields.drafts:
             return None
-        first = row.first
-        if held is None:
-            new, first = row.known()
-        else:
-            held.step = self._step  # no other row's in this step, and not to be ended for one
-        if not (_are_ids(new) and self._has_room(len(new), is_new=held is None)):
-            return None
-        if held is None:
-            held = self._begin(row, new, first)
-        else:
-            self._extend(held, new)
-        held.step, held.seen_s = self._step, now_s
+        held = self._begin(row) if held is None else self._go_on(held, new)
+        if held is not None:
+            held.step, held.seen_s = self._step, now_s
         return held
 
     def _found(self, row: EngineRow) -> tuple["_HeldSequence | None", TokenIds]:
@@ -257,12 +248,24 @@ class EngineSequences:
         self._end(held)
         return None, row.tokens
 
-    def _begin(self, row: EngineRow, tokens: TokenIds, first: int) -> "_HeldSequence":
+    def _begin(self, row: EngineRow) -> "_HeldSequence | None":
+        """Return a new sequence; None where there is no room for it."""
+        tokens, first = row.known()
+        if not self._can_hold(tokens, is_new=True):
+            return None
         num_prompt = min(row.num_prompt, len(tokens)) if first == 0 else len(tokens)
         follower = self._followers.follow(row.fields.begin(tokens, num_prompt))
         held = _HeldSequence(follower, row.request, first)
         self._held.add(held)
         self._num_tokens += len(tokens)
+        return held
+
+    def _go_on(self, held: "_HeldSequence", new: TokenIds) -> "_HeldSequence | None":
+        """Return a sequence with its new tokens; None where there is no room for them."""
+        held.step = self._step  # no other row's in this step, and not to be ended for one
+        if not self._can_hold(new, is_new=False):
+            return None
+        self._extend(held, new)
         return held
 
     def _extend(self, held: "_HeldSequence", new: TokenIds) -> None:
@@ -276,11 +279,16 @@ class EngineSequences:
         self._num_tokens -= len(held.sequence)
         held.follower.close()
 
-    def _has_room(self, num_new: int, *, is_new: bool) -> bool:
-        """Make room by ending the least recently seen sequences; return whether that suffices."""
+    def _can_hold(self, tokens: TokenIds, *, is_new: bool) -> bool:
+        """Return whether tokens are ids and there is room, or can be by ending others.
+
+        The least recently seen sequences are ended, and none that was seen in this step.
+        """
+        if len(tokens) and tokens.min() < 0:
+            return False
         while (
             len(self._held) + is_new > self._limits.max_sequences
-            or self._num_tokens + num_new > self._limits.max_tokens
+            or self._num_tokens + len(tokens) > self._limits.max_tokens
         ):
             unseen = [each for each in self._held.all() if each.step < self._step]
             if not unseen:
@@ -397,7 +405,3 @@ class _HeldSequences:
 
 def _key(tokens: TokenIds) -> _Key:
     return len(tokens), tokens[-_TAIL:].tobytes()
-
-
-def _are_ids(tokens: TokenIds) -> bool:
-    return len(tokens) == 0 or bool(tokens.min() >= 0)
