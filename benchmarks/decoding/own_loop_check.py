@@ -42,7 +42,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="Where the report goes.")] = None,
 ) -> None:
     """Decode every prompt in three ways and compare."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     language_model = own_loop.loaded
     budget, drafter = FixedBudget(nodes), EmbeddedDrafter()
     decoder = Decoder(Target(language_model.model), drafter, budget, stop_ids=())
@@ -60,7 +60,7 @@ def main(
         own = [own[0] + len(written), own[1] + passes]
         statistics = generation.statistics
         ours = [ours[0] + len(decoded) - 1, ours[1] + statistics.num_passes - 1]
-        if number % 10 == 0:
+        if number % 5 == 0:
             typer.echo(f"{number}: {own[0] / own[1]:.3f} and {ours[0] / ours[1]:.3f}", err=True)
     report = {
         "prompts": len(cases),
