@@ -11,11 +11,11 @@ loaded, drafter = load_model(ModelOptions("smollm2-135m-instruct")), EmbeddedDra
 
 @torch.no_grad()
 def generate(prompt: list[int], num_tokens: int, num_nodes: int = 16) -> tuple[list[int], int]:
-    """Return what greedy decoding writes, and the number of passes."""
-    model, tokens, new, num_passes = loaded.model, list(prompt), np.empty(0, np.int32), 0
-    cache = DynamicCache()  # without the config: one that a window cuts would not do
-    drafter.open("mine", np.array(tokens, np.int32))
-    model(torch.tensor([tokens[:-1]]), past_key_values=cache, logits_to_keep=1)
+    """Return what greedy decoding writes, and the number of passes behind the prompt's."""
+    model, cache, num_passes = loaded.model, DynamicCache(), 0
+    drafter.open("mine", np.array(prompt, np.int32))
+    logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits[0]
+    tokens, new = [*prompt, int(logits.argmax())], logits.argmax(-1).int().numpy()
     while len(tokens) < len(prompt) + num_tokens:
         [tree] = drafter.draft([DraftRequest("mine", new, len(tokens), num_nodes)])
         past = len(tokens) - 1
@@ -37,4 +37,4 @@ def generate(prompt: list[int], num_tokens: int, num_nodes: int = 16) -> tuple[l
 
 text = "".join(f"def add_{n}(x):\n    return x + {n}\n\n\n" for n in range(1, 8))  # or yours
 written, passes = generate(loaded.tokenizer(text)["input_ids"], 48)
-print(f"{len(written) / passes:.1f} tokens per pass:", loaded.tokenizer.decode(written[:24]))
+print(f"{(len(written) - 1) / passes:.1f} tokens per pass:", loaded.tokenizer.decode(written[:24]))

@@ -57,7 +57,7 @@ def main(
         decoded = [token for step in generation for token in step]
         same = written[: len(truth)] == truth and decoded[: len(truth)] == truth
         different += [] if same else [number]
-        own = [own[0] + len(written), own[1] + passes]
+        own = [own[0] + len(written) - 1, own[1] + passes]
         statistics = generation.statistics
         ours = [ours[0] + len(decoded) - 1, ours[1] + statistics.num_passes - 1]
         if number % 5 == 0:
