@@ -23,6 +23,7 @@ from decoder.budget.costs import CostSurface
 from decoder.budget.pass_timing import decided, measure_costs, still_holds
 from decoder.model.capability_check import FOUND_HERE, ModelVerdict
 from decoder.model.compatibility import Capability
+from decoder.model.stamp import undisturbed
 from decoder.model.target import Target
 from decoder.model.user_model import has_code_of_others
 from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
@@ -113,7 +114,7 @@ def _computed(model: PreTrainedModel) -> Key:
 
 def _modules(model: PreTrainedModel) -> str:
     """Return a digest of the names, kinds and modes of a model's modules."""
-    found = model.named_modules()
+    found = undisturbed(lambda: list(model.named_modules()))
     stated = [(name, type(each).__qualname__, each.training) for name, each in found]
     return sha256(json.dumps(stated).encode()).hexdigest()
 

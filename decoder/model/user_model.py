@@ -169,7 +169,8 @@ class UserModel:
         """
         if not self.takes("logits_to_keep") or not self.model._supports_attention_backend:  # noqa: SLF001  no public name
             return False
-        configs = (vars(module).get("config") for module in self.model.modules())
+        modules = undisturbed(lambda: list(self.model.modules()))
+        configs = (vars(module).get("config") for module in modules)
         attentions = {
             config._attn_implementation  # noqa: SLF001  nor for this
             for config in configs

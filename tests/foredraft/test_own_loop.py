@@ -101,14 +101,14 @@ def test_greedy_acceptance_takes_logits() -> None:
 
 
 def test_sampled_acceptance_leaves_the_distribution_as_it_is() -> None:
-    """Of 4,000 pairs of tokens, drafted or not, shares are those of the target's distribution."""
+    """Of 2,000 pairs of tokens, drafted or not, shares are those of the target's distribution."""
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.normal(size=(1 + 4, 6)).astype(np.float32))
     tree = DraftTree.checked([2, 4, 1, 3], [ROOT, ROOT, 0, 0], [0.6, 0.5, 0.3, 0.2], [0] * 4)
     settings = SamplingSettings(0.8, top_k=4)
     first = np.zeros(6)
     behind_2 = np.zeros(6)
-    for _ in range(4_000):
+    for _ in range(2_000):
         path, token = verify.accept_sampled(tree, logits, settings, rng.random(3))
         written = [*tree.token_ids[path].tolist(), token]
         first[written[0]] += 1

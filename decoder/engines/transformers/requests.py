@@ -30,6 +30,7 @@ from decoder.engines.transformers.prompt_rows import (
     prompt_rows,
 )
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
+from decoder.model.stamp import undisturbed
 from retriever.drafter import Prediction
 
 OnTokens = Callable[[list[int]], object]
@@ -71,6 +72,11 @@ def pad_token_of(config: GenerationConfig) -> int | None:
     named: Any = config.pad_token_id
     token = getattr(config, "_pad_token_tensor", named)
     return None if token is None else int(token)
+
+
+def _hooks_before(model: PreTrainedModel) -> list[Any]:
+    """Return the hooks that run before modules of a model."""
+    return [hook for each in model.modules() for hook in each._forward_pre_hooks.values()]  # noqa: SLF001  no public name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +128,7 @@ class Call:
         own = kind.prepare_inputs_for_generation
         if replaced is not None and getattr(replaced, "__func__", None) is not own:
             return "prepare_inputs_for_generation was replaced, as PEFT does for virtual tokens"
-        hooks = (hook for each in self.model.modules() for hook in each._forward_pre_hooks.values())  # noqa: SLF001  no public name
+        hooks = undisturbed(lambda: _hooks_before(self.model))  # other threads may change them
         if any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks):
             return "adapter_names gives each row an adapter of its own"
         return ""

@@ -20,6 +20,8 @@ from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, plainly, tiny_llama, tree_of
 from tests.decoder.plugins.training.teaching import StepClock, drawn_head, prompts_of
 
+pytestmark = pytest.mark.training
+
 PROMPTS = prompts_of([12, 9, 15])
 
 

@@ -35,6 +35,8 @@ from tests.decoder.plugins.training.teaching import (
 )
 from tests.decoder.rounding import Rounding
 
+pytestmark = pytest.mark.training
+
 
 def one_headed() -> PreTrainedModel:
     """Return a model of which a head of attention has 64 numbers, as SmolLM2's and Llama's do."""

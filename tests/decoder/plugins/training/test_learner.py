@@ -36,6 +36,8 @@ from tests.decoder.plugins.training.teaching import (
 )
 from tests.decoder.rounding import Rounding
 
+pytestmark = pytest.mark.training
+
 COLUMNS = 40
 SMALL_ROUNDS = {"new_tokens": 1024, "least_judging": 200}
 """A quarter of the tokens that are enough for a round of a learner in use."""

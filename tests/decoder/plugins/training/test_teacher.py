@@ -23,6 +23,8 @@ from tests.decoder.plugins.training.teaching import (
 )
 from tests.decoder.rounding import Rounding
 
+pytestmark = pytest.mark.training
+
 LENGTHS = [3, 11, 7, 30, 12]
 
 
