@@ -71,10 +71,9 @@ if __name__ == "__main__":
         fcntl.flock(lock, fcntl.LOCK_EX)
         sys.stdout.write("held\n")
         sys.stdout.flush()
-        # Token ids of four bytes beside those of two: what both need is compiled twice, and yet
-        # the first of two cores has nothing better to do.
-        wide = get_context("spawn").Process(target=compile_drafting, args=(70_000,))
-        wide.start()
         compile_drafting(50)
-        compile_fusion()
-        wide.join()
+        # What fusing needs beside what token ids of four bytes need; both need what there is now.
+        fusion = get_context("spawn").Process(target=compile_fusion)
+        fusion.start()
+        compile_drafting(70_000)
+        fusion.join()
