@@ -11,7 +11,6 @@ Where a command has many flags, those of fields that are `RARE` are listed by `-
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
@@ -150,18 +149,6 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-@contextmanager
-def naming_flags(schema: type) -> Iterator[None]:
-    """Have errors in the block that begin with the name of a setting begin with its flag."""
-    try:
-        yield
-    except Exception as error:
-        name, _, rest = str(error).partition(" ")
-        if name not in settings_of(schema):
-            raise
-        raise type(error)(f"{flag_of(name)} {rest}") from error
-
-
 def is_secret(field: FieldInfo) -> bool:
     """Return whether a setting's value must not be shown."""
     kinds = (field.annotation, *get_args(field.annotation))
@@ -273,8 +260,13 @@ def _checked(schema: type[Any], given: Mapping[str, object]) -> Any:
         raise typer.BadParameter(f"{expected_by(error)}.", param_hint=hint) from error
     if model is schema:
         return checked
-    with naming_flags(schema):
+    try:
         return schema(**given)
+    except Exception as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in settings_of(schema):
+            raise
+        raise type(error)(f"{flag_of(name)} {rest}") from error  # it began with a setting's name
 
 
 def _model_of(schema: type) -> type[BaseModel]:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -56,7 +56,7 @@ class Command(NamedTuple):
 
     def absent(self) -> str | None:
         """Return the plugin that it needs and that is not installed; `None` if all are."""
-        return next((each for each in self.plugins if not is_installed(each)), None)
+        return _first_absent(self.plugins)
 
 
 def is_installed(plugin: str) -> bool:
@@ -66,6 +66,10 @@ def is_installed(plugin: str) -> bool:
     except ModuleNotFoundError:  # not even the folder that holds the plugins
         return False
     return found is not None and found.origin is not None  # an empty folder has none
+
+
+def _first_absent(plugins: Iterable[str]) -> str | None:
+    return next((each for each in plugins if not is_installed(each)), None)
 
 
 def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
@@ -79,11 +83,9 @@ def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
     Raises:
         MissingPluginError: the plugin, or one that it needs, is not part of this installation.
     """
-    for plugin in (".".join(module.split(".")[:3]), *needs):
-        if not is_installed(plugin):
-            raise MissingPluginError(
-                f"{asked} needs {plugin}, which is not part of this installation"
-            )
+    absent = _first_absent((".".join(module.split(".")[:3]), *needs))
+    if absent is not None:
+        raise MissingPluginError(f"{asked} needs {absent}, which is not part of this installation")
     return import_module(module)
 
 

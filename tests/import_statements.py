@@ -4,12 +4,23 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Final
+
+_ROOT: Final = Path(__file__).parent.parent
 
 
 @cache
 def import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
     """Return all import statements of a file."""
     return tuple(_imports_in(ast.parse(path.read_bytes())))
+
+
+@cache
+def file_of(module: str) -> Path | None:
+    """Return the file of a module or package of this checkout; `None` if there is none."""
+    path = _ROOT.joinpath(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((each for each in files if each.is_file()), None)
 
 
 def _imports_in(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:

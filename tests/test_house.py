@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.import_statements import import_statements
+from tests.import_statements import file_of, import_statements
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("foredraft", "indexer", "retriever", "decoder")
@@ -43,14 +43,8 @@ def imports_of(path: Path) -> frozenset[str]:
         elif node.module and not node.level and node.module.split(".")[0] in PACKAGES:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add(inner if is_module(inner) else node.module)
+                found.add(inner if file_of(inner) else node.module)
     return frozenset(each for each in found if each.split(".")[0] in PACKAGES)
-
-
-@cache
-def is_module(name: str) -> bool:
-    path = ROOT.joinpath(*name.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def floors_of(arrows: dict[str, set[str]]) -> dict[str, int]:

@@ -54,6 +54,7 @@ def test_every_package_says_that_it_is_typed_and_ours() -> None:
             assert getattr(import_module(package), MARKER) == OURS
 
 
+@pytest.mark.plugin
 def test_what_the_project_names_is_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS.values()) <= set(project["optional-dependencies"])

@@ -8,7 +8,7 @@ else. Prints the prompts whose outputs differ, and the tokens of a pass.
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -16,22 +16,10 @@ import typer
 from decoder.budget.budget import FixedBudget
 from decoder.commands.prompts import read_prompts
 from decoder.loop import Decoder
-from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
+from decoder.plugins.contenders.contender import LibraryContender
 from examples import own_loop
 from foredraft import EmbeddedDrafter
-
-
-@torch.inference_mode()
-def plainly(language_model: LanguageModel, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return what the model itself writes, to its end."""
-    model: Any = language_model.model
-    tokens = torch.tensor([prompt])
-    output = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_tokens, do_sample=False
-    )
-    written: list[int] = output[0, len(prompt) :].tolist()
-    return written
 
 
 def main(
@@ -46,12 +34,13 @@ def main(
     language_model = own_loop.loaded
     budget, drafter = FixedBudget(nodes), EmbeddedDrafter()
     decoder = Decoder(Target(language_model.model), drafter, budget, stop_ids=())
+    plainly = LibraryContender(language_model, decoder.target, tokens)
     different: list[int] = []
     own, ours = [0, 0], [0, 0]
     cases = read_prompts(prompts, limit)
     for number, case in enumerate(cases, 1):
         prompt = language_model.encode(case.text)
-        truth = plainly(language_model, prompt, tokens)
+        truth = plainly([prompt], remember=False).token_ids
         written, passes = own_loop.generate(prompt, tokens, nodes)
         generation = decoder.generate(prompt, tokens)
         decoded = [token for step in generation for token in step]

@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from tests.import_statements import file_of
+
 ROOT: Final = Path(__file__).parents[2]
 _OURS: Final = ("indexer", "retriever", "decoder", "foredraft", "tests", "benchmarks", "docs")
 
@@ -27,7 +29,7 @@ def plugins() -> tuple[str, ...]:
 @cache
 def absent() -> frozenset[str]:
     """Return those that are not there."""
-    return frozenset(each for each in plugins() if not _file_of(each))
+    return frozenset(each for each in plugins() if not file_of(each))
 
 
 def needed_by(test: Path) -> str | None:
@@ -47,7 +49,7 @@ def _absent_in(path: Path) -> str | None:
             plugin = ".".join(name.split(".")[:3])
             if plugin in absent():
                 return plugin
-            found = _file_of(name)
+            found = file_of(name)
             if found is not None and found not in seen:
                 seen.add(found)
                 waiting.append(found)
@@ -64,9 +66,3 @@ def _modules(path: Path) -> list[str]:
             # Of a package, what is imported may be a module.
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in names if name.split(".")[0] in _OURS]
-
-
-def _file_of(module: str) -> Path | None:
-    path = ROOT.joinpath(*module.split("."))
-    files = (path.with_suffix(".py"), path / "__init__.py")
-    return next((each for each in files if each.is_file()), None)

@@ -48,6 +48,7 @@ def typed_names(stub: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.plugin
 def test_each_name_is_what_type_checkers_are_told() -> None:
     told = typed_names(FACE / "__init__.pyi")
     assert len(told) > 60

@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from decoder.commands import run
-from decoder.commands.options import (
-    ModelSettings,
-)
+from decoder.commands.options import ModelSettings
 from decoder.drafters.options import DraftOptions
 from decoder.plugins.bench.options import ContestOptions, MeasuredOutput, MeasuredPrompts
 from indexer.flags import AsJson, command_line, with_flags

@@ -9,11 +9,7 @@ from typing import Annotated
 import typer
 
 from decoder.commands import run
-from decoder.plugins.estimate.options import (
-    CostSettings,
-    EstimatedDrafts,
-    LogSettings,
-)
+from decoder.plugins.estimate.options import CostSettings, EstimatedDrafts, LogSettings
 from indexer.flags import AsJson, command_line, with_flags
 
 

@@ -4,9 +4,7 @@ What it does is imported when it does it, so that its help comes at once.
 """
 
 from decoder.commands import run
-from decoder.commands.options import (
-    ModelChoice,
-)
+from decoder.commands.options import ModelChoice
 from decoder.plugins.training.options import GainSettings, TaughtTexts, TrainingSettings
 from indexer.flags import AsJson, command_line, with_flags
 

@@ -28,6 +28,7 @@ from tests.decoder.decoding import SIZES
 from tests.decoder.model_fixtures import STOP
 
 pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
+TRACES = pytest.mark.plugin("decoder.plugins.trace")
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -188,11 +189,27 @@ def test_answers_end_at_stop_texts_and_stop_tokens(
         (["--prompt", PROMPT, "--prompts", "file"], "exclude each other"),
         (["--prompts", "no-such-file"], "cannot read no-such-file"),
         (["--prompts", "binary"], "not text (first: "),
-        (["--prompt", PROMPT, "--trace", "/no/such/trace"], "there is no folder /no/such"),
-        (["--prompt", PROMPT, "--trace", "/"], "it is a folder"),
-        (["--prompt", PROMPT, "--trace", "/proc/trace"], "no file can be made in /proc: "),
-        (["--prompt", PROMPT, "--html", "/"], "cannot write the page /: it is a folder"),
-        (["--prompt", PROMPT, "--html", "/proc/page"], "cannot write the page /proc/page: no file"),
+        pytest.param(
+            ["--prompt", PROMPT, "--trace", "/no/such/trace"],
+            "there is no folder /no/such",
+            marks=TRACES,
+        ),
+        pytest.param(["--prompt", PROMPT, "--trace", "/"], "it is a folder", marks=TRACES),
+        pytest.param(
+            ["--prompt", PROMPT, "--trace", "/proc/trace"],
+            "no file can be made in /proc: ",
+            marks=TRACES,
+        ),
+        pytest.param(
+            ["--prompt", PROMPT, "--html", "/"],
+            "cannot write the page /: it is a folder",
+            marks=TRACES,
+        ),
+        pytest.param(
+            ["--prompt", PROMPT, "--html", "/proc/page"],
+            "cannot write the page /proc/page: no file",
+            marks=TRACES,
+        ),
         (["--prompt", PROMPT, "--system", "x", "--no-chat-template"], "exclude each other"),
     ],
 )
@@ -252,6 +269,7 @@ def test_system_messages_go_into_the_chat_template(
     assert "does not take a system and user message: no system" in capsys.readouterr().err
 
 
+@TRACES
 def test_traces_are_written_and_shown(
     model_directory: Path,
     tmp_path: Path,
@@ -279,6 +297,7 @@ def test_traces_are_written_and_shown(
     assert "empty holds no pass" in capsys.readouterr().err
 
 
+@TRACES
 def test_what_was_written_is_named(
     model_directory: Path,
     tmp_path: Path,
@@ -313,6 +332,7 @@ def test_texts_and_phrase_tables_of_an_index_are_its_tokens(
     assert "no token came from" not in capsys.readouterr().err
 
 
+@TRACES
 def test_a_write_protected_file_is_refused_before_anything_is_loaded(
     model_directory: Path,
     tmp_path: Path,
@@ -354,6 +374,7 @@ def test_an_index_that_brought_nothing_is_told(
     assert "no token came from" not in capsys.readouterr().err
 
 
+@TRACES
 def test_a_full_disk_keeps_the_text_so_far(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

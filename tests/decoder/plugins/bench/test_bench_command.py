@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,60 @@ def test_so_many_prompts_of_each_category(questions: Path) -> None:
 def test_the_prompts_chosen_not_to_repeat_can_be_read() -> None:
     prompts = read_prompts(UNREPETITIVE)
     assert len({prompt.text for prompt in prompts}) == len(prompts) >= 10
+
+
+@pytest.mark.programs
+def test_bench_reports_figures_by_category(
+    model_directory: Path,
+    questions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", str(model_directory), "--prompts", str(questions)]
+    arguments += ["--max-new-tokens", "16", "--limit", "4"]
+    assert bench(monkeypatch, *arguments, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["categories"]) == {"poems", "sums"}
+    for figures in [report["overall"], *report["categories"].values()]:
+        assert figures["identical"] == figures["num_prompts"]
+        assert figures["speedup_over_plain"] > 0
+        assert figures["undrafted_identical"] == figures["num_prompts"]
+        for other in ("plain", "prompt_lookup", "undrafted"):
+            assert figures[f"speedup_over_{other}"] > 0
+            assert figures[f"median_speedup_over_{other}"] > 0
+        assert figures["mean_accepted_tokens"] >= 1
+        assert figures["num_passes"]["plain"] == figures["num_tokens"]["plain"]
+    assert report["overall"]["num_prompts"] == 4
+    assert report["dtype"] == "float32"
+    assert report["machine"]["torch_threads"] == torch.get_num_threads()
+    assert isinstance(report["machine"]["cpu"], str)
+    assert abs((datetime.now(UTC).date() - date.fromisoformat(report["date"])).days) <= 1
+    assert report["skipped"] == 0
+    assert bench(monkeypatch, *arguments) == 0
+    assert "overall" in capsys.readouterr().out
+
+
+def test_prompts_that_do_not_fit_are_skipped_and_counted(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text(f"{'a' * 120}\n{'b' * 128}\nabc\n")
+    arguments = ["--model", str(model_directory), "--prompts", str(prompts)]
+    arguments += ["--max-new-tokens", "16"]
+    assert bench(monkeypatch, *arguments, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["skipped"] == 1
+    assert report["overall"]["num_prompts"] == report["overall"]["identical"] == 2
+    assert report["overall"]["prompt_lookup_identical"] == 2
+    assert len(set(report["overall"]["num_tokens"].values())) == 1
+    assert bench(monkeypatch, *arguments) == 0
+    assert "skipped, as the model cannot take them: 1" in capsys.readouterr().out
+    prompts.write_text("b" * 128)
+    assert bench(monkeypatch, *arguments) == 1
+    assert "none of the 1 prompts" in capsys.readouterr().err
 
 
 def test_the_command_warms_repeats_and_keeps_what_it_measured(
