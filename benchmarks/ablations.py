@@ -22,8 +22,9 @@ from indexer.reader import PhraseTables
 from retriever.commands.options import clear_errors
 from retriever.drafter import DraftRequest
 from retriever.kernels.cursors import new_cursor
-from retriever.predict.databases import Corpus, Databases, to_kernel
-from retriever.predict.predictor import Predictor, Prior
+from retriever.predict.corpus import Corpus, to_kernel
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Predictor, Prior
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, orders_of
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder

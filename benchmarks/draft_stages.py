@@ -22,7 +22,7 @@ from benchmarks.workloads import WorkloadFiles
 from retriever.commands.factories import own_drafter
 from retriever.kernels import entries
 from retriever.predict import databases
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
 

@@ -126,13 +126,17 @@ def drafted_sources() -> list[Source]:
     return [source for source in Source if source.colour]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_Arrays = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]
+_INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
+_NODE_BYTES: Final = 4 + 4 + 4 + 1
+
+
 class DraftTree:
     """Continuations of a sequence as a tree, most probable node first.
 
     Parents precede their children and probabilities do not rise from node to node, so every prefix
     of a tree is a valid tree, and the best one of its size. Trees from outside are built by
-    `checked`; the constructor trusts its arguments.
+    `checked`; the constructor trusts its arguments. A tree is a value: nothing of it is set again.
 
     Attributes:
         token_ids: int32[N], the drafted tokens.
@@ -142,10 +146,71 @@ class DraftTree:
         sources: uint8[N], the `Source` that proposed each node.
     """
 
-    token_ids: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    sources: NDArray[np.uint8]
+    __slots__ = ("_arrays", "_block", "_size")
+
+    def __init__(
+        self,
+        token_ids: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        probabilities: NDArray[np.float32],
+        sources: NDArray[np.uint8],
+    ) -> None:
+        self._arrays: _Arrays | None = (token_ids, parents, probabilities, sources)
+        self._block = b""
+        self._size = len(token_ids)
+
+    @classmethod
+    def of_block(cls, block: bytearray, size: int) -> Self:
+        """Return the first nodes of a block, whose arrays are made when they are read.
+
+        Args:
+            block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
+            size: number of nodes.
+        """
+        tree = cls.__new__(cls)
+        tree._arrays, tree._block, tree._size = None, block, size
+        return tree
+
+    def _read(self) -> "_Arrays":
+        """Make the arrays of a block, once."""
+        block, size = self._block, self._size
+        room = len(block) // _NODE_BYTES
+        self._arrays = arrays = (
+            np.frombuffer(block, _INT32, size),
+            np.frombuffer(block, _INT32, size, 4 * room),
+            np.frombuffer(block, _FLOAT32, size, 8 * room),
+            np.frombuffer(block, _UINT8, size, 12 * room),
+        )
+        return arrays
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32[N]."""
+        return (self._arrays or self._read())[0]
+
+    @property
+    def parents(self) -> NDArray[np.int32]:
+        """int32[N]."""
+        return (self._arrays or self._read())[1]
+
+    @property
+    def probabilities(self) -> NDArray[np.float32]:
+        """float32[N]."""
+        return (self._arrays or self._read())[2]
+
+    @property
+    def sources(self) -> NDArray[np.uint8]:
+        """uint8[N]."""
+        return (self._arrays or self._read())[3]
+
+    def __repr__(self) -> str:
+        return (
+            f"DraftTree(token_ids={self.token_ids!r}, parents={self.parents!r}, "
+            f"probabilities={self.probabilities!r}, sources={self.sources!r})"
+        )
+
+    def __reduce__(self) -> tuple[type[Self], "_Arrays"]:
+        return type(self), self._arrays or self._read()
 
     @classmethod
     def empty(cls) -> Self:
@@ -183,7 +248,7 @@ class DraftTree:
         return tree
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self._size
 
     def depths(self) -> NDArray[np.int32]:
         """Return int32[N], the distance of each node from the root: 1 for its children."""

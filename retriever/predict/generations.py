@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, Self
@@ -19,7 +18,6 @@ from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import aligned_zeros
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.ledger import Charge
-from retriever.predict.question import Question
 from retriever.predict.stores import (
     GENERATIONS_LIMITS,
     MIN_CAPACITY,
@@ -344,18 +342,6 @@ class Generations:
     def _settle(self) -> None:
         if self._charge is not None:
             self._charge.settle(self.num_bytes + POOL_BYTES)
-
-    def commit(self, tokens: TokenIds) -> None:
-        """Do nothing: a sequence becomes a generation when it ends; see `add`."""
-
-    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing, as `commit`."""
-        return nullcontext()
-
-    def collect(self, question: Question, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        self.leave_out_expired()
-        return self._store.collect(question, row)
 
     def leave_out_expired(self) -> None:
         """Make outputs that have expired by now unreadable."""

@@ -17,15 +17,12 @@ from retriever.drafter import TokenIds
 from retriever.kernels.cursors import new_cursor
 from retriever.kernels.entries import (
     append_tokens,
-    collect_outputs,
-    collect_sequence,
     extend_sequence,
     suppose_tokens,
     withdraw_tokens,
 )
 from retriever.kernels.layout import Chains, Cursor, Orders, pack
 from retriever.limits import MAPPED_BYTES
-from retriever.predict.question import Question
 from retriever.tree import Source
 
 _READ_AT_ONCE: Final = 1 << 16
@@ -241,21 +238,6 @@ class ChainStore:
         """Return a view of the last tokens; only for a ring that has not wrapped."""
         end = len(self)
         return self.chains.tokens[max(0, end - num_tokens) : end]
-
-    def collect(self, question: Question, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        query, _, depth, scratch = question
-        end: int = collect_outputs(self.packed, self._source, query, depth, scratch.packed, row)
-        return end
-
-    def collect_own(self, question: Question, row: int) -> int:
-        """Write rows of evidence from the sequence in this store; return the first free row.
-
-        Marks the rarity of the query's tokens as recent, for databases queried later.
-        """
-        query, rarity, depth, scratch = question
-        end: int = collect_sequence(self.packed, query, rarity, depth, scratch.packed, row)
-        return end
 
 
 def appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:

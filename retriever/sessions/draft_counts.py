@@ -15,12 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import TokenIds
-from retriever.kernels.entries import count_outcome
 from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
-from retriever.tree import MAX_SOURCES, DraftTree
 
 BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
@@ -31,9 +28,6 @@ compilation a second."""
 
 MAX_POSITIONS: Final = 16
 """Positions of drafts that are counted apart: engines verify about as many tokens at most."""
-
-_NOTHING: Final = np.zeros(1, np.int32)
-
 
 class Latencies:
     """A histogram of latencies.
@@ -68,8 +62,11 @@ class DraftCounts:
     tokens committed next are its path, even if the verifier had cut it off: an upper bound of
     accepted tokens.
 
+    Args:
+        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes, as a `Predictor` counts them.
+
     Attributes:
-        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes.
+        by_source: as given.
         steps: times of steps, waits for other drafts included.
         drafts: times of steps divided by their sequences, counted for each sequence.
         num_bare: drafts of bare contexts among them.
@@ -80,9 +77,8 @@ class DraftCounts:
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
-    def __init__(self) -> None:
-        self.by_source: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
-        self._uncounted: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)  # of no index
+    def __init__(self, by_source: NDArray[np.int64]) -> None:
+        self.by_source = by_source
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0
@@ -107,22 +103,8 @@ class DraftCounts:
         self.num_bare += 1
         self.drafts.add(seconds)
 
-    def committed(
-        self, tree: DraftTree, tokens: TokenIds, by_index: NDArray[np.int64] | None = None
-    ) -> None:
-        """Count the outcome of a draft.
-
-        Args:
-            tree: the draft.
-            tokens: int32[n], the tokens committed next.
-            by_index: int64[2, MAX_SOURCES], counts of the indexes that it was drafted from.
-        """
-        counted = (self.by_source, self._uncounted if by_index is None else by_index)
-        depth = count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
-        self.came_true(depth, len(tokens))
-
     def came_true(self, depth: int, num_tokens: int) -> None:
-        """Count a draft whose nodes are counted: it had `depth` of the tokens committed next."""
+        """Count a draft: it had `depth` of the tokens committed next."""
         self.by_accepted[min(depth, MAX_POSITIONS)] += 1
         self.num_outcomes += 1
         self.num_committed += num_tokens
@@ -135,12 +117,6 @@ class DraftCounts:
     def failed_open(self, told: Mapping[int, int]) -> None:
         """Count missed drafts that a client reports, by reason."""
         self.fail_opens.update(told)
-
-    def warm(self) -> None:
-        """Compile or load the kernel, without counting anything."""
-        tree = DraftTree.empty()
-        counted = (self.by_source, self._uncounted)
-        count_outcome(tree.token_ids, tree.parents, tree.sources, _NOTHING, *counted)
 
 
 _BETWEEN_PAUSES: Final = 256

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from retriever.drafter import ALONE, DraftRequest, Kin, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.limits import RETRY_S, Limits
-from retriever.predict.databases import Corpus, Databases
+from retriever.predict.corpus import Corpus
+from retriever.predict.databases import Databases
 from retriever.predict.pool import Pool
 from retriever.sequences import OpenSessions, SessionKey
 from retriever.sessions.client_lives import Client, ClientLives
-from retriever.tree import DraftTree
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -26,7 +26,6 @@ class Session:
         prompt_length: tokens of the prompt.
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
-        drafted: its last draft, whose outcome is not known yet; None before the first.
         client: that it belongs to; None without one.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
@@ -37,7 +36,6 @@ class Session:
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
-    drafted: DraftTree | None = None
     client: Client | None = None
     is_open: bool = True
     is_committing: bool = False

@@ -13,7 +13,7 @@ from retriever.kernels.cursors import (
     set_trail,
 )
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
-from retriever.predict.databases import Context
+from retriever.predict.context import Context
 from retriever.predict.question import Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sessions.embedded import EmbeddedDrafter

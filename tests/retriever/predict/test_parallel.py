@@ -13,9 +13,9 @@ from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.entries import draft_sequences, step_sequence
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict import databases, parallel
-from retriever.predict.parallel import LEAST_SEQUENCES
+from retriever.predict.draft import LEAST_SEQUENCES
 from retriever.predict.phrases import ListedPhrases
-from retriever.predict.predictor import DEFAULT_PRIOR
+from retriever.predict.draft import DEFAULT_PRIOR
 from retriever.predict.question import Question
 from retriever.tree import DraftTree
 from tests.retriever import repeating

@@ -14,9 +14,9 @@ from retriever.kernels.chains import FADING, LEAST_FADED
 from retriever.kernels.entries import append_to_lane, collect_running, move_lanes, withdraw_lane
 from retriever.kernels.layout import LANE_BLOCK, MAX_MATCH, Scratch
 from retriever.limits import Limits
-from retriever.predict.databases import Context
+from retriever.predict.context import Context
 from retriever.predict.pool import Pool
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 from retriever.predict.running import (
     FEWEST_TOKENS,
     MOST_TOKENS,

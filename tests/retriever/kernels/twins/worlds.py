@@ -14,7 +14,8 @@ from retriever.kernels.candidates import slots_for
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Tables
 from retriever.kernels.tree_growth import grow_tree
-from retriever.predict.databases import Context, to_kernel
+from retriever.predict.context import Context
+from retriever.predict.corpus import to_kernel
 from retriever.predict.generations import Generations
 from retriever.predict.weights import Weights
 from retriever.tree import DraftTree
