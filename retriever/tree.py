@@ -168,7 +168,9 @@ class DraftTree:
             size: number of nodes.
         """
         tree = cls.__new__(cls)
-        tree._arrays, tree._block, tree._size = None, block, size
+        tree._block = block
+        tree._size = size
+        tree._arrays = None
         return tree
 
     def _read(self) -> "_Arrays":

@@ -13,8 +13,8 @@ from retriever.drafter import TokenIds
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.predict.databases import Databases
-from retriever.predict.pool import Pool
 from retriever.predict.draft import Predictor
+from retriever.predict.pool import Pool
 from retriever.predict.weights import Weights
 from retriever.replay.replay import replay
 from retriever.sessions.embedded import EmbeddedDrafter

@@ -219,19 +219,19 @@ def _draft(of: Shared, scratch: int, step: Any) -> None:
         call_root(tables.starts1, of.live, query, work.tail)
     if stages & CONTEXT:
         similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
-        row = _collect_own(step.sequence, chains, query, budget, found, row)
+        row = collect_own(step.sequence, chains, query, budget, found, row)
     if stages & TREE:
         call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
     if stages & GENERATIONS:
         fields = unpack_at(step.lane, LANE_LAYOUT, Lane).lane
-        row = _collect_generations(of, fields, query, budget, found, row)
+        row = collect_generations(of, fields, query, budget, found, row)
     if stages & TREE:
         call_root_entries(
             tables.starts1, tables.starts2, tables.starts3, tables.tokens2, tables.tokens3,
             tables.counts3, query,
         )  # fmt: skip
     if stages & CORPUS:
-        row, step.longest = _collect_corpus(of.segments, query, step.longest, budget, found, row)
+        row, step.longest = collect_corpus(of.segments, query, step.longest, budget, found, row)
     step.num_rows = row
     if stages & TREE:
         prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
@@ -244,7 +244,7 @@ def _draft(of: Shared, scratch: int, step: Any) -> None:
 
 
 @kernel()
-def _collect_own(
+def collect_own(
     sequence: int,
     chains: Chains,
     query: NDArray[np.int32],
@@ -265,7 +265,7 @@ def _collect_own(
 
 
 @kernel()
-def _collect_generations(
+def collect_generations(
     of: Shared,
     lane: NDArray[np.int64],
     query: NDArray[np.int32],
@@ -290,7 +290,7 @@ def _collect_generations(
 
 
 @kernel()
-def _collect_corpus(
+def collect_corpus(
     segments: NDArray[Any],
     query: NDArray[np.int32],
     longest: int,

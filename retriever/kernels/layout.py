@@ -545,7 +545,7 @@ STEP: Final = np.dtype(
 arguments."""
 
 NODE_BYTES: Final = 13
-"""Bytes of a tree's node: id, parent, probability, source, each of all nodes one after the other."""
+"""Bytes of a node of a tree, whose ids, parents, probabilities and sources follow one another."""
 
 INT32: Final = np.dtype(np.int32)
 FLOAT32: Final = np.dtype(np.float32)

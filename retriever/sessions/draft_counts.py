@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.predict.corpus import no_outcomes
 from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
@@ -28,6 +29,7 @@ compilation a second."""
 
 MAX_POSITIONS: Final = 16
 """Positions of drafts that are counted apart: engines verify about as many tokens at most."""
+
 
 class Latencies:
     """A histogram of latencies.
@@ -63,10 +65,11 @@ class DraftCounts:
     accepted tokens.
 
     Args:
-        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes, as a `Predictor` counts them.
+        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes, as a `Predictor` counts them;
+            its own if not given.
 
     Attributes:
-        by_source: as given.
+        by_source: those counts.
         steps: times of steps, waits for other drafts included.
         drafts: times of steps divided by their sequences, counted for each sequence.
         num_bare: drafts of bare contexts among them.
@@ -77,8 +80,8 @@ class DraftCounts:
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
-    def __init__(self, by_source: NDArray[np.int64]) -> None:
-        self.by_source = by_source
+    def __init__(self, by_source: NDArray[np.int64] | None = None) -> None:
+        self.by_source = no_outcomes() if by_source is None else by_source
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0

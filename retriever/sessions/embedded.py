@@ -915,7 +915,7 @@ class EmbeddedDrafter(OfOneProcess):
             raise
 
     def _asked(self, request: DraftRequest) -> Asked:
-        """Return what is asked of the predictor, which checks it; take the memory for its tokens."""
+        """Return what the predictor is asked, unchecked; take the memory for its tokens."""
         session = self._sessions.get(SessionKey("", request.session))
         if session.is_committing:
             _check_not_committing(session, request.session)
