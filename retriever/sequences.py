@@ -4,6 +4,7 @@ All code that keeps the tokens of a sequence uses a `TokenSequence`. Within a pr
 shared: followers track positions in it and copy no tokens.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, Generic, NamedTuple, TypeVar, Unpack
@@ -163,7 +164,7 @@ class OpenSessions(Generic[_Key, _Session]):
     """Sessions by name, least recently used first. All errors about names are raised here."""
 
     def __init__(self) -> None:
-        self._by_name: dict[_Key, _Session] = {}
+        self._by_name: OrderedDict[_Key, _Session] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -221,10 +222,10 @@ class OpenSessions(Generic[_Key, _Session]):
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.pop(name, None)
+        session = self._by_name.get(name)
         if session is None:
             return self.get(name)
-        self._by_name[name] = session
+        self._by_name.move_to_end(name)
         return session
 
     def remove(self, name: _Key) -> _Session:

@@ -126,9 +126,9 @@ def drafted_sources() -> list[Source]:
     return [source for source in Source if source.colour]
 
 
-_Arrays = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]
 _INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
-_NODE_BYTES: Final = 4 + 4 + 4 + 1
+NODE_BYTES: Final = 4 + 4 + 4 + 1
+"""Bytes of a node of a tree, whose ids, parents, probabilities and sources follow one another."""
 
 
 class DraftTree:
@@ -146,7 +146,7 @@ class DraftTree:
         sources: uint8[N], the `Source` that proposed each node.
     """
 
-    __slots__ = ("_arrays", "_block", "_size")
+    __slots__ = ("_block", "_parents", "_probabilities", "_size", "_sources", "_token_ids")
 
     def __init__(
         self,
@@ -155,55 +155,46 @@ class DraftTree:
         probabilities: NDArray[np.float32],
         sources: NDArray[np.uint8],
     ) -> None:
-        self._arrays: _Arrays | None = (token_ids, parents, probabilities, sources)
-        self._block = b""
+        self._block: bytearray | None = None
         self._size = len(token_ids)
-
-    @classmethod
-    def of_block(cls, block: bytearray, size: int) -> Self:
-        """Return the first nodes of a block, whose arrays are made when they are read.
-
-        Args:
-            block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
-            size: number of nodes.
-        """
-        tree = cls.__new__(cls)
-        tree._block = block
-        tree._size = size
-        tree._arrays = None
-        return tree
-
-    def _read(self) -> "_Arrays":
-        """Make the arrays of a block, once."""
-        block, size = self._block, self._size
-        room = len(block) // _NODE_BYTES
-        self._arrays = arrays = (
-            np.frombuffer(block, _INT32, size),
-            np.frombuffer(block, _INT32, size, 4 * room),
-            np.frombuffer(block, _FLOAT32, size, 8 * room),
-            np.frombuffer(block, _UINT8, size, 12 * room),
-        )
-        return arrays
+        self._token_ids: NDArray[np.int32] | None = token_ids
+        self._parents: NDArray[np.int32] | None = parents
+        self._probabilities: NDArray[np.float32] | None = probabilities
+        self._sources: NDArray[np.uint8] | None = sources
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
         """int32[N]."""
-        return (self._arrays or self._read())[0]
+        if self._token_ids is None:
+            self._token_ids = np.ndarray(self._size, _INT32, self._block)
+        return self._token_ids
 
     @property
     def parents(self) -> NDArray[np.int32]:
         """int32[N]."""
-        return (self._arrays or self._read())[1]
+        if self._parents is None:
+            self._parents = self._array(_INT32, 4)
+        return self._parents
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
         """float32[N]."""
-        return (self._arrays or self._read())[2]
+        if self._probabilities is None:
+            self._probabilities = self._array(_FLOAT32, 8)
+        return self._probabilities
 
     @property
     def sources(self) -> NDArray[np.uint8]:
         """uint8[N]."""
-        return (self._arrays or self._read())[3]
+        if self._sources is None:
+            self._sources = self._array(_UINT8, 12)
+        return self._sources
+
+    def _array(self, dtype: np.dtype[Any], before: int) -> NDArray[Any]:
+        """Return the array of the block that stands behind so many bytes for each node."""
+        block = self._block or bytearray()
+        begin = len(block) // NODE_BYTES * before
+        return np.ndarray(self._size, dtype, block, begin)
 
     def __repr__(self) -> str:
         return (
@@ -211,8 +202,18 @@ class DraftTree:
             f"probabilities={self.probabilities!r}, sources={self.sources!r})"
         )
 
-    def __reduce__(self) -> tuple[type[Self], "_Arrays"]:
-        return type(self), self._arrays or self._read()
+    def __reduce__(self) -> tuple[object, ...]:
+        return DraftTree, (self.token_ids, self.parents, self.probabilities, self.sources)
+
+    @classmethod
+    def of_block(cls, block: bytearray, size: int) -> "DraftTree":
+        """Return the first nodes of a block, whose arrays are made when they are read.
+
+        Args:
+            block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
+            size: number of nodes.
+        """
+        return _BlockTree(block, size)
 
     @classmethod
     def empty(cls) -> Self:
@@ -259,11 +260,11 @@ class DraftTree:
             depths[node] = 1 if parent == ROOT else depths[parent] + 1
         return depths
 
-    def prefix(self, num_nodes: int) -> Self:
+    def prefix(self, num_nodes: int) -> "DraftTree":
         """Return the tree of the first `num_nodes` nodes: the best one of that size."""
         if num_nodes >= len(self):
             return self
-        return type(self)(
+        return DraftTree(
             self.token_ids[:num_nodes],
             self.parents[:num_nodes],
             self.probabilities[:num_nodes],
@@ -322,6 +323,16 @@ class DraftTree:
             path.append(node)
             node = int(self.parents[node])
         return np.array(path[::-1], np.int64)
+
+
+class _BlockTree(DraftTree):
+    """A tree whose arrays are in one block."""
+
+    __slots__ = ()
+
+    def __init__(self, block: bytearray, size: int) -> None:
+        self._block, self._size = block, size
+        self._token_ids = self._parents = self._probabilities = self._sources = None
 
 
 def _array(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:

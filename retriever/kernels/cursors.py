@@ -53,6 +53,9 @@ OLD, OLD_LENGTH, NEW, NEW_LENGTH, TRUST = 0, 1, 2, 3, 4
 """Fields of an edit, int64[5]: where the edited tokens stand in the sequence and how many they are,
 where those that took their place stand and how many, and how often it was made rather than not."""
 
+TRAIL_SIZE: Final = BEGINNINGS + 1
+EDIT_SIZE: Final = TRUST + 1
+
 # Chosen on agents and edits that are in no reported result. Agents, tokens per step at 32 nodes:
 # 4.74 (4.50 without trails). With 3 or 6 tokens to resume: 4.70 and 4.72; rows that count 1 or 6:
 # 4.72 and 4.73; 64 edits, all trusted: 4.69, and 32: 4.74; edits of 16 tokens: 4.73.
@@ -72,14 +75,12 @@ CONTEXT: Final = int(Source.CONTEXT)
 """Marks rows of the sequence itself."""
 
 
-def new_cursor(*, is_sequence: bool) -> Cursor:
-    """Return a cursor and a trail that stand nowhere; of what is no sequence, without edits."""
-    num_edits = MOST_EDITS if is_sequence else 0
-    return Cursor(
-        np.array([-1, 0], np.int64),
-        np.array([-1, 0, 0, 0, 0], np.int64),
-        np.zeros((num_edits, TRUST + 1), np.int64),
-    )
+@kernel()
+def begin_cursor(of: Cursor) -> None:
+    """Have a cursor and a trail stand nowhere."""
+    of.cursor[POSITION], of.cursor[MISSES] = -1, 0
+    for field in range(of.trail.shape[0]):
+        of.trail[field] = -1 if field == POSITION else 0
 
 
 @kernel()

@@ -24,8 +24,10 @@ from retriever.kernels.layout import (
     BOUNDS,
     FLOAT32,
     INT32,
+    INT64,
     LANE_LAYOUT,
     MAX_MATCH,
+    MAX_POSITIONS,
     SCRATCH_LAYOUT,
     STEP,
     STORE_LAYOUT,
@@ -49,6 +51,7 @@ from retriever.kernels.layout import (
     unpack,
     unpack_at,
 )
+from retriever.kernels.live_table import count_tokens
 from retriever.kernels.succession import call_root, call_root_entries, call_root_successors
 from retriever.tree import MAX_SOURCES, Source
 
@@ -83,14 +86,14 @@ def step_sequences(
         shared: `Shared`, packed.
         scratch: address of this thread's packed scratch memory.
         steps: int64[n], the addresses of `STEP` of each sequence.
-        turn: int64[1], the next sequence to be taken by any thread; 0 at first.
+        turn: int64[1], the next sequence to be taken by any thread, of several; 0 at first.
 
     Returns:
         The last sequence that was taken, -1 if there was none.
     """
-    of, last = unpack(shared[0], Shared), np.int64(-1)
+    of, last, is_alone = unpack(shared[0], Shared), np.int64(-1), steps.shape[0] == 1
     while True:
-        index = take_number(turn)
+        index = last + 1 if is_alone else take_number(turn)
         if index >= steps.shape[0]:
             return last
         _step(of, scratch, record_at(steps[index], STEP))
@@ -130,13 +133,19 @@ def _step(of: Shared, scratch: int, step: Any) -> None:
     """Do the stages of a sequence's step."""
     stages = step.stages
     tokens = array_at(step.tokens, step.num_tokens, INT32)
-    step.accepted, step.learned = -1, 0
+    step.learned = 0
     step.refusal = refusal_of(of.bounds, step) if stages & CHECK else FITS
     if step.refusal != FITS:
         return
     if stages & OUTCOME:
         work = unpack_at(scratch, SCRATCH_LAYOUT, Work)
-        step.accepted = count_outcome(of, step, tokens, work.counted)
+        if step.tree_size >= 0:
+            nodes = tree_nodes(step.tree, step.tree_budget)
+            depth = count_outcome(nodes, step.tree_size, tokens, work.counted)
+            count(work.counted, of.by_source, of.by_index)
+            add_to(of.by_accepted, min(depth, MAX_POSITIONS), 1)
+            add_to(of.by_accepted, MAX_POSITIONS + 1, tokens.shape[0])
+            step.tree_size = -1
         if step.rate > 0:
             step.learned = mixing.learn(of.weights, work, tokens, step.rate)
     if stages & APPEND and tokens.shape[0] > 0:
@@ -150,25 +159,21 @@ def _step(of: Shared, scratch: int, step: Any) -> None:
 
 @kernel()
 def count_outcome(
-    of: Shared, step: Any, tokens: NDArray[np.int32], counted: NDArray[np.int64]
+    nodes: Grown, size: int, tokens: NDArray[np.int32], counted: NDArray[np.int64]
 ) -> int:
-    """Count the nodes of a sequence's last tree, and those on the longest accepted path.
+    """Count the nodes of a tree by source, and those on the longest accepted path.
 
     Args:
-        of: whose counts are updated, by source.
-        step: of the sequence; its tree counts as known then.
+        nodes: of the tree.
+        size: how many.
         tokens: int32[n], what followed it.
-        counted: int64[2, MAX_SOURCES], scratch.
+        counted: int64[2, MAX_SOURCES], nodes and accepted nodes; written.
 
     Returns:
-        Number of tokens that the tree contained, -1 where there is none to count.
+        Number of tokens that the tree contained.
     """
-    size = step.tree_size
-    if size < 0:
-        return -1
-    step.tree_size = -1
-    nodes = tree_nodes(step.tree, step.tree_budget)
-    counted[:] = 0
+    for source in range(MAX_SOURCES):
+        counted[0, source] = counted[1, source] = 0
     node, depth = np.int64(-1), np.int64(0)
     for each in range(size):
         source = nodes.sources[each]
@@ -178,12 +183,20 @@ def count_outcome(
             counted[1, source] += 1
             node = each
             depth += 1
-    for place in range(counted.size):
-        number = counted[place // MAX_SOURCES, place % MAX_SOURCES]
-        if number > 0:
-            add_to(of.by_source, place, number)
-            add_to(of.by_index, place, number)
     return depth
+
+
+@kernel()
+def count(
+    counted: NDArray[np.int64], by_source: NDArray[np.int64], by_index: NDArray[np.int64]
+) -> None:
+    """Add int64[2, MAX_SOURCES] to two others, to which other threads add as well."""
+    for kind in range(2):
+        for source in range(MAX_SOURCES):
+            number = counted[kind, source]
+            if number > 0:
+                add_to(by_source, kind * MAX_SOURCES + source, number)
+                add_to(by_index, kind * MAX_SOURCES + source, number)
 
 
 @kernel()
@@ -224,7 +237,9 @@ def _draft(of: Shared, scratch: int, step: Any) -> None:
         call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
     if stages & GENERATIONS:
         fields = unpack_at(step.lane, LANE_LAYOUT, Lane).lane
-        row = collect_generations(of, fields, query, budget, found, row)
+        row = collect_generations(
+            of.outputs, of.versions, of.running, fields, query, budget, found, row
+        )
     if stages & TREE:
         call_root_entries(
             tables.starts1, tables.starts2, tables.starts3, tables.tokens2, tables.tokens3,
@@ -266,7 +281,9 @@ def collect_own(
 
 @kernel()
 def collect_generations(
-    of: Shared,
+    outputs: NDArray[Any],
+    versions: NDArray[np.int64],
+    running: NDArray[Any],
     lane: NDArray[np.int64],
     query: NDArray[np.int32],
     depth: int,
@@ -276,15 +293,15 @@ def collect_generations(
     """Write continuations in generations, and in running sequences, if there are any."""
     first = row
     row = chains_.collect_chains(
-        unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS, False,
-        depth, found, row,
+        unpack(outputs[0], Chains), unpack(outputs[0], Orders), query, _GENERATIONS, False, depth,
+        found, row,
     )  # fmt: skip
     if lane[chains_.VERSION] >= 0:
-        row = chains_.fade_rows(found, first, row, of.versions, lane)
-    if of.running.shape[0] > 0:
+        row = chains_.fade_rows(found, first, row, versions, lane)
+    if running.shape[0] > 0:
         row = chains_.collect_lanes(
-            unpack(of.running[0], Lanes), unpack(of.running[0], Orders), lane, query, _SIBLINGS,
-            depth, found, row,
+            unpack(running[0], Lanes), unpack(running[0], Orders), lane, query, _SIBLINGS, depth,
+            found, row,
         )  # fmt: skip
     return row
 
@@ -310,45 +327,114 @@ def collect_corpus(
 
 
 @kernel()
-def append_tokens(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Append tokens to a store; see `chains.append_tokens`."""
-    chains_.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
+def begin_store(
+    store: int,
+    record: NDArray[np.int64],
+    is_inside: NDArray[np.int64],
+    start: int,
+    tokens: NDArray[np.int32],
+) -> None:
+    """Begin a store in a block of zeros.
+
+    Args:
+        store: address of the block.
+        record: int64[n], the packed store, written at its beginning; of a block at address 0.
+        is_inside: int64[n], 1 for an address within the block.
+        start: position of the first token.
+        tokens: int32[n], appended.
+    """
+    words = array_at(store, record.shape[0], INT64)
+    for place in range(record.shape[0]):
+        words[place] = record[place] + is_inside[place] * store
+    chains = unpack_at(store, STORE_LAYOUT, Chains)
+    cursors.begin_cursor(unpack_at(store, STORE_LAYOUT, Cursor))
+    for row in range(chains.heads.shape[0]):
+        chains.heads[row, :] = -1
+    chains.last[:] = -1
+    chains.state[:] = start
+    append_tokens(store, tokens)
 
 
 @kernel()
-def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
+def append_tokens(store: int, new_tokens: NDArray[np.int32]) -> None:
+    """Append tokens to the store at an address; see `chains.append_tokens`."""
+    orders = unpack_at(store, STORE_LAYOUT, Orders).orders
+    chains_.append_tokens(unpack_at(store, STORE_LAYOUT, Chains), orders, new_tokens)
+
+
+@kernel()
+def extend_sequence(store: int, new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a sequence's store, and move its cursor and its trail."""
     _extend(
-        unpack(store[0], Chains), unpack(store[0], Orders), unpack(store[0], Cursor), new_tokens
-    )
+        unpack_at(store, STORE_LAYOUT, Chains), unpack_at(store, STORE_LAYOUT, Orders),
+        unpack_at(store, STORE_LAYOUT, Cursor), new_tokens,
+    )  # fmt: skip
+
+
+@kernel(allocates=True)
+def add_tokens(
+    store: int,
+    live: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    counted_from: int,
+    margin: int,
+) -> int:
+    """Append tokens to a store that may wrap, and count them in its live table.
+
+    What is overwritten is uncounted before, in parts of at most half of the ring.
+
+    Args:
+        store: address of the store.
+        live: int64[sets, WAYS], updated.
+        tokens: int32[n].
+        counted_from: position of the first token that is counted.
+        margin: tokens that are uncounted ahead of being overwritten.
+
+    Returns:
+        The position of the first token that is counted then.
+    """
+    chains = unpack_at(store, STORE_LAYOUT, Chains)
+    orders = unpack_at(store, STORE_LAYOUT, Orders).orders
+    capacity, size, begin = chains.tokens.shape[0], tokens.shape[0], np.int64(0)
+    num_parts = max(1, (size + capacity // 2 - 1) // (capacity // 2))
+    for number in range(num_parts):
+        part = tokens[begin : begin + size // num_parts + (number < size % num_parts)]
+        begin += part.shape[0]
+        first = chains.state[0]
+        until = min(first + part.shape[0] - capacity + margin, first)
+        if until > counted_from:
+            count_tokens(live, chains.tokens, counted_from, until, -1)
+            counted_from = until
+        chains_.append_tokens(chains, orders, part)
+        count_tokens(live, chains.tokens, first, chains.state[0], 1)
+    return counted_from
 
 
 @kernel()
-def suppose_tokens(
-    store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
-) -> None:
+def suppose_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
     """Append tokens to a sequence's store as `extend_sequence` does, to be taken back.
 
     The cursor and the trail move with them, and are not put back.
 
     Args:
-        store: of a sequence, with room for them.
+        store: address of a sequence's, with room for them.
         tokens: int32[n].
         before: int64[n], written: where each token stood last.
     """
-    last = unpack(store[0], Chains).last
+    last = unpack_at(store, STORE_LAYOUT, Chains).last
     for index in range(tokens.shape[0]):
         before[index] = last[tokens[index] & (last.shape[0] - 1)]
     extend_sequence(store, tokens)
 
 
 @kernel()
-def withdraw_tokens(
-    store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
-) -> None:
+def withdraw_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
     """Take back what `suppose_tokens` appended; arguments as there."""
-    sequence = unpack(store[0], Chains)
-    chains_.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
+    sequence, orders = (
+        unpack_at(store, STORE_LAYOUT, Chains),
+        unpack_at(store, STORE_LAYOUT, Orders),
+    )
+    chains_.withdraw_tokens(sequence, orders.orders, tokens.shape[0])
     for index in range(tokens.shape[0]):
         sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[index]
 

@@ -42,11 +42,11 @@ def pack(*tuples: NamedTuple) -> NDArray[Any]:
     for place, (name, each) in zip(places, named, strict=True):
         if not each.flags.c_contiguous:
             raise ValueError(f"{name} cannot be packed: it is not C-contiguous")
-        words[place : place + 1 + each.ndim] = _address(each), *each.shape
+        words[place : place + 1 + each.ndim] = address_of(each), *each.shape
     return np.frombuffer(array("q", words), dtype)
 
 
-def _address(of: NDArray[Any]) -> int:
+def address_of(of: NDArray[Any]) -> int:
     """Return the address of an array; by numpy's own way it takes three times as long."""
     try:
         return addressof(_exported(of))
@@ -201,7 +201,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + CACHE_LINE, np.uint8)
-    begin = -memory.ctypes.data % CACHE_LINE
+    begin = -address_of(memory) % CACHE_LINE
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
@@ -480,7 +480,9 @@ class Shared(NamedTuple):
     Attributes:
         bounds: int64[3], by the fields of `BOUNDS`.
         by_source: int64[2, MAX_SOURCES], nodes and accepted nodes of all drafts.
-        by_index: int64[2, MAX_SOURCES], the same of drafts from these indexes.
+        by_accepted: int64[MAX_POSITIONS + 2], drafts by how many of their tokens came, of which the
+            last but one holds all with more; and the tokens that came.
+        by_index: int64[2, MAX_SOURCES], as `by_source`, of drafts from these indexes.
         outputs: of generations, packed: one record of `STORE_LAYOUT`.
         live: int64[sets, WAYS], of generations.
         versions: int64[n, 2], by which versions of a model generations are; see
@@ -494,6 +496,7 @@ class Shared(NamedTuple):
 
     bounds: NDArray[np.int64]
     by_source: NDArray[np.int64]
+    by_accepted: NDArray[np.int64]
     by_index: NDArray[np.int64]
     outputs: NDArray[Any]
     live: NDArray[np.int64]
@@ -514,6 +517,9 @@ class _Bounds(NamedTuple):
 
 
 BOUNDS: Final = _Bounds()
+
+MAX_POSITIONS: Final = 16
+"""Positions of drafts that are counted apart: engines verify about as many tokens at most."""
 
 STEP: Final = np.dtype(
     [
@@ -537,17 +543,14 @@ STEP: Final = np.dtype(
         ("refusal", np.int64),  # why nothing was done, 0 for nothing
         ("size", np.int64),  # nodes of the tree
         ("num_rows", np.int64),  # first free row afterwards
-        ("accepted", np.int64),  # tokens of the last tree that came; -1 where none was counted
         ("learned", np.int64),  # nodes that were learned from
     ]
 )
 """What a sequence asks of a kernel, and its answer: kept for each, so that a call has few
 arguments."""
 
-NODE_BYTES: Final = 13
-"""Bytes of a node of a tree, whose ids, parents, probabilities and sources follow one another."""
-
 INT32: Final = np.dtype(np.int32)
+INT64: Final = np.dtype(np.int64)
 FLOAT32: Final = np.dtype(np.float32)
 UINT8: Final = np.dtype(np.uint8)
 

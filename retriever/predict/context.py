@@ -4,12 +4,17 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Final, Self
 
-import numpy as np
-
 from retriever.drafter import TokenIds
 from retriever.kernels.layout import Chains, Cursor
 from retriever.predict.ledger import Charge
-from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
+from retriever.predict.stores import (
+    CONTEXT_LIMITS,
+    NO_TOKENS,
+    READ_AT_ONCE,
+    ChainStore,
+    appending,
+    store_bytes,
+)
 from retriever.tree import Source
 
 COMMITTED_AT_ONCE: Final = 1 << 14
@@ -24,27 +29,31 @@ def context_bytes(num_tokens: int) -> int:
     return store_bytes(2 * num_tokens, CONTEXT_LIMITS, Source.CONTEXT) + SEQUENCE_BYTES
 
 
-_NO_TOKENS: Final = np.empty(0, np.int32)
-
-
 class Context:
-    """The sequence itself, in a store that grows."""
+    """The sequence itself, in a store that grows.
+
+    Attributes:
+        address: where its store is packed for kernels; elsewhere once the sequence has outgrown it.
+    """
 
     def __init__(self, prompt: TokenIds, charge: Charge | None = None, room_for: int = 0) -> None:
         """Begin with int32[n]; `room_for` is a number of tokens if more than those are to come."""
         self._charge = charge
         room = 2 * max(len(prompt), room_for)
-        self._store = ChainStore(room, CONTEXT_LIMITS, Source.CONTEXT)
-        if len(prompt):
-            self._store.append(prompt)
+        self._take(ChainStore(room, CONTEXT_LIMITS, Source.CONTEXT, prompt))
         self.settle()
 
     @classmethod
     def reading(cls, prompt: TokenIds, charge: Charge | None = None) -> Generator[None, None, Self]:
         """Return the context of int32[n]; yield after each piece of work."""
-        context = cls(prompt[:0], charge, room_for=len(prompt))
-        yield from appending(context._store, prompt)
+        context = cls(prompt[:READ_AT_ONCE], charge, room_for=len(prompt))
+        if len(prompt) > READ_AT_ONCE:
+            yield
+            yield from appending(context._store, prompt[READ_AT_ONCE:])
         return context
+
+    def _take(self, store: ChainStore) -> None:
+        self._store, self.address = store, store.address
 
     def __len__(self) -> int:
         return self._store.end
@@ -62,9 +71,14 @@ class Context:
         self._store.end += num_tokens
 
     def ensure_room(self, num_tokens: int) -> None:
-        """Grow now, if so many more tokens do not fit."""
+        """Grow now, if so many more tokens do not fit.
+
+        Raises:
+            LimitExceededError: there is no room for it.
+        """
         if not self._store.has_room(num_tokens):
-            for _ in self.committing(_NO_TOKENS, room_for=num_tokens):
+            self.make_room(num_tokens)
+            for _ in self.committing(NO_TOKENS, room_for=num_tokens):
                 pass
 
     def committing(self, tokens: TokenIds, room_for: int = 0) -> Iterator[None]:
@@ -74,10 +88,10 @@ class Context:
         """
         size = len(self) + len(tokens) + room_for
         if size > self._store.capacity:
-            cursor = self._store.cursor
-            grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT, cursor=cursor)
+            grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT)
             yield from appending(grown, self.last(len(self)))
-            self._store = grown
+            grown.follow(self._store)
+            self._take(grown)
             self.settle()
         for begin in range(0, len(tokens), COMMITTED_AT_ONCE):
             if begin:
@@ -111,7 +125,7 @@ class Context:
 
     def clear(self) -> None:
         """Overwrite the tokens: an ended sequence leaves nothing in memory."""
-        self._store.chains.tokens[:] = 0
+        self._store.clear()
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return the last tokens, at most `num_tokens`."""
@@ -144,8 +158,3 @@ class Context:
     def cursor(self) -> Cursor:
         """Where the sequence is being copied from, and its edits, as kernels keep them."""
         return self._store.cursor
-
-    @property
-    def address(self) -> int:
-        """Where the same is packed for kernels; elsewhere once the sequence has outgrown it."""
-        return self._store.address

@@ -7,10 +7,11 @@ and to its own sequence alone. Each thread takes the next sequence that has not 
 do not depend on the number of threads.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 from weakref import ref
 
 import numpy as np
@@ -25,10 +26,11 @@ from retriever.kernels.entries import (
     check_steps,
     step_sequences,
 )
-from retriever.kernels.layout import BOUNDS, PRIOR, Scratch, Shared, pack
+from retriever.kernels.layout import BOUNDS, MAX_POSITIONS, PRIOR, Scratch, Shared, pack
 from retriever.predict.corpus import no_outcomes
 from retriever.predict.databases import DATABASES, Databases
 from retriever.predict.generations import live_table
+from retriever.predict.pool import DraftedFrom
 from retriever.predict.running import NOTHING_RUNS
 from retriever.predict.step_record import StepRecord
 from retriever.tree import DraftTree
@@ -101,8 +103,21 @@ class RefusedStepError(Exception):
         self.place = place
 
 
-def _nothing_came(accepted: int, num_tokens: int) -> None:
-    del accepted, num_tokens
+class Counted(NamedTuple):
+    """What is counted of drafts whose outcome is known; see `Shared`.
+
+    Attributes:
+        by_source: int64[2, MAX_SOURCES].
+        by_accepted: int64[MAX_POSITIONS + 2].
+    """
+
+    by_source: NDArray[np.int64]
+    by_accepted: NDArray[np.int64]
+
+    @classmethod
+    def none(cls) -> Self:
+        """Return counts from 0."""
+        return cls(no_outcomes(), np.zeros(MAX_POSITIONS + 2, np.int64))
 
 
 class Predictor:
@@ -115,8 +130,7 @@ class Predictor:
 
     Attributes:
         bounds: int64[3], what steps are checked against, by the fields of `BOUNDS`.
-        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes of drafts whose outcome is known.
-        came_true: called for each of these with how many of its tokens came, and how many came.
+        counted: drafts whose outcome is known.
         scratch: of the last draft; holds its candidates until the next one.
         num_rows: rows of evidence of the last draft.
     """
@@ -124,8 +138,7 @@ class Predictor:
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int = 1) -> None:
         self.bounds = np.full(BOUNDS.SIZE, np.iinfo(np.int64).max)
         self.bounds[BOUNDS.NODES] = self._max_budget = max_budget
-        self.by_source = no_outcomes()
-        self.came_true: Callable[[int, int], None] = _nothing_came
+        self.counted = Counted.none()
         self._prior = prior.to_kernel()
         self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
         self.num_rows = 0
@@ -138,7 +151,39 @@ class Predictor:
         self._threads: ThreadPoolExecutor | None = None
         self._scratches: list[Scratch] = []
 
-    def step(self, asked: Sequence[Asked]) -> list[DraftTree]:
+    def step(
+        self,
+        databases: Databases,
+        tokens: TokenIds,
+        length: int,
+        budget: int,
+        min_probability: float,
+    ) -> DraftTree:
+        """Commit tokens to a sequence, and draft for it: mostly in one call of the kernel.
+
+        Arguments are those of `Asked`.
+
+        Raises:
+            RefusedStepError: it does not fit; nothing is done.
+        """
+        context, step, num_tokens = databases.context, databases.step, len(tokens)
+        asked = Asked(databases, tokens, length, budget, min_probability)
+        is_drafted = 0 < budget <= self._max_budget and length > 0
+        if not (is_drafted and databases.appends and context.has_room(num_tokens)):
+            return self.step_all([asked])[0]
+        is_last = self._last is not None and self._last() is databases
+        self._ask(asked, step, _WHOLE, self._rate if is_last and databases.learns else 0.0)
+        step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
+        refusal, size, self.num_rows, learned = step.answer()
+        if refusal:
+            raise RefusedStepError(0)
+        context.advance(num_tokens)
+        databases.pool.learned += learned
+        if not is_last:
+            self._last = ref(databases)
+        return step.tree(size, budget)
+
+    def step_all(self, asked: Sequence[Asked]) -> list[DraftTree]:
         """Commit the tokens of each sequence, then draft: the tree of each, in order.
 
         That is as one `commit` after the other, and then one `draft` after the other.
@@ -146,19 +191,33 @@ class Predictor:
         Raises:
             RefusedStepError: one of them does not fit; nothing is done.
         """
-        if len(asked) == 1:
-            databases, tokens, length, budget, _ = asked[0]
-            is_drafted = budget > 0 and length > 0
-            if is_drafted and databases.appends and databases.context.has_room(len(tokens)):
-                return [self._step_alone(asked[0])]
-        return self._step_together(asked)
+        for databases, tokens, *_ in asked:
+            databases.context.ensure_room(len(tokens))
+        for place, each in enumerate(asked):
+            self._ask(each, each.databases.step, _COMMIT, place=place)
+        refused = check_steps(self.bounds, _addresses(asked))
+        if refused >= 0:
+            raise RefusedStepError(refused)
+        self._learn_first(asked)
+        trees = [DraftTree.empty()] * len(asked)
+        # The unit of the last sequence comes last: that one is learned from.
+        for numbers, members in sorted(self._units(asked), key=_last_number):
+            if members[0].databases.is_compiled:
+                drafted = self._draft_together(members)
+            else:
+                ((databases, _, _, budget, _),) = members
+                drafted = [self._grow(databases, databases.step, self.scratch, budget)]
+            self._last = ref(members[-1].databases)
+            for number, tree in zip(numbers, drafted, strict=True):
+                trees[number] = tree
+        return trees
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
         asked = Asked(databases, _NO_TOKENS, len(databases.context), budget, min_probability)
-        _ask(asked, databases.step, DRAFT)
+        self._ask(asked, databases.step, DRAFT)
         tree = self._grow(databases, databases.step, self.scratch, budget)
         self._last = ref(databases)
         return tree
@@ -183,43 +242,9 @@ class Predictor:
             self._ahead = Scratch(self._max_budget, prior=self._prior), StepRecord()
         scratch, step = self._ahead
         with databases.supposing(tokens):
-            _ask(Asked(databases, _NO_TOKENS, 0, budget, min_probability), step, DRAFT)
+            self._ask(Asked(databases, _NO_TOKENS, 0, budget, min_probability), step, DRAFT)
             step.forget_match()
             return self._grow(databases, step, scratch, budget)
-
-    def _step_alone(self, asked: Asked) -> DraftTree:
-        """Do a whole step in one call of the kernel, as most are."""
-        databases, tokens, _, budget, _ = asked
-        is_last = self._last is not None and self._last() is databases
-        _ask(asked, databases.step, _WHOLE, self._rate if is_last and databases.learns else 0.0)
-        size = self._call(databases, databases.step, self.scratch)
-        databases.context.advance(len(tokens))
-        if not is_last:
-            self._last = ref(databases)
-        return databases.step.tree(size, budget)
-
-    def _step_together(self, asked: Sequence[Asked]) -> list[DraftTree]:
-        """Do the steps of several sequences, or of one that takes several calls."""
-        for databases, tokens, *_ in asked:
-            databases.context.ensure_room(len(tokens))
-        for each in asked:
-            _ask(each, each.databases.step, _COMMIT)
-        refused = check_steps(self.bounds, _addresses(asked))
-        if refused >= 0:
-            raise RefusedStepError(refused)
-        self._learn_first(asked)
-        trees = [DraftTree.empty()] * len(asked)
-        # The unit of the last sequence comes last: that one is learned from.
-        for numbers, members in sorted(self._units(asked), key=_last_number):
-            if members[0].databases.is_compiled:
-                drafted = self._draft_together(members)
-            else:
-                ((databases, _, _, budget, _),) = members
-                drafted = [self._grow(databases, databases.step, self.scratch, budget)]
-            self._last = ref(members[-1].databases)
-            for number, tree in zip(numbers, drafted, strict=True):
-                trees[number] = tree
-        return trees
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
         """Learn from the last draft, if it is of a step's sequence, before others read weights."""
@@ -229,7 +254,7 @@ class Predictor:
                 self._last = None
                 databases.step.learn_at(self._rate if databases.learns else 0.0)
                 databases.step.ask_again(OUTCOME)
-                self._call(databases, databases.step, self.scratch, len(tokens))
+                self._call(databases, databases.step, self.scratch)
                 databases.step.learn_at(0.0)
 
     def _units(self, asked: Sequence[Asked]) -> Iterable[tuple[list[int], list[Asked]]]:
@@ -245,7 +270,7 @@ class Predictor:
             stages = _COMMIT + DRAFT
             if not (is_drafted and databases.appends):
                 databases.step.ask_again(_COMMIT)
-                self._call(databases, databases.step, self.scratch, len(tokens))
+                self._call(databases, databases.step, self.scratch)
                 databases.committed(tokens)
                 each, stages = each._replace(tokens=tokens[:0]), DRAFT  # noqa: PLW2901
             if is_drafted:
@@ -273,7 +298,7 @@ class Predictor:
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
         trees = []
         for databases, tokens, _, budget, _ in members:
-            size = self._answered(databases, databases.step, len(tokens))
+            size = self._answered(databases, databases.step)
             databases.context.advance(len(tokens))
             trees.append(databases.step.tree(size, budget))
         return trees
@@ -296,63 +321,66 @@ class Predictor:
         if len(tokens) and self._last is not None and self._last() is databases:
             self._last = None
             rate = self._rate if databases.learns else 0.0
-        _ask(Asked(databases, tokens, 0, 0, 0.0), databases.step, stages, rate)
-        self._call(databases, databases.step, self.scratch, len(tokens))
+        self._ask(Asked(databases, tokens, 0, 0, 0.0), databases.step, stages, rate)
+        self._call(databases, databases.step, self.scratch)
 
-    def _call(
-        self, databases: Databases, step: StepRecord, scratch: Scratch, num_tokens: int = 0
-    ) -> int:
+    def _ask(
+        self, asked: Asked, step: StepRecord, stages: int, rate: float = 0.0, *, place: int = 0
+    ) -> None:
+        """Have the sequence at a place of a step ask, by a record of its own or by another.
+
+        Raises:
+            RefusedStepError: a number is none, or the budget is too large.
+        """
+        databases, tokens, length, budget, min_probability = asked
+        try:
+            if budget > self._max_budget:
+                raise RefusedStepError(place)
+            step.ask(
+                databases.context.address, databases.lane.address, stages, tokens, length, budget,
+                min_probability, rate,
+            )  # fmt: skip
+        except (struct.error, TypeError) as error:
+            raise RefusedStepError(place) from error
+
+    def _call(self, databases: Databases, step: StepRecord, scratch: Scratch) -> int:
         """Have a kernel do what a sequence asks; return the size of the tree."""
-        self._turn[0] = 0
         step_sequences(self._shared(databases), scratch.address, step.alone, self._turn)
-        return self._answered(databases, step, num_tokens)
+        return self._answered(databases, step)
 
-    def _answered(self, databases: Databases, step: StepRecord, num_tokens: int) -> int:
+    def _answered(self, databases: Databases, step: StepRecord) -> int:
         """Count what a kernel has answered; return the size of the tree."""
-        refusal, size, self.num_rows, accepted, learned = step.answer()
+        refusal, size, self.num_rows, learned = step.answer()
         if refusal:
             raise RefusedStepError(0)
-        if accepted >= 0:
-            self.came_true(accepted, num_tokens)
         databases.pool.learned += learned
         return size
 
     def _shared(self, databases: Databases) -> NDArray[Any]:
         """Return `Shared`, packed, for a sequence; made anew where it has changed."""
-        pool, corpus = databases.pool, databases.corpus
-        generations, shared = pool.generations, pool.shared
+        pool, corpus, known = databases.pool, databases.corpus, databases.pool.drafted_from
+        pool.generations.leave_out_expired()
         running = NOTHING_RUNS if pool.running is None else pool.running.packed
-        generations.leave_out_expired()
         if (
-            shared is None
-            or pool.packed is None
-            or shared.outputs is not generations.packed
-            or shared.live is not generations.live
-            or shared.versions is not generations.versions
-            or shared.running is not running
-            or shared.tables is not corpus.packed_tables
-            or shared.weights is not pool.weights
-            or shared.bounds is not self.bounds
+            known is None
+            or known.arrays is not pool.generations.arrays
+            or known.running is not running
+            or known.corpus is not corpus
+            or known.bounds is not self.bounds
         ):
-            pool.shared = shared = Shared(
-                self.bounds,
-                self.by_source,
-                corpus.outcomes,
-                generations.packed,
-                generations.live,
-                generations.versions,
-                running,
-                corpus.packed_segments,
-                corpus.packed_tables,
-                pool.weights,
-            )
-            pool.packed = pack(shared)
+            arrays = pool.generations.arrays
+            shared = Shared(
+                self.bounds, *self.counted, corpus.outcomes, *arrays, running,
+                corpus.packed_segments, corpus.packed_tables, pool.weights,
+            )  # fmt: skip
+            known = DraftedFrom(arrays, running, corpus, self.bounds, shared, pack(shared))
+            pool.drafted_from = known
         oldest = databases.lane.oldest_version
-        if oldest and generations.has_older(oldest):
+        if oldest and pool.generations.has_older(oldest):
             # The live table does not know versions: it counts nothing as long as it knows dropped
             # ones.
-            return pack(shared._replace(live=_NO_LIVE))
-        return pool.packed
+            return pack(known.shared._replace(live=_NO_LIVE))
+        return known.packed
 
     @property
     def _helpers(self) -> ThreadPoolExecutor:
@@ -366,15 +394,6 @@ class Predictor:
         while len(self._scratches) < wanted:
             self._scratches.append(Scratch(self._max_budget, prior=self._prior))
         return self._scratches[: max(0, wanted)]
-
-
-def _ask(asked: Asked, step: StepRecord, stages: int, rate: float = 0.0) -> None:
-    """Have a sequence ask, by a record of its own or by another."""
-    databases, tokens, length, budget, min_probability = asked
-    step.ask(
-        databases.context.address, databases.lane.address, stages, tokens, length, budget,
-        min_probability, rate,
-    )  # fmt: skip
 
 
 def _addresses(asked: Iterable[Asked]) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 from weakref import ref
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError
 from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.entries import add_tokens
 from retriever.kernels.layout import aligned_zeros
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.ledger import Charge
@@ -124,6 +125,11 @@ class Generations:
         limits: the n-grams by which outputs are found.
         charge: for its memory; the ring does not grow where there is no room for that. None to
             grow freely.
+
+    Attributes:
+        live: int64[sets, WAYS], counts of successors.
+        versions: int64[n, 2], by which versions of a model outputs are; see `chains.fade_rows`.
+        arrays: what drafts read: the packed store, and those two. A new tuple with each new one.
     """
 
     def __init__(
@@ -139,10 +145,8 @@ class Generations:
         self._capacity = ring_capacity(capacity)
         self._max_age_s = max_age_s
         self._clock = clock
-        self._store = ChainStore(0, self._limits, Source.GENERATIONS)
-        self.live = live_table(self._store.capacity)
-        self.versions = _NO_VERSIONS
-        self._version = 0
+        self.versions, self._version = _NO_VERSIONS, 0
+        self._take_empty()
         self._counted_from = 0
         self._ends: deque[_End] = deque()
         self._expires_at_s = math.inf
@@ -302,12 +306,11 @@ class Generations:
 
     def clear(self) -> None:
         """Delete and overwrite everything."""
-        self._store.chains.tokens[:] = 0
+        self._store.clear()
         self.live[:] = 0
-        self._store = ChainStore(0, self._limits, Source.GENERATIONS)
-        self.live = live_table(self._store.capacity)
-        self._counted_from = 0
         self.versions, self._version = _NO_VERSIONS, 0
+        self._take_empty()
+        self._counted_from = 0
         self._ends.clear()
         self._expires_at_s = math.inf
         self._coming.clear()
@@ -339,6 +342,15 @@ class Generations:
         self.extend(kept)
         return True
 
+    def _take_empty(self) -> None:
+        store = ChainStore(0, self._limits, Source.GENERATIONS)
+        self._take(store, live_table(store.capacity))
+
+    def _take(self, store: ChainStore, live: NDArray[np.int64]) -> None:
+        """Have outputs in a store, counted in a live table."""
+        self._store, self.live = store, live
+        self.arrays = store.packed, live, self.versions
+
     def _settle(self) -> None:
         if self._charge is not None:
             self._charge.settle(self.num_bytes + POOL_BYTES)
@@ -347,11 +359,6 @@ class Generations:
         """Make outputs that have expired by now unreadable."""
         if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
             self._expire()
-
-    @property
-    def packed(self) -> NDArray[Any]:
-        """The store, packed for kernels; another one once the ring has grown."""
-        return self._store.packed
 
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring if the tokens would overwrite outputs within the capacity.
@@ -372,7 +379,7 @@ class Generations:
             self._settle()
             return  # there is no room, or this ring has been shrunk for it: the oldest go
         grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
-        grown.chains.tokens[(store.oldest - 1) & (size - 1)] = (
+        grown.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
         )
         live, first, tokens = live_table(size), store.oldest, store.live()
@@ -381,10 +388,12 @@ class Generations:
                 yield
             if epoch != self._epoch:
                 return
-            grown.append(tokens[begin : begin + _AT_ONCE])
-            count_tokens(live, grown.chains.tokens, first + begin, len(grown), 1)
+            part = tokens[begin : begin + _AT_ONCE]
+            add_tokens(grown.address, live, part, first, 0)
+            grown.end += len(part)
         oldest = store.oldest  # some may have expired meanwhile
-        self._store, self.live, self._counted_from = grown, live, first
+        self._take(grown, live)
+        self._counted_from = first
         if oldest > first:
             self._take_back(oldest)
             grown.forget_before(oldest)
@@ -404,17 +413,16 @@ class Generations:
     def _append(self, tokens: TokenIds) -> None:
         """Append int32[n], after uncounting the overwritten tokens."""
         store = self._store
-        for part in np.array_split(tokens, max(1, -(-len(tokens) // (store.capacity // 2)))):
-            self._take_back(len(store) + len(part) - store.capacity + _MARGIN)
-            begin = len(store)
-            store.append(part)
-            count_tokens(self.live, store.chains.tokens, begin, len(store), 1)
+        self._counted_from = add_tokens(
+            store.address, self.live, tokens, self._counted_from, _MARGIN
+        )
+        store.end += len(tokens)
 
     def _take_back(self, position: int) -> None:
         """Uncount tokens before `position`."""
         end = min(position, len(self._store))
         if end > self._counted_from:
-            count_tokens(self.live, self._store.chains.tokens, self._counted_from, end, -1)
+            count_tokens(self.live, self._store.tokens, self._counted_from, end, -1)
             self._counted_from = end
 
     def has_older(self, version: int) -> bool:
@@ -446,6 +454,7 @@ class Generations:
             size = len(kept)
             self.versions = np.full((max(_FEWEST_VERSIONS, 2 * size), 2), _NOWHERE, np.int64)
             self.versions[:size] = kept
+            self._take(self._store, self.live)
         self.versions[size] = begin, version
 
     def _note_ends(self, outputs: Sequence[Output]) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Final
 import numpy as np
 
 from retriever.drafter import TokenIds
-from retriever.kernels.layout import INT32, MAX_MATCH, NODE_BYTES, STEP
-from retriever.tree import DraftTree
+from retriever.kernels.layout import INT32, MAX_MATCH, STEP
+from retriever.tree import NODE_BYTES, DraftTree
 
 
 def _place(name: str) -> int:
@@ -20,8 +20,8 @@ def _place(name: str) -> int:
 _ASKED: Final = Struct("=8q2d")  # from `sequence` to `rate`
 _AGAIN: Final = Struct("=2q")  # `stages` and `row`
 _NUMBER: Final = Struct("=q")
-_ANSWER: Final = Struct("=5q")  # from `refusal` to `learned`
-_STAGES, _RATE = _place("stages"), _place("rate")
+_ANSWER: Final = Struct("=4q")  # from `refusal` to `learned`
+_STAGES, _TOKENS, _RATE = _place("stages"), _place("tokens"), _place("rate")
 _LONGEST, _TREE, _TREE_SIZE = _place("longest"), _place("tree"), _place("tree_size")
 _REFUSAL: Final = _place("refusal")
 _REAL: Final = Struct("=d")
@@ -40,15 +40,16 @@ class StepRecord:
         alone: int64[1], that address, for a call of this sequence alone.
     """
 
-    __slots__ = ("_held", "_memory", "_tokens", "_tokens_at", "address", "alone")
+    __slots__ = ("_held", "_memory", "_most_nodes", "_tokens", "_tokens_at", "address", "alone")
 
     def __init__(self) -> None:
-        self._hold(bytearray(_TREE_AT + NODE_BYTES * _FEWEST_NODES))
+        self._hold(_FEWEST_NODES)
         _NUMBER.pack_into(self._memory, _LONGEST, MAX_MATCH)
         _NUMBER.pack_into(self._memory, _TREE_SIZE, -1)
 
-    def _hold(self, memory: bytearray) -> None:
-        self._memory = memory
+    def _hold(self, most_nodes: int) -> None:
+        self._most_nodes = most_nodes
+        self._memory = memory = bytearray(_TREE_AT + NODE_BYTES * most_nodes)
         self.address = addressof(c_char.from_buffer(memory))
         self.alone = np.array([self.address])
         self._tokens = np.frombuffer(memory, INT32, _MOST_TOKENS, _TOKENS_AT)
@@ -83,9 +84,8 @@ class StepRecord:
             self._memory, 0, sequence, lane, stages, 0, place, num_tokens, length, budget,
             min_probability, rate,
         )  # fmt: skip
-        needed = _TREE_AT + NODE_BYTES * budget
-        if needed > len(self._memory):
-            self._grow(needed)
+        if budget > self._most_nodes:
+            self._grow(budget)
 
     def ask_again(self, stages: int, row: int = 0) -> None:
         """Ask for other stages of the same."""
@@ -99,8 +99,8 @@ class StepRecord:
         """Let a match in the corpus be of any length."""
         _NUMBER.pack_into(self._memory, _LONGEST, MAX_MATCH)
 
-    def answer(self) -> tuple[int, int, int, int, int]:
-        """Return why it was refused, nodes, rows, accepted tokens and learned nodes."""
+    def answer(self) -> tuple[int, int, int, int]:
+        """Return why it was refused, the nodes, the rows, and the nodes that were learned from."""
         return _ANSWER.unpack_from(self._memory, _REFUSAL)
 
     def tree(self, size: int, budget: int) -> DraftTree:
@@ -112,14 +112,13 @@ class StepRecord:
         self._memory[_TOKENS_AT:] = bytes(len(self._memory) - _TOKENS_AT)
         self._held = None
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, most_nodes: int) -> None:
         """Have room for a larger tree; what was asked, and the last tree, stay."""
-        before, held = self._memory, self._held
-        place = _NUMBER.unpack_from(before, _place("tokens"))[0]
-        was_inside = place == self._tokens_at
-        memory = bytearray(size)
-        memory[: len(before)] = before
-        self._hold(memory)
+        before, held, inside = self._memory, self._held, self._tokens_at
+        self._hold(most_nodes)
+        tree = _NUMBER.unpack_from(self._memory, _TREE)
+        self._memory[: len(before)] = before
+        _NUMBER.pack_into(self._memory, _TREE, *tree)
         self._held = held
-        if was_inside:
-            _NUMBER.pack_into(memory, _place("tokens"), self._tokens_at)
+        if _NUMBER.unpack_from(before, _TOKENS) == (inside,):
+            _NUMBER.pack_into(self._memory, _TOKENS, self._tokens_at)

@@ -265,6 +265,8 @@ class Bindings:
         bound = RefreshedCorpora([], self._sessions, self._lock)
         bound.change(lambda _: _opened_anew(shared, path, opened))
         self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
+        with self._lock:
+            self._sessions.turn_to(bound.current.corpus, self._shared.current.corpus, tenant)
         bound.watch(self._refresh_s)
 
     def _find(self, path: Path, tenant: str | None) -> Attached:

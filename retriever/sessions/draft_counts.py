@@ -12,10 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from retriever.predict.corpus import no_outcomes
+from retriever.predict.draft import Counted
 from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
@@ -26,9 +23,6 @@ BOUNDS_S: Final = (
 )
 """Upper bounds of the histogram's buckets, in seconds: a draft takes tens of microseconds, and a
 compilation a second."""
-
-MAX_POSITIONS: Final = 16
-"""Positions of drafts that are counted apart: engines verify about as many tokens at most."""
 
 
 class Latencies:
@@ -65,29 +59,24 @@ class DraftCounts:
     accepted tokens.
 
     Args:
-        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes, as a `Predictor` counts them;
-            its own if not given.
+        counted: what a `Predictor` counts; made here if not given.
 
     Attributes:
-        by_source: those counts.
+        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes.
+        by_accepted: int64[MAX_POSITIONS + 2], drafts with a known outcome by how many of their
+            tokens came, `MAX_POSITIONS` for so many and more; the last number are the tokens
+            committed after these.
         steps: times of steps, waits for other drafts included.
         drafts: times of steps divided by their sequences, counted for each sequence.
         num_bare: drafts of bare contexts among them.
-        num_outcomes: drafts with a known outcome.
-        num_committed: tokens committed after these.
-        by_accepted: drafts with a known outcome by how many of their tokens came, `MAX_POSITIONS`
-            for so many and more.
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
-    def __init__(self, by_source: NDArray[np.int64] | None = None) -> None:
-        self.by_source = no_outcomes() if by_source is None else by_source
+    def __init__(self, counted: Counted | None = None) -> None:
+        self.by_source, self.by_accepted = counted or Counted.none()
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0
-        self.num_outcomes = 0
-        self.num_committed = 0
-        self.by_accepted = [0] * (MAX_POSITIONS + 1)
         self.fail_opens: Counter[int] = Counter()
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
@@ -106,15 +95,19 @@ class DraftCounts:
         self.num_bare += 1
         self.drafts.add(seconds)
 
-    def came_true(self, depth: int, num_tokens: int) -> None:
-        """Count a draft: it had `depth` of the tokens committed next."""
-        self.by_accepted[min(depth, MAX_POSITIONS)] += 1
-        self.num_outcomes += 1
-        self.num_committed += num_tokens
+    @property
+    def num_outcomes(self) -> int:
+        """Drafts with a known outcome."""
+        return int(self.by_accepted[:-1].sum())
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens committed after these."""
+        return int(self.by_accepted[-1])
 
     def accepted_at(self) -> list[int]:
         """Return how many drafts had their token accepted at each position, the first one first."""
-        from_end = accumulate(reversed(self.by_accepted[1:]))
+        from_end = accumulate(reversed(self.by_accepted[1:-1].tolist()))
         return list(from_end)[::-1]
 
     def failed_open(self, told: Mapping[int, int]) -> None:

@@ -167,8 +167,7 @@ class EmbeddedDrafter(OfOneProcess):
         self._predictor = options.get("predictor") or Predictor(
             self.limits.max_budget_nodes, num_threads=options.get("threads", 1)
         )
-        self.draft_counts = DraftCounts(self._predictor.by_source)
-        self._predictor.came_true = self.draft_counts.came_true
+        self.draft_counts = DraftCounts(self._predictor.counted)
         self._bound_steps()
         self._sessions = Sessions(self.limits, options.get("clock", time.monotonic))
         self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
@@ -267,7 +266,6 @@ class EmbeddedDrafter(OfOneProcess):
         A step is checked as a whole first: if any request is refused, nothing is kept of the step.
         `commit_each` refuses requests one by one.
         """
-        check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
             trees = self._step(requests)
@@ -374,6 +372,7 @@ class EmbeddedDrafter(OfOneProcess):
         check_session_name(key.name)
         with self._lock:
             self._sessions.add(key, prepared)
+            prepared.databases.turn_to(self._bindings.corpus(prepared.tenant))
             if prepared.kin is not ALONE:
                 self._join(prepared)
 
@@ -906,27 +905,26 @@ class EmbeddedDrafter(OfOneProcess):
         return step
 
     def _step(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Do a step, which is refused as a whole or not at all."""
-        asked = [self._asked(request) for request in requests]
+        """Do a step, whose numbers the kernel checks; it is refused as a whole or not at all."""
+        if len(requests) > 1:
+            check_batch(requests, self.limits)
         try:
-            return self._predictor.step(asked)
+            if len(requests) == 1:
+                return [self._predictor.step(*self._asked(requests[0]))]
+            return self._predictor.step_all([self._asked(request) for request in requests])
         except RefusedStepError as refused:
             self._checked(requests[refused.place], "")  # which tells why
             raise
 
     def _asked(self, request: DraftRequest) -> Asked:
-        """Return what the predictor is asked, unchecked; take the memory for its tokens."""
-        session = self._sessions.get(SessionKey("", request.session))
+        """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
+        name, tokens, length, budget, min_probability, _ = request
+        session = self._sessions.get(("", name))  # as a `SessionKey`, and faster
         if session.is_committing:
-            _check_not_committing(session, request.session)
-        databases, tokens = session.databases, request.new_tokens
+            _check_not_committing(session, name)
         if type(tokens) is not np.ndarray or tokens.dtype is not _TOKEN or tokens.ndim != 1:
             tokens = self._tokens(tokens)
-        databases.context.make_room(len(tokens))
-        databases.turn_to(self._bindings.corpus(databases.pool.tenant))
-        return Asked(
-            databases, tokens, request.length, request.budget_nodes, request.min_probability
-        )
+        return Asked(session.databases, tokens, length, budget, min_probability)
 
     def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session
@@ -963,7 +961,7 @@ class EmbeddedDrafter(OfOneProcess):
     def _bound_steps(self) -> None:
         """Have the predictor check steps against the limits and the vocabulary."""
         bounds, limits = self._predictor.bounds, self.limits
-        bounds[BOUNDS.NODES] = min(bounds[BOUNDS.NODES], limits.max_budget_nodes)
+        bounds[BOUNDS.NODES] = min(limits.max_budget_nodes, limits.max_step_nodes)
         bounds[BOUNDS.TOKENS] = limits.max_sequence_tokens
         if self.vocabulary is not None:
             bounds[BOUNDS.VOCABULARY] = self.vocabulary.size

@@ -121,7 +121,8 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     unused.pool.generations.add(context)
     with lock:
         asked = Asked(unused, context[:1], len(context) + 1, 1, 0.0)
-        predictor.step([asked, asked])
+        predictor.step_all([asked, asked])
+        predictor.step(unused, context[:1], len(context) + 3, 1, 0.0)
         unused.expect(Predictions([Prediction(context)]))
         predictor.draft(unused, 1, 0.0)
         predictor.note(unused, context[:1])

@@ -103,7 +103,7 @@ class Sessions:
         self._open.add(key, session)
         self._tenant_sessions[session.tenant] += 1
 
-    def get(self, key: SessionKey) -> Session:
+    def get(self, key: SessionKey | tuple[str, str]) -> Session:
         """Return a session, and mark it as used last.
 
         Raises:
@@ -224,10 +224,13 @@ class Sessions:
         latest = islice(reversed(self._open.values()), max_sessions)
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
-    def turn_to(self, corpus: Corpus, older: Corpus) -> None:
-        """Move sessions from an older corpus to this one, so that the old one can close."""
+    def turn_to(self, corpus: Corpus, older: Corpus, tenant: str | None = None) -> None:
+        """Move sessions, or those of a tenant, from an older corpus to this one.
+
+        The older one can close then.
+        """
         for session in self._open.values():
-            if session.databases.corpus is older:
+            if session.databases.corpus is older and tenant in {None, session.tenant}:
                 session.databases.turn_to(corpus)
 
     def _make_place(self, tenant: str) -> None:

@@ -21,8 +21,8 @@ DEPTH = 12
 def rows_of(generations: Generations, query: TokenIds) -> list[twins.Row]:
     scratch = Scratch(DEPTH)
     generations.leave_out_expired()
-    packed, source = generations.packed, int(Source.GENERATIONS)
-    num_rows = collect_store(packed, source, query[-MAX_MATCH:], DEPTH, scratch)
+    store, source = generations.arrays[0], int(Source.GENERATIONS)
+    num_rows = collect_store(store, source, query[-MAX_MATCH:], DEPTH, scratch)
     return [
         twins.Row(
             tuple(scratch.continuations[i, : scratch.rows[i]["length"]].tolist()),
