@@ -913,7 +913,8 @@ class EmbeddedDrafter(OfOneProcess):
                 return [self._predictor.step(*self._asked(requests[0]))]
             return self._predictor.step_all([self._asked(request) for request in requests])
         except RefusedStepError as refused:
-            self._checked(requests[refused.place], "")  # which tells why
+            check_batch(requests, self.limits)
+            self._checked(requests[refused.place], "")  # these tell why
             raise
 
     def _asked(self, request: DraftRequest) -> Asked:
@@ -961,7 +962,8 @@ class EmbeddedDrafter(OfOneProcess):
     def _bound_steps(self) -> None:
         """Have the predictor check steps against the limits and the vocabulary."""
         bounds, limits = self._predictor.bounds, self.limits
-        bounds[BOUNDS.NODES] = min(limits.max_budget_nodes, limits.max_step_nodes)
+        most = min(limits.max_budget_nodes, limits.max_step_nodes)
+        bounds[BOUNDS.NODES] = most if limits.max_batch > 0 else -1
         bounds[BOUNDS.TOKENS] = limits.max_sequence_tokens
         if self.vocabulary is not None:
             bounds[BOUNDS.VOCABULARY] = self.vocabulary.size

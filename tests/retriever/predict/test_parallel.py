@@ -143,7 +143,7 @@ def counted(drafter: WatchedDrafter) -> list[Any]:
     sequences = [each.databases for each in drafter.open_sessions()]
     return [
         counts.by_source.tolist(),
-        counts.by_accepted,
+        counts.by_accepted.tolist(),
         counts.num_outcomes,
         counts.num_committed,
         [each.num_accepted for each in drafter.index_outcomes],

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from retriever.kernels.cursors import new_cursor
+from retriever.kernels.cursors import begin_cursor
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.draft import Asked, Predictor
 from retriever.tree import DraftTree, Source
@@ -69,17 +70,12 @@ class CursorTwin:
         return rows[:room]
 
 
-def _step_without_cursor(predictor: Predictor, asked: Sequence[Asked]) -> list[DraftTree]:
+def _step_without_cursor(predictor: Predictor, *asked: Any) -> DraftTree:
     """In place of `Predictor.step`: forgets where cursors stood, so that they have no effect."""
-    for each in asked:
-        predictor.commit(each.databases, each.tokens)
-    trees = []
-    for databases, _, _, budget, least in asked:
-        start = new_cursor(is_sequence=True)
-        for array, beginning in zip(databases.context.cursor, start, strict=True):
-            array[:] = beginning
-        trees.append(predictor.draft(databases, budget, least))
-    return trees
+    each = Asked(*asked)
+    predictor.commit(each.databases, each.tokens)
+    begin_cursor(each.databases.context.cursor)
+    return predictor.draft(each.databases, each.budget, each.min_probability)
 
 
 def without_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
