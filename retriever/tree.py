@@ -206,16 +206,6 @@ class DraftTree:
         return DraftTree, (self.token_ids, self.parents, self.probabilities, self.sources)
 
     @classmethod
-    def of_block(cls, block: bytearray, size: int) -> "DraftTree":
-        """Return the first nodes of a block, whose arrays are made when they are read.
-
-        Args:
-            block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
-            size: number of nodes.
-        """
-        return _BlockTree(block, size)
-
-    @classmethod
     def empty(cls) -> Self:
         """Return the tree without nodes: no draft."""
         return cls(
@@ -325,8 +315,13 @@ class DraftTree:
         return np.array(path[::-1], np.int64)
 
 
-class _BlockTree(DraftTree):
-    """A tree whose arrays are in one block."""
+class BlockTree(DraftTree):
+    """The first nodes of a block, whose arrays are made when they are read.
+
+    Args:
+        block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
+        size: number of nodes.
+    """
 
     __slots__ = ()
 

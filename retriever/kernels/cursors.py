@@ -215,12 +215,12 @@ def _search_on(
             return
     earlier = _earlier(chains, position)
     if earlier >= 0:
-        _take(trail, edits, tokens, earlier, end, LONG)
+        _take(trail, edits, tokens, earlier, end, np.int64(LONG))
         return
     if source >= 0 and trail[MISSES] >= RESUMED:
         for place in range(source + RESUMED, min(source + _REACH, end - trail[MISSES])):
             if _are_equal(tokens, place - RESUMED, end - RESUMED, RESUMED):
-                _resume(trail, edits, tokens, place, end, RESUMED)
+                _resume(trail, edits, tokens, place, end, np.int64(RESUMED))
                 return
     if trail[MISSES] > _LOST:
         trail[POSITION] = -1
@@ -246,10 +246,10 @@ def set_trail(
             equally long matches the first is taken.
         num_rows: how many.
     """
-    longest, place = 0, -1
+    longest, place = np.int64(0), np.int64(-1)
     for index in range(num_rows):
         if rows[index].match > longest:
-            longest, place = rows[index].match, rows[index].position
+            longest, place = np.int64(rows[index].match), rows[index].position
     agrees = trail[POSITION] >= 0 and trail[MISSES] == 0
     if longest >= LONG and not (agrees and min(trail[AGREED], MAX_MATCH) >= longest):
         _take(trail, edits, chains.tokens, place, chains.state[0], longest)

@@ -67,8 +67,10 @@ FITS, BUDGET, PROBABILITY, LENGTH, ROOM, TOKEN = 0, 1, 2, 3, 4, 5
 """Why a step is refused: a budget or a probability out of bounds, a length that is too much or not
 that of the sequence, no room for the tokens in memory, a token outside the vocabulary."""
 
-_GENERATIONS: Final = int(Source.GENERATIONS)
-_SIBLINGS: Final = int(Source.SIBLINGS)
+# No literals: a kernel is compiled once for each that it is called with.
+_OWN, _GENERATIONS, _SIBLINGS = (
+    np.int64(each) for each in (Source.CONTEXT, Source.GENERATIONS, Source.SIBLINGS)
+)
 
 
 @kernel()
@@ -128,7 +130,7 @@ def refusal_of(bounds: NDArray[np.int64], step: Any) -> int:
     return FITS
 
 
-@kernel(forceinline=True)
+@kernel(inline="always")
 def _step(of: Shared, scratch: int, step: Any) -> None:
     """Do the stages of a sequence's step."""
     stages = step.stages
@@ -219,7 +221,7 @@ def _extend(chains: Chains, orders: Orders, of: Cursor, new_tokens: NDArray[np.i
     cursors.move_trail(of.trail, of.edits, chains, begin)
 
 
-@kernel(forceinline=True)
+@kernel(inline="always")
 def _draft(of: Shared, scratch: int, step: Any) -> None:
     """Do the stages of a draft, and write the tree."""
     stages, row, budget = step.stages, step.row, step.budget
@@ -270,7 +272,7 @@ def collect_own(
     """Write continuations in the sequence itself, along its trail and near its cursor."""
     orders = unpack_at(sequence, STORE_LAYOUT, Orders)
     of = unpack_at(sequence, STORE_LAYOUT, Cursor)
-    end = chains_.collect_chains(chains, orders, query, cursors.CONTEXT, True, depth, found, row)
+    end = chains_.collect_chains(chains, orders, query, _OWN, True, depth, found, row)
     cursors.set_cursor(of.cursor, found.rows, end)
     cursors.set_trail(of.trail, of.edits, chains, found.rows, end)
     end = cursors.collect_trail(of.trail, of.edits, chains, depth, found, end)
@@ -403,10 +405,10 @@ def add_tokens(
         first = chains.state[0]
         until = min(first + part.shape[0] - capacity + margin, first)
         if until > counted_from:
-            count_tokens(live, chains.tokens, counted_from, until, -1)
+            count_tokens(live, chains.tokens, counted_from, until, np.int64(-1))
             counted_from = until
         chains_.append_tokens(chains, orders, part)
-        count_tokens(live, chains.tokens, first, chains.state[0], 1)
+        count_tokens(live, chains.tokens, first, chains.state[0], np.int64(1))
     return counted_from
 
 

@@ -56,7 +56,7 @@ class Context:
         self._store, self.address = store, store.address
 
     def __len__(self) -> int:
-        return self._store.end
+        return len(self._store)
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n], committed tokens."""
@@ -65,10 +65,6 @@ class Context:
             return
         for _ in self.committing(tokens):
             pass
-
-    def advance(self, num_tokens: int) -> None:
-        """Note that a kernel has appended tokens, for which there was room."""
-        self._store.end += num_tokens
 
     def ensure_room(self, num_tokens: int) -> None:
         """Grow now, if so many more tokens do not fit.

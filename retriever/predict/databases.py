@@ -171,7 +171,6 @@ class Databases:
 
     def committed(self, tokens: TokenIds) -> None:
         """Note int32[n], that a kernel has appended to the sequence."""
-        self.context.advance(len(tokens))
         if not self.appends:
             for database in self._others:
                 database.commit(tokens)

@@ -7,6 +7,7 @@ and to its own sequence alone. Each thread takes the next sequence that has not 
 do not depend on the number of threads.
 """
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,18 +167,18 @@ class Predictor:
         Raises:
             RefusedStepError: it does not fit; nothing is done.
         """
-        context, step, num_tokens = databases.context, databases.step, len(tokens)
-        asked = Asked(databases, tokens, length, budget, min_probability)
-        is_drafted = 0 < budget <= self._max_budget and length > 0
-        if not (is_drafted and databases.appends and context.has_room(num_tokens)):
-            return self.step_all([asked])[0]
+        step = databases.step
+        if not (databases.appends and 0 < budget <= step.most_nodes and length > 0):
+            return self.step_all([Asked(databases, tokens, length, budget, min_probability)])[0]
         is_last = self._last is not None and self._last() is databases
-        self._ask(asked, step, _WHOLE, self._rate if is_last and databases.learns else 0.0)
+        step.ask(
+            databases.context.address, databases.lane.address, _WHOLE, tokens, length, budget,
+            min_probability, self._rate if is_last and databases.learns else 0.0,
+        )  # fmt: skip
         step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
         refusal, size, self.num_rows, learned = step.answer()
-        if refusal:
-            raise RefusedStepError(0)
-        context.advance(num_tokens)
+        if refusal:  # or there is no room, which there will be
+            return self.step_all([Asked(databases, tokens, length, budget, min_probability)])[0]
         databases.pool.learned += learned
         if not is_last:
             self._last = ref(databases)
@@ -297,9 +298,8 @@ class Predictor:
         if place:  # what was considered for the last sequence is learned from
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
         trees = []
-        for databases, tokens, _, budget, _ in members:
+        for databases, _, _, budget, _ in members:
             size = self._answered(databases, databases.step)
-            databases.context.advance(len(tokens))
             trees.append(databases.step.tree(size, budget))
         return trees
 
@@ -359,7 +359,8 @@ class Predictor:
     def _shared(self, databases: Databases) -> NDArray[Any]:
         """Return `Shared`, packed, for a sequence; made anew where it has changed."""
         pool, corpus, known = databases.pool, databases.corpus, databases.pool.drafted_from
-        pool.generations.leave_out_expired()
+        if pool.generations.expires_at_s < math.inf:
+            pool.generations.leave_out_expired()
         running = NOTHING_RUNS if pool.running is None else pool.running.packed
         if (
             known is None

@@ -129,6 +129,7 @@ class Generations:
     Attributes:
         live: int64[sets, WAYS], counts of successors.
         versions: int64[n, 2], by which versions of a model outputs are; see `chains.fade_rows`.
+        expires_at_s: when the oldest output does, by the clock.
         arrays: what drafts read: the packed store, and those two. A new tuple with each new one.
     """
 
@@ -149,7 +150,7 @@ class Generations:
         self._take_empty()
         self._counted_from = 0
         self._ends: deque[_End] = deque()
-        self._expires_at_s = math.inf
+        self.expires_at_s = math.inf
         self._coming: deque[Output] = deque()
         self._adder: ref[Iterator[None]] | None = None
         self._epoch = 0
@@ -312,7 +313,7 @@ class Generations:
         self._take_empty()
         self._counted_from = 0
         self._ends.clear()
-        self._expires_at_s = math.inf
+        self.expires_at_s = math.inf
         self._coming.clear()
         self._adder = None
         self._epoch += 1
@@ -357,7 +358,7 @@ class Generations:
 
     def leave_out_expired(self) -> None:
         """Make outputs that have expired by now unreadable."""
-        if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
+        if self.expires_at_s < math.inf and self.expires_at_s < self._clock():
             self._expire()
 
     def _make_room(self, num_tokens: int) -> None:
@@ -390,7 +391,6 @@ class Generations:
                 return
             part = tokens[begin : begin + _AT_ONCE]
             add_tokens(grown.address, live, part, first, 0)
-            grown.end += len(part)
         oldest = store.oldest  # some may have expired meanwhile
         self._take(grown, live)
         self._counted_from = first
@@ -416,7 +416,6 @@ class Generations:
         self._counted_from = add_tokens(
             store.address, self.live, tokens, self._counted_from, _MARGIN
         )
-        store.end += len(tokens)
 
     def _take_back(self, position: int) -> None:
         """Uncount tokens before `position`."""
@@ -466,7 +465,7 @@ class Generations:
     def _note_end(self, output: Output, end: int) -> None:
         self._ends.append(_End(output.time_s, end, output.origin, output.version))
         self._end_no_later(output.time_s)
-        self._expires_at_s = self._ends[0].time_s + self._max_age_s
+        self.expires_at_s = self._ends[0].time_s + self._max_age_s
 
     def _drop_ends(self) -> None:
         """Drop the ends of overwritten outputs."""
@@ -482,7 +481,7 @@ class Generations:
 
     def _expire(self) -> None:
         """Stop reading expired outputs."""
-        if self._expires_at_s == math.inf:
+        if self.expires_at_s == math.inf:
             return
         now, oldest = self._clock(), self._store.oldest
         while self._ends and (
@@ -491,7 +490,7 @@ class Generations:
             end = self._ends.popleft().position
             self._take_back(end)
             self._store.forget_before(end)
-        self._expires_at_s = self._ends[0].time_s + self._max_age_s if self._ends else math.inf
+        self.expires_at_s = self._ends[0].time_s + self._max_age_s if self._ends else math.inf
 
 
 def generations_bytes(capacity: int, limits: ChainLimits) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from retriever.drafter import TokenIds
 from retriever.kernels.layout import INT32, MAX_MATCH, STEP
-from retriever.tree import NODE_BYTES, DraftTree
+from retriever.tree import NODE_BYTES, BlockTree, DraftTree
 
 
 def _place(name: str) -> int:
@@ -38,9 +38,10 @@ class StepRecord:
     Attributes:
         address: of the record.
         alone: int64[1], that address, for a call of this sequence alone.
+        most_nodes: of a tree that there is room for; more are made room for when they are asked.
     """
 
-    __slots__ = ("_held", "_memory", "_most_nodes", "_tokens", "_tokens_at", "address", "alone")
+    __slots__ = ("_held", "_memory", "_tokens", "_tokens_at", "address", "alone", "most_nodes")
 
     def __init__(self) -> None:
         self._hold(_FEWEST_NODES)
@@ -48,7 +49,7 @@ class StepRecord:
         _NUMBER.pack_into(self._memory, _TREE_SIZE, -1)
 
     def _hold(self, most_nodes: int) -> None:
-        self._most_nodes = most_nodes
+        self.most_nodes = most_nodes
         self._memory = memory = bytearray(_TREE_AT + NODE_BYTES * most_nodes)
         self.address = addressof(c_char.from_buffer(memory))
         self.alone = np.array([self.address])
@@ -84,7 +85,7 @@ class StepRecord:
             self._memory, 0, sequence, lane, stages, 0, place, num_tokens, length, budget,
             min_probability, rate,
         )  # fmt: skip
-        if budget > self._most_nodes:
+        if budget > self.most_nodes:
             self._grow(budget)
 
     def ask_again(self, stages: int, row: int = 0) -> None:
@@ -105,7 +106,7 @@ class StepRecord:
 
     def tree(self, size: int, budget: int) -> DraftTree:
         """Return a copy of the last tree."""
-        return DraftTree.of_block(self._memory[_TREE_AT : _TREE_AT + NODE_BYTES * budget], size)
+        return BlockTree(self._memory[_TREE_AT : _TREE_AT + NODE_BYTES * budget], size)
 
     def clear(self) -> None:
         """Overwrite the tokens and the tree: an ended sequence leaves nothing in memory."""

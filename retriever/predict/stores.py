@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
@@ -48,6 +49,8 @@ MIN_CAPACITY: Final = 1024
 _MIN_LAST: Final = 4096
 """Least entries in the table of a sequence's last tokens: 16 KiB."""
 
+
+_NUMBER: Final = Struct("=q")
 
 _ADVISED_BYTES: Final = 1 << 22  # huge pages are asked for from this size on
 
@@ -214,7 +217,6 @@ class ChainStore:
         address: of the record, of `layout.STORE_LAYOUT`.
         num_bytes: memory of the tokens, in bytes.
         capacity: tokens that the ring holds.
-        end: position after the newest token; whoever has a kernel append others moves it.
     """
 
     def __init__(
@@ -234,14 +236,14 @@ class ChainStore:
         self.address = address_of(block)
         begin_store(self.address, plan.record, plan.is_inside, start, tokens)
         self._start = start
-        self.end = start + len(tokens)
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
 
         Overwritten tokens and separators count.
         """
-        return self.end
+        end: int = _NUMBER.unpack_from(self._block, self._plan.places["state"][0])[0]
+        return end
 
     def _array(self, name: str) -> NDArray[Any]:
         """Return a view of an array."""
@@ -273,14 +275,14 @@ class ChainStore:
         """Memory of the store that takes pages, in bytes: not all of the room for later tokens."""
         if not _is_mapped(self._plan.num_bytes):
             return self.num_bytes  # of memory that was used before
-        used = min(self.capacity, self.end - self._start)
+        used = min(self.capacity, len(self) - self._start)
         huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
         growing = (self.chains.tokens, self.chains.links)
         return self.num_bytes - sum(array.nbytes - _touched(array, used, huge) for array in growing)
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether so many more tokens can be appended without overwriting any."""
-        return self.end + num_tokens <= self.capacity
+        return len(self) + num_tokens <= self.capacity
 
     @property
     def oldest(self) -> int:
@@ -290,12 +292,10 @@ class ChainStore:
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
         append_tokens(self.address, tokens)
-        self.end += len(tokens)
 
     def extend(self, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and move its cursor."""
         extend_sequence(self.address, tokens)
-        self.end += len(tokens)
 
     def follow(self, other: "ChainStore") -> None:
         """Take over where a sequence stands in what it copies: its tokens are the same."""
@@ -308,14 +308,12 @@ class ChainStore:
         before = np.empty(len(tokens), np.int64)
         cursor = [array.copy() for array in self.cursor]
         suppose_tokens(self.address, tokens, before)
-        self.end += len(tokens)
         try:
             yield
         finally:
             withdraw_tokens(self.address, tokens, before)
             for array, kept in zip(self.cursor, cursor, strict=True):
                 array[:] = kept
-            self.end -= len(tokens)
 
     def forget_before(self, position: int) -> None:
         """Make tokens before `position` unreadable."""
@@ -332,7 +330,8 @@ class ChainStore:
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return a view of the last tokens; only for a ring that has not wrapped."""
-        return self.tokens[max(0, self.end - num_tokens) : self.end]
+        end = len(self)
+        return self.tokens[max(0, end - num_tokens) : end]
 
 
 def appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:

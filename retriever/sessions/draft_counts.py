@@ -41,11 +41,7 @@ class Latencies:
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a latency, `times` times."""
-        self.add_to(bisect_left(BOUNDS_S, seconds), seconds, times)
-
-    def add_to(self, bucket: int, seconds: float, times: int = 1) -> None:
-        """Count a latency whose bucket is known."""
-        self.counts[bucket] += times
+        self.counts[bisect_left(BOUNDS_S, seconds)] += times
         self.total_s += seconds * times
 
 
@@ -82,9 +78,11 @@ class DraftCounts:
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of `num_drafts` sequences."""
         if num_drafts == 1:  # mostly: the bucket is the same
-            bucket = bisect_left(BOUNDS_S, seconds)
-            self.steps.add_to(bucket, seconds)
-            self.drafts.add_to(bucket, seconds)
+            bucket, steps, drafts = bisect_left(BOUNDS_S, seconds), self.steps, self.drafts
+            steps.counts[bucket] += 1
+            drafts.counts[bucket] += 1
+            steps.total_s += seconds
+            drafts.total_s += seconds
             return
         self.steps.add(seconds)
         if num_drafts:

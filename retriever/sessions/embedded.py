@@ -5,6 +5,7 @@ for a disk, a server or a long prompt, except for the one write when the tokeniz
 """
 
 import math
+import struct
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -912,9 +913,10 @@ class EmbeddedDrafter(OfOneProcess):
             if len(requests) == 1:
                 return [self._predictor.step(*self._asked(requests[0]))]
             return self._predictor.step_all([self._asked(request) for request in requests])
-        except RefusedStepError as refused:
+        except (RefusedStepError, struct.error, TypeError) as error:
             check_batch(requests, self.limits)
-            self._checked(requests[refused.place], "")  # these tell why
+            place = error.place if isinstance(error, RefusedStepError) else 0
+            self._checked(requests[place], "")  # these tell why
             raise
 
     def _asked(self, request: DraftRequest) -> Asked:

@@ -109,7 +109,11 @@ class Sessions:
         Raises:
             UnknownSessionError: no session has this name.
         """
-        session = self._open.use(key)
+        by_name = self._open.by_name
+        session = by_name.get(key)
+        if session is None:
+            return self._open.get(key)
+        by_name.move_to_end(key)
         session.last_used_s = self._clock()
         return session
 
