@@ -112,6 +112,15 @@ def check_steps(bounds: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
 
 
 @kernel()
+def first_outside(tokens: NDArray[np.int32], bound: int) -> int:
+    """Return the place of the first token below 0 or not below a bound, -1 if there is none."""
+    for place in range(tokens.shape[0]):
+        if tokens[place] < 0 or tokens[place] >= bound:
+            return place
+    return -1
+
+
+@kernel()
 def refusal_of(bounds: NDArray[np.int64], step: Any) -> int:
     """Return why a step is refused, `FITS` if it isn't."""
     chains = unpack_at(step.sequence, STORE_LAYOUT, Chains)
@@ -124,10 +133,8 @@ def refusal_of(bounds: NDArray[np.int64], step: Any) -> int:
         return LENGTH
     if length > chains.tokens.shape[0]:
         return ROOM
-    for token in array_at(step.tokens, step.num_tokens, INT32):
-        if token < 0 or token >= bounds[BOUNDS.VOCABULARY]:
-            return TOKEN
-    return FITS
+    tokens = array_at(step.tokens, step.num_tokens, INT32)
+    return FITS if first_outside(tokens, bounds[BOUNDS.VOCABULARY]) < 0 else TOKEN
 
 
 @kernel(inline="always")

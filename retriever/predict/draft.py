@@ -213,6 +213,10 @@ class Predictor:
                 trees[number] = tree
         return trees
 
+    def learns_from(self, databases: Databases) -> bool:
+        """Return whether tokens that follow a sequence are learned from: the last draft was its."""
+        return databases.learns and self._last is not None and self._last() is databases
+
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:

@@ -39,6 +39,7 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.kernels.entries import first_outside
 from retriever.kernels.layout import BOUNDS
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
@@ -862,6 +863,15 @@ class EmbeddedDrafter(OfOneProcess):
             yield
 
     def _tokens(self, tokens: ArrayLike) -> TokenIds:
+        """Return int32[n], a copy: the caller's array may change.
+
+        Raises:
+            InvalidRequestError: they are no integers of the vocabulary in one dimension.
+        """
+        if type(tokens) is np.ndarray and tokens.dtype is _TOKEN and tokens.ndim == 1:
+            copied = tokens.copy()
+            if first_outside(copied, self._predictor.bounds[BOUNDS.VOCABULARY]) < 0:
+                return copied
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
     def _predictions(self, predictions: Iterable[Prediction]) -> list[Prediction]:
