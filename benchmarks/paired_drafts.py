@@ -222,7 +222,7 @@ def _replay(
 
 if __name__ == "__main__":
     if "-P" in sys.orig_argv[:2]:
-        stated, *numbers = sys.argv[1:6]
-        serve(stated, *map(int, numbers), sys.argv[6])
+        stated, nodes, together, most, flushed, count = sys.argv[1:7]
+        serve(stated, int(nodes), int(together), int(most), int(flushed), count)
     else:
         typer.run(main)

@@ -6,7 +6,7 @@ kernel that drafts (`kernels.entries.step_sequences`), the others by their own m
 write it in a file of its own with its number (`Source.register`), and list it (`register`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -83,15 +83,10 @@ class Databases:
 
     def _plan(self) -> None:
         """Plan the calls of a draft."""
-        self.runs, self._others, current = [], [], 0
-        for kind in DATABASES:
-            database = None if kind.open is None else kind.open(self)
-            if database is not None:
-                self._others.append(database)
-                self.runs.append(Run(current, database))
-                current = 0
-            current += kind.stage
-        self.runs.append(Run(current + TREE, None))
+        opened = [(kind, kind.open(self)) for kind in DATABASES if kind.open is not None]
+        others = {kind: database for kind, database in opened if database is not None}
+        self._others = list(others.values())
+        self.runs = _runs_of(others) if others else [_ALONE]
         self.is_compiled = len(self.runs) == 1 and not self.lane.oldest_version
         self.appends = self.is_compiled and not self.lane.is_written
 
@@ -199,7 +194,7 @@ class Databases:
         return Question(self.context.last(MAX_MATCH), self.corpus.tables.rarity, depth, scratch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DatabaseKind:
     """A database in the list of all.
 
@@ -230,6 +225,21 @@ DATABASES: Final = [
 ]
 """All databases, in the order of queries, which is that of the kernel's stages: the sequence first,
 which marks its recent tokens for those after it."""
+
+
+_ALONE: Final = Run(sum(kind.stage for kind in DATABASES) + TREE, None)
+"""The one call of a draft, where all databases have a stage."""
+
+
+def _runs_of(others: Mapping[DatabaseKind, Database]) -> list[Run]:
+    """Return the calls of a draft, between which databases without a stage are asked."""
+    runs, current = [], 0
+    for kind in DATABASES:
+        if kind in others:
+            runs.append(Run(current, others[kind]))
+            current = 0
+        current += kind.stage
+    return [*runs, Run(current + TREE, None)]
 
 
 def register(kind: DatabaseKind) -> None:

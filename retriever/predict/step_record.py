@@ -77,7 +77,7 @@ class StepRecord:
         num_tokens = len(tokens)
         if num_tokens <= _MOST_TOKENS:
             self._tokens[:num_tokens] = tokens
-            place = self._tokens_at
+            place, self._held = self._tokens_at, None
         else:
             self._held = np.ascontiguousarray(tokens)
             place = self._held.ctypes.data

@@ -253,7 +253,7 @@ class EmbeddedDrafter(OfOneProcess):
         if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
         alone, and from the tenant's running sequences, see `GroupDrafter`.
         """
-        stated = checked_kin(**kin)
+        stated = checked_kin(**kin) if kin else ALONE
         prepared = self.prepare(prompt, remember=remember, tenant=tenant, predictions=predictions)
         prepared.kin = stated
         self.begin(SessionKey("", session), prepared)
@@ -352,11 +352,12 @@ class EmbeddedDrafter(OfOneProcess):
         """
         tokens = self._tokens(prompt)
         check_length(len(tokens), self.limits)
-        expected = self._predictions(predictions)
+        expected = self._predictions(predictions) if predictions else []
         check_tenant_name(tenant)
+        needed = context_bytes(len(tokens))
         try:
-            charge = charge or self._ledger.take(tenant, 0)
-            charge.ensure(context_bytes(len(tokens)))  # before the memory is
+            charge = charge or self._ledger.take(tenant, needed)
+            charge.ensure(needed)  # before the memory is
             context = yield from Context.reading(tokens, charge)
         except MemoryError as error:
             raise out_of_memory() from error
@@ -932,7 +933,7 @@ class EmbeddedDrafter(OfOneProcess):
     def _asked(self, request: DraftRequest) -> Asked:
         """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
         name, tokens, length, budget, min_probability, _ = request
-        session = self._sessions.get(("", name))  # as a `SessionKey`, and faster
+        session = self._sessions.get(("", name))  # type: ignore[arg-type]  # it is made faster
         if session.is_committing:
             _check_not_committing(session, name)
         if type(tokens) is not np.ndarray or tokens.dtype is not _TOKEN or tokens.ndim != 1:

@@ -103,7 +103,7 @@ class Sessions:
         self._open.add(key, session)
         self._tenant_sessions[session.tenant] += 1
 
-    def get(self, key: SessionKey | tuple[str, str]) -> Session:
+    def get(self, key: SessionKey) -> Session:
         """Return a session, and mark it as used last.
 
         Raises:
