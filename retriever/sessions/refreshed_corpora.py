@@ -120,7 +120,9 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     unused = Databases(Context(context), Pool("", Generations(0)), corpus)
     unused.pool.generations.add(context)
     with lock:
-        counted = [counts.copy() for counts in predictor.counted]
+        kept = [*predictor.counted, predictor.bounds]
+        before = [numbers.copy() for numbers in kept]
+        predictor.bounds[:] = np.iinfo(np.int64).max
         asked = Asked(unused, context[:1], len(context) + 1, 1, 0.0)
         predictor.step_all([asked, asked])
         predictor.step(unused, context[:1], len(context) + 3, 1, 0.0)
@@ -133,8 +135,8 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         running.join(Kin("group"), is_shared=True)
         running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
         running.leave()
-        for counts, before in zip(predictor.counted, counted, strict=True):
-            counts[:] = before
+        for numbers, known in zip(kept, before, strict=True):
+            numbers[:] = known
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:
