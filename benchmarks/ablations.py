@@ -22,9 +22,9 @@ from indexer.reader import PhraseTables
 from retriever.commands.options import clear_errors
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.cursors import TRAIL_SIZE
-from retriever.predict.corpus import Corpus, to_kernel
 from retriever.predict.databases import Databases
 from retriever.predict.draft import Predictor, Prior
+from retriever.predict.searched_corpus import Corpus, to_kernel
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, orders_of
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder

@@ -16,12 +16,12 @@ from retriever.drafter import Kin, TokenIds
 from retriever.kernels.entries import CONTEXT, CORPUS, GENERATIONS, TREE
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.context import Context
-from retriever.predict.corpus import Corpus
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
 from retriever.predict.running import READER, RunningOutput, RunningOutputs, lane_fields
+from retriever.predict.searched_corpus import Corpus
 from retriever.predict.step_record import StepRecord
 from retriever.tree import Source
 

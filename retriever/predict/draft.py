@@ -28,11 +28,11 @@ from retriever.kernels.entries import (
     step_sequences,
 )
 from retriever.kernels.layout import BOUNDS, MAX_POSITIONS, PRIOR, Scratch, Shared, pack
-from retriever.predict.corpus import no_outcomes
 from retriever.predict.databases import DATABASES, Databases
 from retriever.predict.generations import live_table
 from retriever.predict.pool import DraftedFrom
 from retriever.predict.running import NOTHING_RUNS
+from retriever.predict.searched_corpus import no_outcomes
 from retriever.predict.step_record import StepRecord
 from retriever.tree import DraftTree
 

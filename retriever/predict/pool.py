@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from retriever.drafter import Fate
 from retriever.kernels.layout import Shared
-from retriever.predict.corpus import Corpus
 from retriever.predict.generations import Generations, Output
 from retriever.predict.running import RunningOutputs
+from retriever.predict.searched_corpus import Corpus
 from retriever.predict.weights import Weights, prior_weights, to_bytes
 
 

@@ -12,8 +12,8 @@ from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError, NotPossibleError, UnknownIndexError
 from retriever.limits import check_tenant_name
-from retriever.predict.corpus import Corpus
 from retriever.predict.phrases import ListedPhrases
+from retriever.predict.searched_corpus import Corpus
 from retriever.sessions.refreshed_corpora import IndexState, RefreshedCorpora
 from retriever.sessions.session_table import Sessions
 

@@ -23,13 +23,13 @@ from indexer.reader import Index, Vocabulary
 from retriever.drafter import Kin, Prediction, TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.context import Context
-from retriever.predict.corpus import Corpus, no_outcomes, tables_of
 from retriever.predict.databases import Databases
 from retriever.predict.draft import Asked, Predictor
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
+from retriever.predict.searched_corpus import Corpus, no_outcomes, tables_of
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
 from retriever.tree import Source

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from retriever.drafter import ALONE, DraftRequest, Kin, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.limits import RETRY_S, Limits
-from retriever.predict.corpus import Corpus
 from retriever.predict.databases import Databases
 from retriever.predict.pool import Pool
+from retriever.predict.searched_corpus import Corpus
 from retriever.sequences import OpenSessions, SessionKey
 from retriever.sessions.client_lives import Client, ClientLives
 

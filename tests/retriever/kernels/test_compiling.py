@@ -140,7 +140,7 @@ def test_a_change_of_what_a_kernel_calls_is_compiled(
 PROBABILITIES = """
 import numpy as np
 from retriever.predict.context import Context
-from retriever.predict.corpus import Corpus, tables_of
+from retriever.predict.searched_corpus import Corpus, tables_of
 from retriever.predict.databases import Databases
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool

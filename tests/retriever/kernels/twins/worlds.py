@@ -24,8 +24,8 @@ from retriever.kernels.layout import (
 )
 from retriever.kernels.tree_growth import grow_tree
 from retriever.predict.context import Context
-from retriever.predict.corpus import to_kernel
 from retriever.predict.generations import Generations
+from retriever.predict.searched_corpus import to_kernel
 from retriever.predict.weights import Weights
 from retriever.tree import DraftTree
 from tests.indexer.stages.phrase_reading import build_tables
