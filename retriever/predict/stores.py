@@ -233,7 +233,7 @@ class ChainStore:
         self.num_bytes = store_bytes(size, limits, source)
         self._plan = plan = _plan_of(size, limits, is_sequence=source == Source.CONTEXT)
         self._block = block = _block(plan.num_bytes)
-        self._bytes, self._end_at = memoryview(block), plan.places["state"][0]
+        self._bytes, self._end_at = block.data, plan.places["state"][0]
         self.address = address_of(block)
         begin_store(self.address, plan.record, plan.is_inside, start, tokens)
         self._start = start
