@@ -20,10 +20,11 @@ from benchmarks.comparison import circumstances, describe
 from benchmarks.workloads import Workload, WorkloadFiles
 from indexer.reader import PhraseTables
 from retriever.commands.options import clear_errors
-from retriever.drafter import DraftRequest
-from retriever.kernels.cursors import new_cursor
-from retriever.predict.databases import Corpus, Databases, to_kernel
-from retriever.predict.predictor import Predictor, Prior
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.kernels.cursors import TRAIL_SIZE
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Predictor, Prior
+from retriever.predict.searched_corpus import Corpus, to_kernel
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, orders_of
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
@@ -32,6 +33,7 @@ from retriever.sessions.options import DEFAULT_LIMITS
 from retriever.tree import DraftTree
 
 BUDGETS: Final = (8, 32, 64)
+_NOWHERE: Final = np.array([-1] + [0] * (TRAIL_SIZE - 1))
 _SHORT: Final = 4  # matches of fewer tokens are short
 
 Removal = Callable[[Databases], None]
@@ -57,11 +59,11 @@ def _without_short_matches(databases: Databases) -> None:
 
 
 def _without_cursor(databases: Databases) -> None:
-    _store(databases).cursor.cursor[:] = new_cursor(is_sequence=True).cursor
+    _store(databases).cursor.cursor[:] = _NOWHERE[:2]
 
 
 def _without_trail(databases: Databases) -> None:
-    _store(databases).cursor.trail[:] = new_cursor(is_sequence=True).trail
+    _store(databases).cursor.trail[:] = _NOWHERE
 
 
 def _without_cursors(databases: Databases) -> None:
@@ -135,17 +137,24 @@ class Without(Predictor):
         learns: whether weights move.
     """
 
-    in_one_call = False
-
     def __init__(self, removal: Removal, *, learns: bool) -> None:
         prior = Prior() if learns else Prior(rate=0.0)
         super().__init__(DEFAULT_LIMITS.max_budget_nodes, prior)
         self._removal = removal
 
-    def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
-        """Return the most probable tree; see `Predictor.draft`."""
+    def step(
+        self,
+        databases: Databases,
+        tokens: TokenIds,
+        length: int,
+        budget: int,
+        min_probability: float,
+    ) -> DraftTree:
+        """Commit and draft in two calls, with the removal between them; see `Predictor.step`."""
+        del length
+        self.commit(databases, tokens)
         self._removal(databases)
-        return super().draft(databases, budget, min_probability)
+        return self.draft(databases, budget, min_probability)
 
 
 class ChainDrafter(EmbeddedDrafter):

@@ -5,7 +5,8 @@
 Each checkout has a process. A recording is replayed by one and then by the other, the next by the
 other first: whatever else the machine does falls on both. What is reported is the ratio of their
 medians for each recording, and the median of these ratios. `--batch` puts so many recordings into
-one step, as an engine does.
+one step, as an engine does. With `--cold` the caches of the processor are flushed before each step,
+opening and ending, as behind a pass of a model.
 """
 
 import json
@@ -24,6 +25,7 @@ import typer
 
 HERE: Final = Path(__file__).resolve().parent.parent
 _OURS, _THEIRS = "ours", "against"
+_FLUSHED: Final = np.zeros(1 << 23)  # 64 MiB, more than caches hold
 
 
 def main(  # noqa: PLR0913, PLR0917  (options of a command)
@@ -37,6 +39,7 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
     threads: Annotated[
         str | None, typer.Option(help="Threads of ours and of the other checkout, as 2,1.")
     ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Flush caches before each step.")] = False,  # noqa: FBT002
     output: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
 ) -> None:
     """Time drafts of this checkout and of another one in turns."""
@@ -45,7 +48,9 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
     for stated in workload:
         with ExitStack() as running:
             workers = {
-                name: running.enter_context(_worker(root, stated, budget, batch, limit, count))
+                name: running.enter_context(
+                    _worker(root, (stated, budget, batch, limit, int(cold), count))
+                )
                 for name, root, count in zip(
                     (_OURS, _THEIRS), (HERE, against.resolve()), counts, strict=True
                 )
@@ -53,7 +58,13 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
             rounds = list(_rounds(workers))
         results.append({"workload": stated.partition("=")[0], **_summary(rounds)})
         print(json.dumps(results[-1], indent=1))
-    figures = {"budget": budget, "batch": batch, "threads": threads, "results": results}
+    figures = {
+        "budget": budget,
+        "batch": batch,
+        "threads": threads,
+        "cold": cold,
+        "results": results,
+    }
     if output is not None:
         from benchmarks.comparison import circumstances  # noqa: PLC0415  (of this checkout)
 
@@ -116,11 +127,9 @@ def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def _worker(  # noqa: PLR0913, PLR0917  (what its command line takes)
-    root: Path, workload: str, budget: int, batch: int, limit: int, threads: str
-) -> Iterator["subprocess.Popen[str]"]:
-    """Start a process that replays with the drafter of a checkout."""
-    arguments = [str(each) for each in (workload, budget, batch, limit, threads)]
+def _worker(root: Path, stated: tuple[object, ...]) -> Iterator["subprocess.Popen[str]"]:
+    """Start a process that replays with the drafter of a checkout; what is stated is `serve`'s."""
+    arguments = [str(each) for each in stated]
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, *arguments],
         cwd=root,
@@ -136,7 +145,7 @@ def _worker(  # noqa: PLR0913, PLR0917  (what its command line takes)
         process.wait()
 
 
-def serve(workload: str, budget: int, batch: int, limit: int, *, threads: str) -> None:
+def serve(workload: str, budget: int, batch: int, limit: int, cold: int, threads: str) -> None:  # noqa: PLR0913, PLR0917  (a command line)
     """Replay recordings by number, as standard input asks; uses the checkout on the path only."""
     from benchmarks.workloads import WorkloadFiles  # noqa: PLC0415
     from retriever.replay.traces import ChatEncoder  # noqa: PLC0415
@@ -151,19 +160,29 @@ def serve(workload: str, budget: int, batch: int, limit: int, *, threads: str) -
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         traces = loaded.traces[int(line) * batch : (int(line) + 1) * batch]
-        measured = _replay(drafter, line.strip(), traces, budget) if len(traces) == batch else {}
+        measured = {}
+        if len(traces) == batch:
+            measured = _replay(drafter, line.strip(), traces, budget, is_cold=bool(cold))
         print(json.dumps(measured), flush=True)
 
 
-def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str, Any]:
-    """Replay recordings together until the first of them ends; return times and a check sum."""
+def _replay(
+    drafter: Any, name: str, traces: list[Any], budget: int, *, is_cold: bool
+) -> dict[str, Any]:
+    """Replay recordings together until the first of them ends; return times and a check sum.
+
+    A step is `draft` and reading what a verifier needs of the trees.
+    """
     from retriever.drafter import DraftRequest  # noqa: PLC0415
 
     names = [f"{name}-{number}" for number in range(len(traces))]
-    began = time.perf_counter()
+    flush = _FLUSHED.sum if is_cold else _FLUSHED[:0].sum
+    open_us = close_us = 0.0
     for session, trace in zip(names, traces, strict=True):
+        flush()
+        began = time.perf_counter()
         drafter.open(session, trace.prompt)
-    opened = time.perf_counter()
+        open_us += (time.perf_counter() - began) * 1e6
     committed, done = [trace.output[:0] for trace in traces], [0] * len(traces)
     step_us: list[float] = []
     trees = probabilities = 0
@@ -172,8 +191,11 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
             DraftRequest(session, new, len(trace.prompt) + at, budget)
             for session, new, trace, at in zip(names, committed, traces, done, strict=True)
         ]
+        flush()
         before = time.perf_counter()
         drafted = drafter.draft(requests)
+        for tree in drafted:
+            _ = tree.token_ids, tree.parents, tree.probabilities
         step_us.append((time.perf_counter() - before) * 1e6)
         for number, (trace, tree) in enumerate(zip(traces, drafted, strict=True)):
             for part in (tree.token_ids, tree.parents, tree.sources):
@@ -182,13 +204,15 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
             path = tree.follow(trace.output[done[number] :])
             committed[number] = trace.output[done[number] : done[number] + len(path) + 1]
             done[number] += len(committed[number])
-    ending = time.perf_counter()
     for session, new in zip(names, committed, strict=True):
+        flush()
+        began = time.perf_counter()
         drafter.close(session, new)
+        close_us += (time.perf_counter() - began) * 1e6
     return {
         "step_us": step_us,
-        "open_us": (opened - began) * 1e6 / len(traces),
-        "close_us": (time.perf_counter() - ending) * 1e6 / len(traces),
+        "open_us": open_us / len(traces),
+        "close_us": close_us / len(traces),
         "tokens": sum(done),
         "drafts": len(step_us) * len(traces),
         "trees": trees,
@@ -198,7 +222,7 @@ def _replay(drafter: Any, name: str, traces: list[Any], budget: int) -> dict[str
 
 if __name__ == "__main__":
     if "-P" in sys.orig_argv[:2]:
-        stated, *numbers = sys.argv[1:5]
-        serve(stated, *map(int, numbers), threads=sys.argv[5])
+        stated, nodes, together, most, flushed, count = sys.argv[1:7]
+        serve(stated, int(nodes), int(together), int(most), int(flushed), count)
     else:
         typer.run(main)

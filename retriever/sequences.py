@@ -4,6 +4,7 @@ All code that keeps the tokens of a sequence uses a `TokenSequence`. Within a pr
 shared: followers track positions in it and copy no tokens.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, Generic, NamedTuple, TypeVar, Unpack
@@ -160,27 +161,31 @@ _Session = TypeVar("_Session")
 
 
 class OpenSessions(Generic[_Key, _Session]):
-    """Sessions by name, least recently used first. All errors about names are raised here."""
+    """Sessions by name, least recently used first. All errors about names are raised here.
+
+    Attributes:
+        by_name: the sessions.
+    """
 
     def __init__(self) -> None:
-        self._by_name: dict[_Key, _Session] = {}
+        self.by_name: OrderedDict[_Key, _Session] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self.by_name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._by_name
+        return name in self.by_name
 
     def __iter__(self) -> Iterator[_Key]:
-        return iter(self._by_name)
+        return iter(self.by_name)
 
     def values(self) -> list[_Session]:
         """Return the sessions, least recently used first."""
-        return list(self._by_name.values())
+        return list(self.by_name.values())
 
     def items(self) -> list[tuple[_Key, _Session]]:
         """Return names and sessions, least recently used first."""
-        return list(self._by_name.items())
+        return list(self.by_name.items())
 
     def check_free(self, name: _Key) -> None:
         """Refuse a name that is taken.
@@ -188,7 +193,7 @@ class OpenSessions(Generic[_Key, _Session]):
         Raises:
             SessionExistsError: it is taken.
         """
-        if name in self._by_name:
+        if name in self.by_name:
             raise SessionExistsError(f"session {_shown(name)} is open already")
 
     def add(self, name: _Key, session: _Session) -> None:
@@ -198,11 +203,11 @@ class OpenSessions(Generic[_Key, _Session]):
             SessionExistsError: the name is taken.
         """
         self.check_free(name)
-        self._by_name[name] = session
+        self.by_name[name] = session
 
     def find(self, name: _Key) -> _Session | None:
         """Return a session, None if there is none of this name."""
-        return self._by_name.get(name)
+        return self.by_name.get(name)
 
     def get(self, name: _Key) -> _Session:
         """Return a session.
@@ -210,7 +215,7 @@ class OpenSessions(Generic[_Key, _Session]):
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.get(name)
+        session = self.by_name.get(name)
         if session is None:
             raise UnknownSessionError(f"no session {_shown(name)} is open: open it first")
         return session
@@ -221,10 +226,10 @@ class OpenSessions(Generic[_Key, _Session]):
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.pop(name, None)
+        session = self.by_name.get(name)
         if session is None:
             return self.get(name)
-        self._by_name[name] = session
+        self.by_name.move_to_end(name)
         return session
 
     def remove(self, name: _Key) -> _Session:
@@ -234,7 +239,7 @@ class OpenSessions(Generic[_Key, _Session]):
             UnknownSessionError: there is none of this name.
         """
         session = self.get(name)
-        del self._by_name[name]
+        del self.by_name[name]
         return session
 
 
@@ -357,4 +362,4 @@ def check_named_once(requests: Sequence[DraftRequest]) -> None:
 
 
 def _shown(name: str | SessionKey) -> str:
-    return shown(name if isinstance(name, str) else name.name)
+    return shown(name if isinstance(name, str) else name[-1])

@@ -126,13 +126,17 @@ def drafted_sources() -> list[Source]:
     return [source for source in Source if source.colour]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
+NODE_BYTES: Final = 4 + 4 + 4 + 1
+"""Bytes of a node of a tree, whose ids, parents, probabilities and sources follow one another."""
+
+
 class DraftTree:
     """Continuations of a sequence as a tree, most probable node first.
 
     Parents precede their children and probabilities do not rise from node to node, so every prefix
     of a tree is a valid tree, and the best one of its size. Trees from outside are built by
-    `checked`; the constructor trusts its arguments.
+    `checked`; the constructor trusts its arguments. A tree is a value: nothing of it is set again.
 
     Attributes:
         token_ids: int32[N], the drafted tokens.
@@ -142,10 +146,64 @@ class DraftTree:
         sources: uint8[N], the `Source` that proposed each node.
     """
 
-    token_ids: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    sources: NDArray[np.uint8]
+    __slots__ = ("_block", "_parents", "_probabilities", "_size", "_sources", "_token_ids")
+
+    def __init__(
+        self,
+        token_ids: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        probabilities: NDArray[np.float32],
+        sources: NDArray[np.uint8],
+    ) -> None:
+        self._block: bytearray | None = None
+        self._size = len(token_ids)
+        self._token_ids: NDArray[np.int32] | None = token_ids
+        self._parents: NDArray[np.int32] | None = parents
+        self._probabilities: NDArray[np.float32] | None = probabilities
+        self._sources: NDArray[np.uint8] | None = sources
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32[N]."""
+        if self._token_ids is None:
+            self._token_ids = np.ndarray(self._size, _INT32, self._block)
+        return self._token_ids
+
+    @property
+    def parents(self) -> NDArray[np.int32]:
+        """int32[N]."""
+        if self._parents is None:
+            self._parents = self._array(_INT32, 4)
+        return self._parents
+
+    @property
+    def probabilities(self) -> NDArray[np.float32]:
+        """float32[N]."""
+        if self._probabilities is None:
+            self._probabilities = self._array(_FLOAT32, 8)
+        return self._probabilities
+
+    @property
+    def sources(self) -> NDArray[np.uint8]:
+        """uint8[N]."""
+        if self._sources is None:
+            self._sources = self._array(_UINT8, 12)
+        return self._sources
+
+    def _array(self, dtype: np.dtype[Any], before: int) -> NDArray[Any]:
+        """Return the array of the block that stands behind so many bytes for each node."""
+        block = self._block or bytearray()
+        begin = len(block) // NODE_BYTES * before
+        return np.ndarray(self._size, dtype, block, begin)
+
+    def __repr__(self) -> str:
+        return (
+            f"DraftTree(token_ids={self.token_ids!r}, parents={self.parents!r}, "
+            f"probabilities={self.probabilities!r}, sources={self.sources!r})"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DraftTree, (self.token_ids, self.parents, self.probabilities, self.sources)
 
     @classmethod
     def empty(cls) -> Self:
@@ -183,7 +241,7 @@ class DraftTree:
         return tree
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self._size
 
     def depths(self) -> NDArray[np.int32]:
         """Return int32[N], the distance of each node from the root: 1 for its children."""
@@ -192,11 +250,11 @@ class DraftTree:
             depths[node] = 1 if parent == ROOT else depths[parent] + 1
         return depths
 
-    def prefix(self, num_nodes: int) -> Self:
+    def prefix(self, num_nodes: int) -> "DraftTree":
         """Return the tree of the first `num_nodes` nodes: the best one of that size."""
         if num_nodes >= len(self):
             return self
-        return type(self)(
+        return DraftTree(
             self.token_ids[:num_nodes],
             self.parents[:num_nodes],
             self.probabilities[:num_nodes],
@@ -255,6 +313,21 @@ class DraftTree:
             path.append(node)
             node = int(self.parents[node])
         return np.array(path[::-1], np.int64)
+
+
+class BlockTree(DraftTree):
+    """The first nodes of a block, whose arrays are made when they are read.
+
+    Args:
+        block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
+        size: number of nodes.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, block: bytearray, size: int) -> None:
+        self._block, self._size = block, size
+        self._token_ids = self._parents = self._probabilities = self._sources = None
 
 
 def _array(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:

@@ -40,6 +40,7 @@ def test_the_notebook_runs() -> None:
     assert json.loads(NOTEBOOK.read_text())["nbformat"] == 4
 
 
+@pytest.mark.programs
 def test_a_cell_that_raises_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of one that does not, the output is kept, but for what is not to be."""
     path = tmp_path / "wrong.ipynb"

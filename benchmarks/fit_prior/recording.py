@@ -13,8 +13,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.predict.databases import Databases
-from retriever.predict.pool import Pool
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 from retriever.predict.weights import Weights
 from retriever.replay.replay import replay
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -33,28 +32,25 @@ class Recorder(Predictor):
         start: weights that pools begin with, instead of the package's.
     """
 
-    in_one_call = False
-
     def __init__(self, max_budget: int, start: Weights) -> None:
         super().__init__(max_budget)
         self._start = start
         self._noted: list[Outcome] = []
 
-    def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
-        """Return the most probable tree; see `Predictor.draft`."""
+    def step(
+        self,
+        databases: Databases,
+        tokens: TokenIds,
+        length: int,
+        budget: int,
+        min_probability: float,
+    ) -> DraftTree:
+        """Do a step, having noted what will be learned from; see `Predictor.step`."""
         if databases.pool.learned == 0:
             databases.pool.weights[:] = self._start
-        return super().draft(databases, budget, min_probability)
-
-    def commit(self, databases: Databases, tokens: TokenIds) -> None:
-        """Append int32[n]; what is learned before is noted, so not in one call with it."""
-        self.note(databases, tokens)
-        databases.commit(tokens)
-
-    def learn(self, pool: Pool, tokens: TokenIds) -> None:
-        """Note the outcomes, and learn from them."""
-        self._noted.extend(outcomes_of(self.scratch.work, tokens))
-        super().learn(pool, tokens)
+        if len(tokens) and self.learns_from(databases):
+            self._noted.extend(outcomes_of(self.scratch.work, tokens))
+        return super().step(databases, tokens, length, budget, min_probability)
 
     def outcomes(self) -> Outcomes:
         """Return what was noted."""

@@ -257,7 +257,6 @@ CERTAIN: Final = -1
 """Row of a node that was not drawn: the drafter would always have named it here."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SampledTree(DraftTree):
     """A draft tree that tells how its nodes came about, so that verification can stay exact.
 
@@ -275,8 +274,20 @@ class SampledTree(DraftTree):
         rows: int32[N], the row of `proposals` that a node was drawn from, or `CERTAIN`.
     """
 
-    proposals: torch.Tensor
-    rows: NDArray[np.int32]
+    __slots__ = ("proposals", "rows")
+
+    def __init__(  # noqa: PLR0913, PLR0917  (a tree's four arrays, and two)
+        self,
+        token_ids: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        probabilities: NDArray[np.float32],
+        sources: NDArray[np.uint8],
+        proposals: torch.Tensor,
+        rows: NDArray[np.int32],
+    ) -> None:
+        super().__init__(token_ids, parents, probabilities, sources)
+        self.proposals = proposals
+        self.rows = rows
 
     def prefix(self, num_nodes: int) -> Self:
         """Return the tree of the first `num_nodes` nodes: the best one of that size."""

@@ -53,8 +53,9 @@ def add_rows(
             longest, node.dominant = row.match, row.source
         if depth < row.length:
             child, num_nodes = child_with(
-                continuations[index, depth], nodes, evidence, slots, current, num_nodes, row.source
-            )
+                np.int64(continuations[index, depth]), nodes, evidence, slots, current, num_nodes,
+                np.int64(row.source),
+            )  # fmt: skip
             if child >= 0:
                 _join(rows, index, nodes, child)
                 evidence[child, Evidence.ROWS] += row.weight

@@ -196,6 +196,10 @@ if TYPE_CHECKING:
         """Return an array's first number and raise it by one, for any number of threads."""
         ...
 
+    def add_to(numbers: NDArray[np.int64], index: int, number: int) -> None:
+        """Add to an array's element, counted over all rows, for any number of threads."""
+        ...
+
 else:
 
     @intrinsic
@@ -223,3 +227,18 @@ else:
             return builder.atomic_rmw("add", held.data, ir.IntType(64)(1), "monotonic")
 
         return types.int64(counter), generate
+
+    @intrinsic
+    def add_to(
+        _context: Any, numbers: types.Array, index: types.Integer, number: types.Integer
+    ) -> Any:
+        """Add to an array's element, counted over all rows, for any number of threads."""
+
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            held = context.make_array(numbers)(context, builder, value=arguments[0])
+            place = builder.gep(held.data, [context.cast(builder, arguments[1], index, types.intp)])
+            added = context.cast(builder, arguments[2], number, types.int64)
+            builder.atomic_rmw("add", place, added, "monotonic")
+            return context.get_dummy_value()
+
+        return types.void(numbers, index, number), generate

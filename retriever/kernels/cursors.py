@@ -53,6 +53,9 @@ OLD, OLD_LENGTH, NEW, NEW_LENGTH, TRUST = 0, 1, 2, 3, 4
 """Fields of an edit, int64[5]: where the edited tokens stand in the sequence and how many they are,
 where those that took their place stand and how many, and how often it was made rather than not."""
 
+TRAIL_SIZE: Final = BEGINNINGS + 1
+EDIT_SIZE: Final = TRUST + 1
+
 # Chosen on agents and edits that are in no reported result. Agents, tokens per step at 32 nodes:
 # 4.74 (4.50 without trails). With 3 or 6 tokens to resume: 4.70 and 4.72; rows that count 1 or 6:
 # 4.72 and 4.73; 64 edits, all trusted: 4.69, and 32: 4.74; edits of 16 tokens: 4.73.
@@ -72,14 +75,12 @@ CONTEXT: Final = int(Source.CONTEXT)
 """Marks rows of the sequence itself."""
 
 
-def new_cursor(*, is_sequence: bool) -> Cursor:
-    """Return a cursor and a trail that stand nowhere; of what is no sequence, without edits."""
-    num_edits = MOST_EDITS if is_sequence else 0
-    return Cursor(
-        np.array([-1, 0], np.int64),
-        np.array([-1, 0, 0, 0, 0], np.int64),
-        np.zeros((num_edits, TRUST + 1), np.int64),
-    )
+@kernel()
+def begin_cursor(of: Cursor) -> None:
+    """Have a cursor and a trail stand nowhere."""
+    of.cursor[POSITION], of.cursor[MISSES] = -1, 0
+    for field in range(of.trail.shape[0]):
+        of.trail[field] = -1 if field == POSITION else 0
 
 
 @kernel()
@@ -214,12 +215,12 @@ def _search_on(
             return
     earlier = _earlier(chains, position)
     if earlier >= 0:
-        _take(trail, edits, tokens, earlier, end, LONG)
+        _take(trail, edits, tokens, earlier, end, np.int64(LONG))
         return
     if source >= 0 and trail[MISSES] >= RESUMED:
         for place in range(source + RESUMED, min(source + _REACH, end - trail[MISSES])):
             if _are_equal(tokens, place - RESUMED, end - RESUMED, RESUMED):
-                _resume(trail, edits, tokens, place, end, RESUMED)
+                _resume(trail, edits, tokens, place, end, np.int64(RESUMED))
                 return
     if trail[MISSES] > _LOST:
         trail[POSITION] = -1
@@ -245,10 +246,10 @@ def set_trail(
             equally long matches the first is taken.
         num_rows: how many.
     """
-    longest, place = 0, -1
+    longest, place = np.int64(0), np.int64(-1)
     for index in range(num_rows):
         if rows[index].match > longest:
-            longest, place = rows[index].match, rows[index].position
+            longest, place = np.int64(rows[index].match), rows[index].position
     agrees = trail[POSITION] >= 0 and trail[MISSES] == 0
     if longest >= LONG and not (agrees and min(trail[AGREED], MAX_MATCH) >= longest):
         _take(trail, edits, chains.tokens, place, chains.state[0], longest)

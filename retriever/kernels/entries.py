@@ -1,6 +1,8 @@
-"""The kernels that Python calls: each takes packed arrays and does all work of one call.
+"""The kernels that Python calls.
 
-A call from Python often costs more than the work in it.
+A call from Python often costs more than the work in it, so `step_sequences` does a whole step of
+any number of sequences: it checks, counts, learns, commits, looks up and grows. The others are for
+what is asked rarely.
 """
 
 from typing import Any, Final
@@ -17,12 +19,19 @@ from retriever.kernels import (
     suffixes,
     tree_growth as growth,
 )
-from retriever.kernels.compiling import kernel, take_number
+from retriever.kernels.compiling import add_to, kernel, take_number
 from retriever.kernels.layout import (
+    BOUNDS,
+    FLOAT32,
+    INT32,
+    INT64,
     LANE_LAYOUT,
     MAX_MATCH,
+    MAX_POSITIONS,
     SCRATCH_LAYOUT,
+    STEP,
     STORE_LAYOUT,
+    UINT8,
     Chains,
     Cursor,
     Found,
@@ -37,58 +46,176 @@ from retriever.kernels.layout import (
     Tables,
     TextCursors,
     Work,
+    array_at,
+    record_at,
     unpack,
     unpack_at,
 )
+from retriever.kernels.live_table import count_tokens
 from retriever.kernels.succession import call_root, call_root_entries, call_root_successors
-from retriever.tree import Source
+from retriever.tree import MAX_SOURCES, Source
+
+CHECK, OUTCOME, APPEND, CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8, 16, 32, 64
+"""Stages of a step, to be added up, in their order: check what is asked; count what came of the
+last tree, and learn from it; append the tokens; what each database finds; and the tree of all rows.
+That of generations asks the sequences that are running, too."""
+
+DRAFT: Final = CONTEXT + GENERATIONS + CORPUS + TREE
+"""All stages of a draft."""
+
+FITS, BUDGET, PROBABILITY, LENGTH, ROOM, TOKEN = 0, 1, 2, 3, 4, 5
+"""Why a step is refused: a budget or a probability out of bounds, a length that is too much or not
+that of the sequence, no room for the tokens in memory, a token outside the vocabulary."""
+
+# No literals: a kernel is compiled once for each that it is called with.
+_OWN, _GENERATIONS, _SIBLINGS = (
+    np.int64(each) for each in (Source.CONTEXT, Source.GENERATIONS, Source.SIBLINGS)
+)
+
+
+@kernel()
+def step_sequences(
+    shared: NDArray[Any],
+    scratch: int,
+    steps: NDArray[np.int64],
+    turn: NDArray[np.int64],
+) -> int:
+    """Do the steps of those of n sequences that no other thread takes.
+
+    One that is refused changes nothing; see `STEP` for what is asked and answered.
+
+    Args:
+        shared: `Shared`, packed.
+        scratch: address of this thread's packed scratch memory.
+        steps: int64[n], the addresses of `STEP` of each sequence.
+        turn: int64[1], the next sequence to be taken by any thread, of several; 0 at first.
+
+    Returns:
+        The last sequence that was taken, -1 if there was none.
+    """
+    of, last, is_alone = unpack(shared[0], Shared), np.int64(-1), steps.shape[0] == 1
+    while True:
+        index = last + 1 if is_alone else take_number(turn)
+        if index >= steps.shape[0]:
+            return last
+        _step(of, scratch, record_at(steps[index], STEP))
+        last = index
+
+
+@kernel()
+def check_steps(bounds: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
+    """Return the first of n steps that is refused, -1 if none is; arguments as above."""
+    for index in range(steps.shape[0]):
+        if refusal_of(bounds, record_at(steps[index], STEP)) != FITS:
+            return index
+    return -1
+
+
+@kernel()
+def first_outside(tokens: NDArray[np.int32], bound: int) -> int:
+    """Return the place of the first token below 0 or not below a bound, -1 if there is none."""
+    for place in range(tokens.shape[0]):
+        if tokens[place] < 0 or tokens[place] >= bound:
+            return place
+    return -1
+
+
+@kernel()
+def refusal_of(bounds: NDArray[np.int64], step: Any) -> int:
+    """Return why a step is refused, `FITS` if it isn't."""
+    chains = unpack_at(step.sequence, STORE_LAYOUT, Chains)
+    length = chains.state[0] + step.num_tokens
+    if step.budget < 0 or step.budget > bounds[BOUNDS.NODES]:
+        return BUDGET
+    if not 0.0 <= step.min_probability <= 1.0:
+        return PROBABILITY
+    if length > bounds[BOUNDS.TOKENS] or length != step.length:
+        return LENGTH
+    if length > chains.tokens.shape[0]:
+        return ROOM
+    tokens = array_at(step.tokens, step.num_tokens, INT32)
+    return FITS if first_outside(tokens, bounds[BOUNDS.VOCABULARY]) < 0 else TOKEN
+
+
+@kernel(inline="always")
+def _step(of: Shared, scratch: int, step: Any) -> None:
+    """Do the stages of a sequence's step."""
+    stages = step.stages
+    tokens = array_at(step.tokens, step.num_tokens, INT32)
+    step.learned = 0
+    step.refusal = refusal_of(of.bounds, step) if stages & CHECK else FITS
+    if step.refusal != FITS:
+        return
+    if stages & OUTCOME:
+        work = unpack_at(scratch, SCRATCH_LAYOUT, Work)
+        if step.tree_size >= 0:
+            nodes = tree_nodes(step.tree, step.tree_budget)
+            depth = count_outcome(nodes, step.tree_size, tokens, work.counted)
+            count(work.counted, of.by_source, of.by_index)
+            add_to(of.by_accepted, min(depth, MAX_POSITIONS), 1)
+            add_to(of.by_accepted, MAX_POSITIONS + 1, tokens.shape[0])
+            step.tree_size = -1
+        if step.rate > 0:
+            step.learned = mixing.learn(of.weights, work, tokens, step.rate)
+    if stages & APPEND and tokens.shape[0] > 0:
+        chains = unpack_at(step.sequence, STORE_LAYOUT, Chains)
+        orders = unpack_at(step.sequence, STORE_LAYOUT, Orders)
+        _extend(chains, orders, unpack_at(step.sequence, STORE_LAYOUT, Cursor), tokens)
+        step.longest = min(MAX_MATCH, step.longest + tokens.shape[0])
+    if stages & DRAFT:
+        _draft(of, scratch, step)
 
 
 @kernel()
 def count_outcome(
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    sources: NDArray[np.uint8],
-    tokens: NDArray[np.int32],
-    counts: NDArray[np.int64],
-    by_index: NDArray[np.int64],
+    nodes: Grown, size: int, tokens: NDArray[np.int32], counted: NDArray[np.int64]
 ) -> int:
-    """Count the nodes of a tree, and those on the longest accepted path, in two places.
+    """Count the nodes of a tree by source, and those on the longest accepted path.
 
     Args:
-        token_ids: int32[N], the tree's tokens.
-        parents: int32[N], their parents, each before its children; -1 for the root.
-        sources: uint8[N], the database of each.
-        tokens: int32[n], the tokens after the last committed one.
-        counts: int64[2, MAX_SOURCES], nodes and accepted nodes by source; updated.
-        by_index: int64[2, MAX_SOURCES], another such count; updated.
+        nodes: of the tree.
+        size: how many.
+        tokens: int32[n], what followed it.
+        counted: int64[2, MAX_SOURCES], nodes and accepted nodes; written.
 
     Returns:
         Number of tokens that the tree contained.
     """
-    node, depth = -1, 0
-    for each in range(token_ids.shape[0]):
-        counts[0, sources[each]] += 1
-        by_index[0, sources[each]] += 1
-        if depth < tokens.shape[0] and parents[each] == node and token_ids[each] == tokens[depth]:
-            counts[1, sources[each]] += 1
-            by_index[1, sources[each]] += 1
+    for source in range(MAX_SOURCES):
+        counted[0, source] = counted[1, source] = 0
+    node, depth = np.int64(-1), np.int64(0)
+    for each in range(size):
+        source = nodes.sources[each]
+        counted[0, source] += 1
+        is_next = depth < tokens.shape[0] and nodes.parents[each] == node
+        if is_next and nodes.token_ids[each] == tokens[depth]:
+            counted[1, source] += 1
             node = each
             depth += 1
     return depth
 
 
 @kernel()
-def append_tokens(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Append tokens to a store; see `chains.append_tokens`."""
-    chains_.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
+def count(
+    counted: NDArray[np.int64], by_source: NDArray[np.int64], by_index: NDArray[np.int64]
+) -> None:
+    """Add int64[2, MAX_SOURCES] to two others, to which other threads add as well."""
+    for kind in range(2):
+        for source in range(MAX_SOURCES):
+            number = counted[kind, source]
+            if number > 0:
+                add_to(by_source, kind * MAX_SOURCES + source, number)
+                add_to(by_index, kind * MAX_SOURCES + source, number)
 
 
 @kernel()
-def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Append tokens to a sequence's store, and move its cursor and its trail."""
-    _extend(
-        unpack(store[0], Chains), unpack(store[0], Orders), unpack(store[0], Cursor), new_tokens
+def tree_nodes(address: int, budget: int) -> Grown:
+    """Return the arrays of a tree of at most `budget` nodes, one after the other."""
+    return Grown(
+        array_at(address, budget, INT32),
+        array_at(address + 4 * budget, budget, INT32),
+        array_at(address + 8 * budget, budget, FLOAT32),
+        array_at(address + 12 * budget, budget, UINT8),
     )
 
 
@@ -101,48 +228,58 @@ def _extend(chains: Chains, orders: Orders, of: Cursor, new_tokens: NDArray[np.i
     cursors.move_trail(of.trail, of.edits, chains, begin)
 
 
+@kernel(inline="always")
+def _draft(of: Shared, scratch: int, step: Any) -> None:
+    """Do the stages of a draft, and write the tree."""
+    stages, row, budget = step.stages, step.row, step.budget
+    chains = unpack_at(step.sequence, STORE_LAYOUT, Chains)
+    found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
+    work = unpack_at(scratch, SCRATCH_LAYOUT, Work)
+    tables = unpack(of.tables[0], Tables)
+    query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
+    if stages & TREE:
+        call_root(tables.starts1, of.live, query, work.tail)
+    if stages & CONTEXT:
+        similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
+        row = collect_own(step.sequence, chains, query, budget, found, row)
+    if stages & TREE:
+        call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
+    if stages & GENERATIONS:
+        fields = unpack_at(step.lane, LANE_LAYOUT, Lane).lane
+        row = collect_generations(
+            of.outputs, of.versions, of.running, fields, query, budget, found, row
+        )
+    if stages & TREE:
+        call_root_entries(
+            tables.starts1, tables.starts2, tables.starts3, tables.tokens2, tables.tokens3,
+            tables.counts3, query,
+        )  # fmt: skip
+    if stages & CORPUS:
+        row, step.longest = collect_corpus(of.segments, query, step.longest, budget, found, row)
+    step.num_rows = row
+    if stages & TREE:
+        prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
+        growth.weigh_rows(found.rows, row, prior.trust, prior.backoff, found.counts)
+        step.size = step.tree_size = growth.grow_tree(
+            found, row, chains, of.live, tables, of.weights, prior.escape, work,
+            tree_nodes(step.tree, budget), budget, step.min_probability,
+        )  # fmt: skip
+        step.tree_budget = budget
+
+
 @kernel()
-def suppose_tokens(
-    store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
-) -> None:
-    """Append tokens to a sequence's store as `extend_sequence` does, to be taken back.
-
-    The cursor and the trail move with them, and are not put back.
-
-    Args:
-        store: of a sequence, with room for them.
-        tokens: int32[n].
-        before: int64[n], written: where each token stood last.
-    """
-    last = unpack(store[0], Chains).last
-    for index in range(tokens.shape[0]):
-        before[index] = last[tokens[index] & (last.shape[0] - 1)]
-    extend_sequence(store, tokens)
-
-
-@kernel()
-def withdraw_tokens(
-    store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
-) -> None:
-    """Take back what `suppose_tokens` appended; arguments as there."""
-    sequence = unpack(store[0], Chains)
-    chains_.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
-    for index in range(tokens.shape[0]):
-        sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[index]
-
-
-@kernel()
-def _collect_own(
+def collect_own(
+    sequence: int,
     chains: Chains,
-    orders: Orders,
-    of: Cursor,
     query: NDArray[np.int32],
     depth: int,
     found: Found,
     row: int,
 ) -> int:
     """Write continuations in the sequence itself, along its trail and near its cursor."""
-    end = chains_.collect_chains(chains, orders, query, cursors.CONTEXT, True, depth, found, row)
+    orders = unpack_at(sequence, STORE_LAYOUT, Orders)
+    of = unpack_at(sequence, STORE_LAYOUT, Cursor)
+    end = chains_.collect_chains(chains, orders, query, _OWN, True, depth, found, row)
     cursors.set_cursor(of.cursor, found.rows, end)
     cursors.set_trail(of.trail, of.edits, chains, found.rows, end)
     end = cursors.collect_trail(of.trail, of.edits, chains, depth, found, end)
@@ -152,38 +289,163 @@ def _collect_own(
 
 
 @kernel()
-def collect_sequence(
-    store: NDArray[Any],
+def collect_generations(
+    outputs: NDArray[Any],
+    versions: NDArray[np.int64],
+    running: NDArray[Any],
+    lane: NDArray[np.int64],
     query: NDArray[np.int32],
-    rarity: NDArray[np.float32],
     depth: int,
-    scratch: NDArray[Any],
+    found: Found,
     row: int,
 ) -> int:
-    """Mark recent tokens, and write continuations in the sequence itself and near its cursor.
-
-    Returns the first free row; the sequence comes before all other databases.
-    """
-    sequence, of = unpack(store[0], Chains), unpack(store[0], Cursor)
-    found = unpack(scratch[0], Found)
-    similarity.mark_recent(query, rarity, found.recent, found.marked)
-    return _collect_own(sequence, unpack(store[0], Orders), of, query, depth, found, row)
+    """Write continuations in generations, and in running sequences, if there are any."""
+    first = row
+    row = chains_.collect_chains(
+        unpack(outputs[0], Chains), unpack(outputs[0], Orders), query, _GENERATIONS, False, depth,
+        found, row,
+    )  # fmt: skip
+    if lane[chains_.VERSION] >= 0:
+        row = chains_.fade_rows(found, first, row, versions, lane)
+    if running.shape[0] > 0:
+        row = chains_.collect_lanes(
+            unpack(running[0], Lanes), unpack(running[0], Orders), lane, query, _SIBLINGS, depth,
+            found, row,
+        )  # fmt: skip
+    return row
 
 
 @kernel()
-def collect_outputs(
-    store: NDArray[Any],
-    source: int,
+def collect_corpus(
+    segments: NDArray[Any],
     query: NDArray[np.int32],
+    longest: int,
     depth: int,
-    scratch: NDArray[Any],
+    found: Found,
     row: int,
-) -> int:
-    """Write continuations in other sequences; return the first free row."""
-    return chains_.collect_chains(
-        unpack(store[0], Chains), unpack(store[0], Orders), query, source, False, depth,
-        unpack(scratch[0], Found), row,
+) -> tuple[int, int]:
+    """Write continuations in all segments; return the free row, and how long a match can be."""
+    match, shortest, least = np.int64(0), np.int64(0), np.int64(0)
+    for index in range(segments.shape[0]):
+        segment = unpack(segments[index], SegmentArrays)
+        row, found_here, shortest = suffixes.collect_suffixes(
+            segment, query, shortest, longest, depth, found, row
+        )
+        match, least = max(match, found_here), segment.limits[0].shortest - 1
+    return row, max(match, least)
+
+
+@kernel()
+def begin_store(
+    store: int,
+    record: NDArray[np.int64],
+    is_inside: NDArray[np.int64],
+    start: int,
+    tokens: NDArray[np.int32],
+) -> None:
+    """Begin a store in a block of zeros.
+
+    Args:
+        store: address of the block.
+        record: int64[n], the packed store, written at its beginning; of a block at address 0.
+        is_inside: int64[n], 1 for an address within the block.
+        start: position of the first token.
+        tokens: int32[n], appended.
+    """
+    words = array_at(store, record.shape[0], INT64)
+    for place in range(record.shape[0]):
+        words[place] = record[place] + is_inside[place] * store
+    chains = unpack_at(store, STORE_LAYOUT, Chains)
+    cursors.begin_cursor(unpack_at(store, STORE_LAYOUT, Cursor))
+    for row in range(chains.heads.shape[0]):
+        chains.heads[row, :] = -1
+    chains.last[:] = -1
+    chains.state[:] = start
+    append_tokens(store, tokens)
+
+
+@kernel()
+def append_tokens(store: int, new_tokens: NDArray[np.int32]) -> None:
+    """Append tokens to the store at an address; see `chains.append_tokens`."""
+    orders = unpack_at(store, STORE_LAYOUT, Orders).orders
+    chains_.append_tokens(unpack_at(store, STORE_LAYOUT, Chains), orders, new_tokens)
+
+
+@kernel()
+def extend_sequence(store: int, new_tokens: NDArray[np.int32]) -> None:
+    """Append tokens to a sequence's store, and move its cursor and its trail."""
+    _extend(
+        unpack_at(store, STORE_LAYOUT, Chains), unpack_at(store, STORE_LAYOUT, Orders),
+        unpack_at(store, STORE_LAYOUT, Cursor), new_tokens,
     )  # fmt: skip
+
+
+@kernel(allocates=True)
+def add_tokens(
+    store: int,
+    live: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    counted_from: int,
+    margin: int,
+) -> int:
+    """Append tokens to a store that may wrap, and count them in its live table.
+
+    What is overwritten is uncounted before, in parts of at most half of the ring.
+
+    Args:
+        store: address of the store.
+        live: int64[sets, WAYS], updated.
+        tokens: int32[n].
+        counted_from: position of the first token that is counted.
+        margin: tokens that are uncounted ahead of being overwritten.
+
+    Returns:
+        The position of the first token that is counted then.
+    """
+    chains = unpack_at(store, STORE_LAYOUT, Chains)
+    orders = unpack_at(store, STORE_LAYOUT, Orders).orders
+    capacity, size, begin = chains.tokens.shape[0], tokens.shape[0], np.int64(0)
+    num_parts = max(1, (size + capacity // 2 - 1) // (capacity // 2))
+    for number in range(num_parts):
+        part = tokens[begin : begin + size // num_parts + (number < size % num_parts)]
+        begin += part.shape[0]
+        first = chains.state[0]
+        until = min(first + part.shape[0] - capacity + margin, first)
+        if until > counted_from:
+            count_tokens(live, chains.tokens, counted_from, until, np.int64(-1))
+            counted_from = until
+        chains_.append_tokens(chains, orders, part)
+        count_tokens(live, chains.tokens, first, chains.state[0], np.int64(1))
+    return counted_from
+
+
+@kernel()
+def suppose_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
+    """Append tokens to a sequence's store as `extend_sequence` does, to be taken back.
+
+    The cursor and the trail move with them, and are not put back.
+
+    Args:
+        store: address of a sequence's, with room for them.
+        tokens: int32[n].
+        before: int64[n], written: where each token stood last.
+    """
+    last = unpack_at(store, STORE_LAYOUT, Chains).last
+    for index in range(tokens.shape[0]):
+        before[index] = last[tokens[index] & (last.shape[0] - 1)]
+    extend_sequence(store, tokens)
+
+
+@kernel()
+def withdraw_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
+    """Take back what `suppose_tokens` appended; arguments as there."""
+    sequence, orders = (
+        unpack_at(store, STORE_LAYOUT, Chains),
+        unpack_at(store, STORE_LAYOUT, Orders),
+    )
+    chains_.withdraw_tokens(sequence, orders.orders, tokens.shape[0])
+    for index in range(tokens.shape[0]):
+        sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[index]
 
 
 @kernel()
@@ -211,24 +473,6 @@ def append_to_lane(
 def withdraw_lane(running: NDArray[Any], lane: int) -> None:
     """Overwrite a lane's tokens; see `chains.withdraw_lane`."""
     chains_.withdraw_lane(unpack(running[0], Lanes), unpack_at(lane, LANE_LAYOUT, Lane).lane)
-
-
-@kernel()
-def collect_running(
-    running: NDArray[Any],
-    lane: int,
-    source: int,
-    query: NDArray[np.int32],
-    depth: int,
-    scratch: NDArray[Any],
-    row: int,
-) -> int:
-    """Write continuations in running sequences, for one with this lane; return the free row."""
-    return chains_.collect_lanes(
-        unpack(running[0], Lanes), unpack(running[0], Orders),
-        unpack_at(lane, LANE_LAYOUT, Lane).lane, query, source, depth, unpack(scratch[0], Found),
-        row,
-    )  # fmt: skip
 
 
 @kernel(allocates=True)
@@ -282,296 +526,3 @@ def collect_phrases(
         unpack(phrases[0], PhraseArrays), source, longest, max_rows, depth,
         unpack(scratch[0], Found), row,
     )  # fmt: skip
-
-
-@kernel()
-def collect_segment(
-    segment: NDArray[Any],
-    query: NDArray[np.int32],
-    shortest: int,
-    longest: int,
-    depth: int,
-    scratch: NDArray[Any],
-    row: int,
-) -> tuple[int, int, int]:
-    """Write continuations in a segment; see `suffixes.collect_suffixes`."""
-    return suffixes.collect_suffixes(
-        unpack(segment[0], SegmentArrays), query, shortest, longest, depth,
-        unpack(scratch[0], Found), row,
-    )  # fmt: skip
-
-
-CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8
-"""Stages of a draft, to be added up: what each database finds, and the tree of all rows. That of
-generations asks the sequences that are running, too."""
-
-_ALL: Final = CONTEXT + GENERATIONS + CORPUS + TREE
-
-_GENERATIONS: Final = int(Source.GENERATIONS)
-_SIBLINGS: Final = int(Source.SIBLINGS)
-
-
-@kernel(inline="always")
-def _collect_running(
-    running: NDArray[Any],
-    lane: NDArray[np.int64],
-    query: NDArray[np.int32],
-    depth: int,
-    found: Found,
-    row: int,
-) -> int:
-    """Write continuations in running sequences, if there are any."""
-    if running.shape[0] > 0:
-        row = chains_.collect_lanes(
-            unpack(running[0], Lanes), unpack(running[0], Orders), lane, query, _SIBLINGS, depth,
-            found, row,
-        )  # fmt: skip
-    return row
-
-
-@kernel(forceinline=True)
-def draft_tree(
-    shared: NDArray[Any],
-    sequence: int,
-    lane: int,
-    scratch: int,
-    stages: int,
-    row: int,
-    longest: int,
-    budget: int,
-    min_probability: float,
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    sources: NDArray[np.uint8],
-) -> tuple[int, int, int]:
-    """Do stages of a draft, in their order: one call, for it costs as much as a node.
-
-    Args:
-        shared: `Shared`, packed.
-        sequence: address of a packed store.
-        lane: address of a packed lane.
-        scratch: address of a packed scratch memory.
-        stages: what to do.
-        row: first free row.
-        longest: no match in the corpus is longer than this.
-        budget: most nodes to take, and most tokens to copy after an occurrence.
-        min_probability: candidates below it are not considered.
-        token_ids: int32[budget], the tree, written with the following; see `layout.Grown`.
-        parents: int32[budget].
-        probabilities: float32[budget].
-        sources: uint8[budget].
-
-    Returns:
-        The number of nodes, the first free row, and the longest match in the corpus.
-    """
-    of = unpack(shared[0], Shared)
-    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
-    found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
-    tables = unpack(of.tables[0], Tables)
-    fields = unpack_at(lane, LANE_LAYOUT, Lane).lane
-    query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
-    if stages & TREE:
-        call_root(tables.starts1, of.live, query, unpack_at(scratch, SCRATCH_LAYOUT, Work).tail)
-    if stages & CONTEXT:
-        of_sequence = unpack_at(sequence, STORE_LAYOUT, Cursor)
-        similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
-        orders = unpack_at(sequence, STORE_LAYOUT, Orders)
-        row = _collect_own(chains, orders, of_sequence, query, budget, found, row)
-    if stages & TREE:
-        call_root_successors(tables.starts1, tables.tokens2, tables.counts2, query)
-    if stages & GENERATIONS:
-        first = row
-        row = chains_.collect_chains(
-            unpack(of.outputs[0], Chains), unpack(of.outputs[0], Orders), query, _GENERATIONS,
-            False, budget, found, row,
-        )  # fmt: skip
-        if fields[chains_.VERSION] >= 0:
-            row = chains_.fade_rows(found, first, row, of.versions, fields)
-        row = _collect_running(of.running, fields, query, budget, found, row)
-    if stages & TREE:
-        call_root_entries(
-            tables.starts1, tables.starts2, tables.starts3, tables.tokens2, tables.tokens3,
-            tables.counts3, query,
-        )  # fmt: skip
-    if stages & CORPUS:
-        bound, longest, shortest = longest, 0, 0
-        for index in range(of.segments.shape[0]):
-            segment = unpack(of.segments[index], SegmentArrays)
-            row, match, shortest = suffixes.collect_suffixes(
-                segment, query, shortest, bound, budget, found, row
-            )
-            longest = max(longest, match)
-    size = 0
-    if stages & TREE:
-        prior = unpack_at(scratch, SCRATCH_LAYOUT, Priors).prior[0]
-        growth.weigh_rows(found.rows, row, prior.trust, prior.backoff, found.counts)
-        size = growth.grow_tree(
-            found, row, chains, of.live, tables, of.weights, prior.escape,
-            unpack_at(scratch, SCRATCH_LAYOUT, Work),
-            Grown(token_ids, parents, probabilities, sources), budget, min_probability,
-        )  # fmt: skip
-    return size, row, longest
-
-
-@kernel()
-def _append(sequence: int, tokens: NDArray[np.int32]) -> None:
-    """Append tokens to the sequence whose packed store is at an address; there is room for them."""
-    chains = unpack_at(sequence, STORE_LAYOUT, Chains)
-    orders = unpack_at(sequence, STORE_LAYOUT, Orders)
-    _extend(chains, orders, unpack_at(sequence, STORE_LAYOUT, Cursor), tokens)
-
-
-@kernel()
-def draft_sequences(
-    shared: NDArray[Any],
-    scratch: int,
-    asked: NDArray[np.int64],
-    min_probabilities: NDArray[np.float64],
-    new_tokens: NDArray[np.int32],
-    turn: NDArray[np.int64],
-    found: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    sources: NDArray[np.uint8],
-) -> int:
-    """Append to those of n sequences that no other thread takes, and draft for them.
-
-    Args:
-        shared: `Shared`, packed.
-        scratch: address of this thread's packed scratch memory.
-        asked: int64[n, 6], the addresses of each sequence's packed store and lane, a bound of its
-            longest match in the corpus, the most nodes of its tree, and where in `new_tokens` those
-            that are appended to it begin and end: there is room for them.
-        min_probabilities: float64[n], candidates below them are not considered.
-        new_tokens: int32[m], of all sequences.
-        turn: int64[1], the next sequence to be taken by any thread; 0 at first.
-        found: int64[n, 3], written: nodes, rows of evidence, and longest match in the corpus.
-        token_ids: int32[n, budget], the trees, written with the following; see `layout.Grown`.
-        parents: int32[n, budget].
-        probabilities: float32[n, budget].
-        sources: uint8[n, budget].
-
-    Returns:
-        The last sequence that was drafted for, -1 if there was none.
-    """
-    last = -1
-    while True:
-        index = take_number(turn)
-        if index >= asked.shape[0]:
-            return last
-        budget = asked[index, 3]
-        begin, end = asked[index, 4], asked[index, 5]
-        if end > begin:
-            _append(asked[index, 0], new_tokens[begin:end])
-        size, rows, match = draft_tree(
-            shared, asked[index, 0], asked[index, 1], scratch, _ALL, 0,
-            min(MAX_MATCH, asked[index, 2] + end - begin), budget, min_probabilities[index],
-            token_ids[index, :budget], parents[index, :budget], probabilities[index, :budget],
-            sources[index, :budget],
-        )  # fmt: skip
-        found[index, 0], found[index, 1], found[index, 2] = size, rows, match
-        last = index
-
-
-@kernel()
-def commit_tokens(
-    weights: NDArray[Any],
-    sequence: int,
-    scratch: int,
-    tokens: NDArray[np.int32],
-    rate: float,
-) -> int:
-    """Learn from the tokens that followed the last draft, and append them to its sequence.
-
-    Args:
-        weights: WEIGHTS[1], updated; see `mixing.learn`.
-        sequence: address of a packed store, with room for the tokens.
-        scratch: address of the packed scratch memory of the draft; 0 to learn nothing.
-        tokens: int32[n].
-        rate: size of a step.
-
-    Returns:
-        The number of updated nodes.
-    """
-    learned = 0
-    if scratch != 0:
-        learned = mixing.learn(weights, unpack_at(scratch, SCRATCH_LAYOUT, Work), tokens, rate)
-    _append(sequence, tokens)
-    return learned
-
-
-@kernel()
-def step_sequence(
-    shared: NDArray[Any],
-    sequence: int,
-    lane: int,
-    scratch: int,
-    new_tokens: NDArray[np.int32],
-    longest: int,
-    rate: float,
-    drafted_ids: NDArray[np.int32],
-    drafted_parents: NDArray[np.int32],
-    drafted_sources: NDArray[np.uint8],
-    counts: NDArray[np.int64],
-    by_index: NDArray[np.int64],
-    budget: int,
-    min_probability: float,
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    sources: NDArray[np.uint8],
-) -> tuple[int, int, int, int, int]:
-    """Do a whole step of one sequence: count, learn, append and draft.
-
-    As `count_outcome`, `commit_tokens` and `draft_tree` one after the other, in one call.
-
-    Args:
-        shared: `Shared`, packed; its weights are updated.
-        sequence: address of a packed store, with room for the new tokens.
-        lane: address of a packed lane.
-        scratch: address of a packed scratch memory.
-        new_tokens: int32[n], what followed the last draft.
-        longest: no match in the corpus was longer than this before them.
-        rate: size of a learning step; 0 to learn nothing: the last draft in this scratch memory was
-            of another sequence.
-        drafted_ids: int32[N], the last draft of the sequence; without nodes, nothing is counted.
-        drafted_parents: int32[N].
-        drafted_sources: uint8[N].
-        counts: as for `count_outcome`.
-        by_index: the same.
-        budget: as for `draft_tree`, with all that follow.
-        min_probability: the same.
-        token_ids: the same.
-        parents: the same.
-        probabilities: the same.
-        sources: the same.
-
-    Returns:
-        The number of nodes, of rows, the longest match in the corpus, how many tokens the last
-        draft contained, and the number of updated nodes.
-    """
-    depth = count_outcome(
-        drafted_ids, drafted_parents, drafted_sources, new_tokens, counts, by_index
-    )
-    learned = 0
-    if rate > 0:
-        weights = unpack(shared[0], Shared).weights
-        work = unpack_at(scratch, SCRATCH_LAYOUT, Work)
-        learned = mixing.learn(weights, work, new_tokens, rate)
-    if new_tokens.shape[0] > 0:
-        _append(sequence, new_tokens)
-    size, rows, match = draft_tree(
-        shared, sequence, lane, scratch, _ALL, 0, min(MAX_MATCH, longest + new_tokens.shape[0]),
-        budget, min_probability, token_ids, parents, probabilities, sources,
-    )  # fmt: skip
-    return size, rows, match, depth, learned
-
-
-@kernel()
-def learn(
-    weights: NDArray[Any], scratch: NDArray[Any], tokens: NDArray[np.int32], rate: float
-) -> int:
-    """Update the weights by the tokens that followed; see `mixing.learn`."""
-    return mixing.learn(weights, unpack(scratch[0], Work), tokens, rate)

@@ -18,6 +18,7 @@ from retriever.kernels.layout import Chains, Evidence, Tables, Traits, Work
 from retriever.kernels.succession import add_followers, add_live, add_successors, set_states
 
 _UNKNOWN_SHARE: Final = 1e-5  # of a token that the tables do not know
+_SECOND, _THIRD, _FOURTH = np.int64(2), np.int64(3), np.int64(4)  # levels of the tables
 _NEVER: Final = float(1 << 20)  # distance of a token that is not in the sequence
 
 
@@ -79,16 +80,17 @@ def gather(
     set_states(tables.starts1, tables.starts2, tables.tokens2, tables.tokens3, nodes, current)
     left: Any = np.float32(1.0)
     end, left = add_successors(
-        tables.starts3, tables.tokens4, tables.counts3, tables.counts4, values, 4, node.triple,
-        left, shares.shape[0], nodes, evidence, slots, current, end, traits,
+        tables.starts3, tables.tokens4, tables.counts3, tables.counts4, values, _FOURTH,
+        np.int64(node.triple), left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     end, left = add_successors(
-        tables.starts2, tables.tokens3, tables.counts2, tables.counts3, values, 3, node.pair,
-        left, shares.shape[0], nodes, evidence, slots, current, end, traits,
+        tables.starts2, tables.tokens3, tables.counts2, tables.counts3, values, _THIRD,
+        np.int64(node.pair), left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
-    known = node.token if 0 <= node.token < tables.counts1.shape[0] else -1
+    is_known = 0 <= node.token < tables.counts1.shape[0]
+    known = np.int64(node.token) if is_known else np.int64(-1)
     end, corpus_left = add_successors(
-        tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, 2, known,
+        tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, _SECOND, known,
         left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     for child in range(num_nodes, end):  # most of them: read by `_estimate`

@@ -42,11 +42,11 @@ def pack(*tuples: NamedTuple) -> NDArray[Any]:
     for place, (name, each) in zip(places, named, strict=True):
         if not each.flags.c_contiguous:
             raise ValueError(f"{name} cannot be packed: it is not C-contiguous")
-        words[place : place + 1 + each.ndim] = _address(each), *each.shape
+        words[place : place + 1 + each.ndim] = address_of(each), *each.shape
     return np.frombuffer(array("q", words), dtype)
 
 
-def _address(of: NDArray[Any]) -> int:
+def address_of(of: NDArray[Any]) -> int:
     """Return the address of an array; by numpy's own way it takes three times as long."""
     try:
         return addressof(_exported(of))
@@ -90,6 +90,14 @@ if TYPE_CHECKING:
         """Return the arrays that a named tuple names of a record of a layout, at an address."""
         ...
 
+    def record_at(address: int, layout: np.dtype[Any]) -> Any:
+        """Return the record of a type that stands at an address."""
+        ...
+
+    def array_at(address: int, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return the array of `length` elements that stands at an address."""
+        ...
+
 else:
 
     @intrinsic
@@ -110,6 +118,33 @@ else:
             return at_record(context, builder, signature, [record])
 
         return result(address, layout, kind), generate
+
+    @intrinsic
+    def record_at(_context: Any, address: types.Integer, layout: types.DType) -> Any:
+        """Return the record of a type that stands at an address."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            place = context.get_value_type(signature.return_type)
+            return builder.inttoptr(arguments[0], place)
+
+        return layout.dtype(address, layout), generate
+
+    @intrinsic
+    def array_at(
+        _context: Any, address: types.Integer, length: types.Integer, dtype: types.DType
+    ) -> Any:
+        """Return the array of `length` elements that stands at an address."""
+        kind = types.Array(dtype.dtype, 1, "C")
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            number, array = ir.IntType(64), context.make_array(kind)(context, builder)
+            size = context.cast(builder, arguments[1], signature.args[1], types.int64)
+            itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+            begin = builder.inttoptr(arguments[0], array.data.type)
+            populate_array(array, begin, [size], [number(itemsize)], itemsize, None)
+            return array._getvalue()  # noqa: SLF001
+
+        return kind(address, length, dtype), generate
 
 
 def _unpacking(record: Any, kind: Any) -> tuple[Any, Any]:
@@ -166,7 +201,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + CACHE_LINE, np.uint8)
-    begin = -memory.ctypes.data % CACHE_LINE
+    begin = -address_of(memory) % CACHE_LINE
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
@@ -177,17 +212,17 @@ FEW: Final = 128
 """Most occurrences in a segment that are all read, to tell those of longer matches. Their reads
 overlap, while a search waits for one after the other: 32 and 64 are slower, 256 is no faster."""
 
-RECENT_SIZE: Final = 1 << 16
+RECENT_SIZE: Final = 1 << 12
 """Entries in the table of recent tokens, by token id modulo the size."""
 
-MAX_FOLLOWERS: Final = 16
+MAX_FOLLOWERS: Final = 4
 """Most occurrences in the sequence that are read for one node."""
 
 NUM_RANKS: Final = 256
 """Ranks that probabilities are sorted into, a sixteenth of an octave each."""
 
-MAX_SUCCESSORS: Final = 104
-"""Most candidates for a node that no row predicts: 64 from the phrase tables, 24 from the sequence
+MAX_SUCCESSORS: Final = 86
+"""Most candidates for a node that no row predicts: 64 from the phrase tables, 6 from the sequence
 and 16 from generations."""
 
 NUM_TABLE_ORDERS: Final = 3
@@ -296,7 +331,7 @@ PRIOR: Final = np.dtype(
         ("escape", np.float64),
     ]
 )
-"""Relative weights of rows before mixing; see `predict.predictor.Prior`."""
+"""Relative weights of rows before mixing; see `predict.draft.Prior`."""
 
 SEGMENT_LIMITS: Final = np.dtype(
     [
@@ -440,9 +475,14 @@ class TextCursors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the sequences of a tenant are drafted from, but for databases without a kernel.
+    """What the sequences of a tenant are drafted from, but for databases without a stage.
 
     Attributes:
+        bounds: int64[3], by the fields of `BOUNDS`.
+        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes of all drafts.
+        by_accepted: int64[MAX_POSITIONS + 2], drafts by how many of their tokens came, of which the
+            last but one holds all with more; and the tokens that came.
+        by_index: int64[2, MAX_SOURCES], as `by_source`, of drafts from these indexes.
         outputs: of generations, packed: one record of `STORE_LAYOUT`.
         live: int64[sets, WAYS], of generations.
         versions: int64[n, 2], by which versions of a model generations are; see
@@ -454,6 +494,10 @@ class Shared(NamedTuple):
         weights: WEIGHTS[1].
     """
 
+    bounds: NDArray[np.int64]
+    by_source: NDArray[np.int64]
+    by_accepted: NDArray[np.int64]
+    by_index: NDArray[np.int64]
     outputs: NDArray[Any]
     live: NDArray[np.int64]
     versions: NDArray[np.int64]
@@ -461,6 +505,54 @@ class Shared(NamedTuple):
     segments: NDArray[Any]
     tables: NDArray[Any]
     weights: NDArray[Any]
+
+
+class _Bounds(NamedTuple):
+    """Columns of what a step is checked against."""
+
+    NODES: int = 0  # most nodes of a tree
+    TOKENS: int = 1  # most tokens of a sequence
+    VOCABULARY: int = 2  # token ids are below it
+    SIZE: int = 3
+
+
+BOUNDS: Final = _Bounds()
+
+MAX_POSITIONS: Final = 16
+"""Positions of drafts that are counted apart: engines verify about as many tokens at most."""
+
+STEP: Final = np.dtype(
+    [
+        # Asked, anew in each call.
+        ("sequence", np.int64),  # address of the sequence's packed store
+        ("lane", np.int64),  # address of its packed lane
+        ("stages", np.int64),  # what to do; see `entries`
+        ("row", np.int64),  # first free row
+        ("tokens", np.int64),  # address of int32[num_tokens], those that followed
+        ("num_tokens", np.int64),
+        ("length", np.int64),  # of the whole sequence, with them
+        ("budget", np.int64),  # most nodes of the tree, and most tokens to copy
+        ("min_probability", np.float64),  # less probable nodes are not considered
+        ("rate", np.float64),  # of learning from what followed; 0 to learn nothing
+        # Kept from one call to the next.
+        ("longest", np.int64),  # no match in the corpus is longer than this
+        ("tree", np.int64),  # address of the last tree; see `tree_nodes`
+        ("tree_size", np.int64),  # its nodes; -1 once what came of it is known
+        ("tree_budget", np.int64),  # its budget
+        # Answered.
+        ("refusal", np.int64),  # why nothing was done, 0 for nothing
+        ("size", np.int64),  # nodes of the tree
+        ("num_rows", np.int64),  # first free row afterwards
+        ("learned", np.int64),  # nodes that were learned from
+    ]
+)
+"""What a sequence asks of a kernel, and its answer: kept for each, so that a call has few
+arguments."""
+
+INT32: Final = np.dtype(np.int32)
+INT64: Final = np.dtype(np.int64)
+FLOAT32: Final = np.dtype(np.float32)
+UINT8: Final = np.dtype(np.uint8)
 
 
 class Priors(NamedTuple):
@@ -532,6 +624,7 @@ class Work(NamedTuple):
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
     followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
     sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
+    counted: NDArray[np.int64]  # int64[2, MAX_SOURCES], nodes and accepted nodes of one draft
 
 
 class Scratch:
@@ -546,7 +639,6 @@ class Scratch:
     Attributes:
         found: rows of evidence.
         work: where the tree grows.
-        grown: the tree.
         packed: all of these, packed for kernels: one record of `SCRATCH_LAYOUT`.
         address: of that.
     """
@@ -578,15 +670,10 @@ class Scratch:
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),
             np.zeros(HIDDEN, np.float32),
-        )
-        self.grown = Grown(
-            np.zeros(max_depth, np.int32),
-            np.zeros(max_depth, np.int32),
-            np.zeros(max_depth, np.float32),
-            np.zeros(max_depth, np.uint8),
+            np.zeros((2, MAX_SOURCES), np.int64),
         )
         self._priors = Priors(np.zeros(1, PRIOR) if prior is None else prior)
-        self.packed = pack(self.found, self.work, self.grown, self._priors)
+        self.packed = pack(self.found, self.work, self._priors)
         self.address: int = self.packed.ctypes.data
 
     @property
@@ -615,4 +702,4 @@ LANE_LAYOUT: Final = pack(Lane(np.zeros(0, np.int64))).dtype
 """A packed lane."""
 
 SCRATCH_LAYOUT: Final = Scratch(1, 1, 1).packed.dtype
-"""A packed scratch memory: `Found`, `Work`, `Grown` and `Priors`."""
+"""A packed scratch memory: `Found`, `Work` and `Priors`."""

@@ -26,7 +26,7 @@ frequent has at most an n-th of a probability that must be large to matter.
 LEAST_SUCCESSORS: Final = (4, 2, 2)
 """Successors to read however improbable the node is."""
 
-MOST_FOLLOWERS: Final = (16, 8)
+MOST_FOLLOWERS: Final = (4, 2)
 """Occurrences to read in the sequence for contexts of one and two tokens."""
 
 _CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # what the shorter context counts, by order
@@ -36,9 +36,10 @@ _CONTEXT_ROWS: Final = (3, 2)  # where chains of orders 1 and 2 stand in a conte
 _PROBES: Final = 4  # for each wanted successor: bounds the time spent on hash collisions
 _BLOCK: Final = 64  # successors that are compared at once
 
-_CONTEXT: Final = int(Source.CONTEXT)
-_GENERATIONS: Final = int(Source.GENERATIONS)
-_PHRASES: Final = int(Source.PHRASES)
+# No literals: a kernel is compiled once for each that it is called with.
+_CONTEXT, _GENERATIONS, _PHRASES = (
+    np.int64(each) for each in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES)
+)
 
 
 @kernel()
@@ -255,7 +256,7 @@ def add_followers(
     share = left / (np.float32(found) + strength)
     for index in range(found):
         child, num_nodes = child_with(
-            followers[index], nodes, evidence, slots, current, num_nodes, _CONTEXT
+            np.int64(followers[index]), nodes, evidence, slots, current, num_nodes, _CONTEXT
         )
         if child >= 0:
             evidence[child, Evidence.LIVE] += share

@@ -23,6 +23,11 @@ PROBES: Final = 8
 microsecond, page tables included, eight take hardly longer, and 16 twice as long."""
 
 
+_AT, _BEHIND = np.int64(0), np.int64(1)
+"""Bounds of a search: the first suffix that begins with a pattern, and the first behind those. No
+literals: a kernel is compiled once for each that it is called with."""
+
+
 class Interval(NamedTuple):
     """The occurrences of an end of the query.
 
@@ -112,7 +117,7 @@ def _find_ends(
 def _whole(segment: SegmentArrays, query: NDArray[np.int32], of: Interval) -> Interval:
     """Return an interval of which the first occurrences are known with all of them."""
     pattern = query[query.shape[0] - of.length :]
-    low, high = _narrow(segment, pattern, 1)
+    low, high = _narrow(segment, pattern, _BEHIND)
     last = max(of.end, low) - 1
     return Interval(of.length, of.begin, _find_end(segment, pattern, last, high))
 
@@ -227,8 +232,8 @@ def find_interval(segment: SegmentArrays, pattern: NDArray[np.int32], most: int)
 
     Of more than `most` occurrences, the first ones.
     """
-    low, high = _narrow(segment, pattern, 0)
-    begin, end = _bisect(segment, pattern, low, high, 0), _bucket(segment, pattern)[1]
+    low, high = _narrow(segment, pattern, _AT)
+    begin, end = _bisect(segment, pattern, low, high, _AT), _bucket(segment, pattern)[1]
     if begin >= end or _compare(segment.tokens, np.int64(segment.suffixes[begin]), pattern) != 0:
         return begin, begin
     return begin, _find_end(segment, pattern, begin, min(end, begin + most))
@@ -312,9 +317,9 @@ def _find_end(segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, en
             ahead *= 2
         while width < ahead and begin + width < end:
             if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
-                return _bisect(segment, pattern, begin + (width >> 1) + 1, begin + width, 1)
+                return _bisect(segment, pattern, begin + (width >> 1) + 1, begin + width, _BEHIND)
             width *= 2
-    return _bisect(segment, pattern, begin + (width >> 1) + 1, end, 1)
+    return _bisect(segment, pattern, begin + (width >> 1) + 1, end, _BEHIND)
 
 
 @kernel()

@@ -163,8 +163,8 @@ def grow_tree(
     plant(rows, num_rows, sequence, nodes)
     ranks[:] = 0
     num_slots = slots_for(num_rows)
-    num_nodes, heap_size, size, current = 1, 0, 0, 0
-    lowest, spare = NUM_RANKS - 1, -budget
+    num_nodes, heap_size, size, current = np.int64(1), np.int64(0), np.int64(0), np.int64(0)
+    lowest, spare = np.int64(NUM_RANKS - 1), -budget
     while True:
         if rank_of(nodes[current].probability * LIKELY_CHILD_BOUND) <= lowest:
             num_nodes = gather(

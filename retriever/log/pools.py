@@ -233,10 +233,13 @@ class Pools:
         """Do as `remember` does; the output is added to the pool in pieces, by the iterator."""
         if not len(output):
             return None, iter(())
-        entry = pool.entry(Output(output, self._clock(), session_origin(name), version))
-        if self._log is not None:
+        added = Output(output, self._clock(), session_origin(name), version)
+        if self._log is None:
+            entry = Entry(pool.tenant, added)
+        else:
+            entry = pool.entry(added)
             self._log.append(entry)
-        return entry, pool.generations.adding(entry.output)
+        return entry, pool.generations.adding(added)
 
     def learn(
         self,

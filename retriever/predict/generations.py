@@ -4,10 +4,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 from weakref import ref
 
 import numpy as np
@@ -16,10 +15,10 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError
 from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.entries import add_tokens
 from retriever.kernels.layout import aligned_zeros
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.ledger import Charge
-from retriever.predict.question import Question
 from retriever.predict.stores import (
     GENERATIONS_LIMITS,
     MIN_CAPACITY,
@@ -126,6 +125,12 @@ class Generations:
         limits: the n-grams by which outputs are found.
         charge: for its memory; the ring does not grow where there is no room for that. None to
             grow freely.
+
+    Attributes:
+        live: int64[sets, WAYS], counts of successors.
+        versions: int64[n, 2], by which versions of a model outputs are; see `chains.fade_rows`.
+        expires_at_s: when the oldest output does, by the clock.
+        arrays: what drafts read: the packed store, and those two. A new tuple with each new one.
     """
 
     def __init__(
@@ -141,13 +146,11 @@ class Generations:
         self._capacity = ring_capacity(capacity)
         self._max_age_s = max_age_s
         self._clock = clock
-        self._store = ChainStore(0, self._limits, Source.GENERATIONS)
-        self.live = live_table(self._store.capacity)
-        self.versions = _NO_VERSIONS
-        self._version = 0
+        self.versions, self._version = _NO_VERSIONS, 0
+        self._take_empty()
         self._counted_from = 0
         self._ends: deque[_End] = deque()
-        self._expires_at_s = math.inf
+        self.expires_at_s = math.inf
         self._coming: deque[Output] = deque()
         self._adder: ref[Iterator[None]] | None = None
         self._epoch = 0
@@ -304,14 +307,13 @@ class Generations:
 
     def clear(self) -> None:
         """Delete and overwrite everything."""
-        self._store.chains.tokens[:] = 0
+        self._store.clear()
         self.live[:] = 0
-        self._store = ChainStore(0, self._limits, Source.GENERATIONS)
-        self.live = live_table(self._store.capacity)
-        self._counted_from = 0
         self.versions, self._version = _NO_VERSIONS, 0
+        self._take_empty()
+        self._counted_from = 0
         self._ends.clear()
-        self._expires_at_s = math.inf
+        self.expires_at_s = math.inf
         self._coming.clear()
         self._adder = None
         self._epoch += 1
@@ -341,31 +343,23 @@ class Generations:
         self.extend(kept)
         return True
 
+    def _take_empty(self) -> None:
+        store = ChainStore(0, self._limits, Source.GENERATIONS)
+        self._take(store, live_table(store.capacity))
+
+    def _take(self, store: ChainStore, live: NDArray[np.int64]) -> None:
+        """Have outputs in a store, counted in a live table."""
+        self._store, self.live = store, live
+        self.arrays = store.packed, live, self.versions
+
     def _settle(self) -> None:
         if self._charge is not None:
             self._charge.settle(self.num_bytes + POOL_BYTES)
 
-    def commit(self, tokens: TokenIds) -> None:
-        """Do nothing: a sequence becomes a generation when it ends; see `add`."""
-
-    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing, as `commit`."""
-        return nullcontext()
-
-    def collect(self, question: Question, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        self.leave_out_expired()
-        return self._store.collect(question, row)
-
     def leave_out_expired(self) -> None:
         """Make outputs that have expired by now unreadable."""
-        if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
+        if self.expires_at_s < math.inf and self.expires_at_s < self._clock():
             self._expire()
-
-    @property
-    def packed(self) -> NDArray[Any]:
-        """The store, packed for kernels; another one once the ring has grown."""
-        return self._store.packed
 
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring if the tokens would overwrite outputs within the capacity.
@@ -386,7 +380,7 @@ class Generations:
             self._settle()
             return  # there is no room, or this ring has been shrunk for it: the oldest go
         grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
-        grown.chains.tokens[(store.oldest - 1) & (size - 1)] = (
+        grown.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
         )
         live, first, tokens = live_table(size), store.oldest, store.live()
@@ -395,10 +389,11 @@ class Generations:
                 yield
             if epoch != self._epoch:
                 return
-            grown.append(tokens[begin : begin + _AT_ONCE])
-            count_tokens(live, grown.chains.tokens, first + begin, len(grown), 1)
+            part = tokens[begin : begin + _AT_ONCE]
+            add_tokens(grown.address, live, part, first, 0)
         oldest = store.oldest  # some may have expired meanwhile
-        self._store, self.live, self._counted_from = grown, live, first
+        self._take(grown, live)
+        self._counted_from = first
         if oldest > first:
             self._take_back(oldest)
             grown.forget_before(oldest)
@@ -418,17 +413,15 @@ class Generations:
     def _append(self, tokens: TokenIds) -> None:
         """Append int32[n], after uncounting the overwritten tokens."""
         store = self._store
-        for part in np.array_split(tokens, max(1, -(-len(tokens) // (store.capacity // 2)))):
-            self._take_back(len(store) + len(part) - store.capacity + _MARGIN)
-            begin = len(store)
-            store.append(part)
-            count_tokens(self.live, store.chains.tokens, begin, len(store), 1)
+        self._counted_from = add_tokens(
+            store.address, self.live, tokens, self._counted_from, _MARGIN
+        )
 
     def _take_back(self, position: int) -> None:
         """Uncount tokens before `position`."""
         end = min(position, len(self._store))
         if end > self._counted_from:
-            count_tokens(self.live, self._store.chains.tokens, self._counted_from, end, -1)
+            count_tokens(self.live, self._store.tokens, self._counted_from, end, -1)
             self._counted_from = end
 
     def has_older(self, version: int) -> bool:
@@ -460,6 +453,7 @@ class Generations:
             size = len(kept)
             self.versions = np.full((max(_FEWEST_VERSIONS, 2 * size), 2), _NOWHERE, np.int64)
             self.versions[:size] = kept
+            self._take(self._store, self.live)
         self.versions[size] = begin, version
 
     def _note_ends(self, outputs: Sequence[Output]) -> None:
@@ -471,7 +465,7 @@ class Generations:
     def _note_end(self, output: Output, end: int) -> None:
         self._ends.append(_End(output.time_s, end, output.origin, output.version))
         self._end_no_later(output.time_s)
-        self._expires_at_s = self._ends[0].time_s + self._max_age_s
+        self.expires_at_s = self._ends[0].time_s + self._max_age_s
 
     def _drop_ends(self) -> None:
         """Drop the ends of overwritten outputs."""
@@ -487,7 +481,7 @@ class Generations:
 
     def _expire(self) -> None:
         """Stop reading expired outputs."""
-        if self._expires_at_s == math.inf:
+        if self.expires_at_s == math.inf:
             return
         now, oldest = self._clock(), self._store.oldest
         while self._ends and (
@@ -496,7 +490,7 @@ class Generations:
             end = self._ends.popleft().position
             self._take_back(end)
             self._store.forget_before(end)
-        self._expires_at_s = self._ends[0].time_s + self._max_age_s if self._ends else math.inf
+        self.expires_at_s = self._ends[0].time_s + self._max_age_s if self._ends else math.inf
 
 
 def generations_bytes(capacity: int, limits: ChainLimits) -> int:

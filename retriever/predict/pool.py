@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import Fate
 from retriever.kernels.layout import Shared
 from retriever.predict.generations import Generations, Output
 from retriever.predict.running import RunningOutputs
+from retriever.predict.searched_corpus import Corpus
 from retriever.predict.weights import Weights, prior_weights, to_bytes
 
 
@@ -32,6 +34,26 @@ class Entry:
     fate: Fate = field(default_factory=Fate, compare=False)
 
 
+class DraftedFrom(NamedTuple):
+    """What drafts of a tenant's sequences read.
+
+    Attributes:
+        arrays: of generations.
+        running: packed running outputs.
+        corpus: of the indexes.
+        bounds: of steps.
+        shared: all of these.
+        packed: the same, packed for kernels.
+    """
+
+    arrays: tuple[NDArray[Any], ...]
+    running: NDArray[Any]
+    corpus: Corpus
+    bounds: NDArray[np.int64]
+    shared: Shared
+    packed: NDArray[Any]
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Pool:
     """One tenant's generations and weights.
@@ -44,8 +66,8 @@ class Pool:
         logged: steps learned from when the log last got the weights.
         last_used_s: time of the last call that needed it, by `time.monotonic`.
         running: outputs of its sequences that are running; None while none has a group.
-        shared: what its sequences are drafted from; see `databases.packed_for`.
-        packed: the same, packed for kernels.
+        drafted_from: what drafts of its sequences read, as long as it is that; see
+            `draft.Predictor`.
     """
 
     tenant: str
@@ -55,8 +77,7 @@ class Pool:
     logged: int = 0
     last_used_s: float = 0.0
     running: RunningOutputs | None = None
-    shared: Shared | None = None
-    packed: NDArray[Any] | None = None
+    drafted_from: DraftedFrom | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -76,7 +76,7 @@ class Predictions:
 
     def texts(self) -> list[Prediction]:
         """Return the predictions; their tokens are views."""
-        tokens = self._store.chains.tokens
+        tokens = self._store.tokens
         spans = zip(self._starts[:-1].tolist(), (self._starts[1:] - 1).tolist(), strict=True)
         return [
             Prediction(tokens[begin:end], label)
@@ -119,4 +119,4 @@ class Predictions:
 
     def clear(self) -> None:
         """Overwrite the tokens: an ended sequence leaves nothing in memory."""
-        self._store.chains.tokens[:] = 0
+        self._store.clear()

@@ -21,7 +21,7 @@ from retriever.errors import ProvenanceError
 from retriever.kernels.layout import Tables
 from retriever.kernels.live_table import check_of, entry_count, entry_token, hash_context
 from retriever.predict.databases import Databases
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 from retriever.tree import (
     ROOT,
     DocumentOccurrence,

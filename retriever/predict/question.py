@@ -29,7 +29,7 @@ class Question(NamedTuple):
 
 
 class Database(Protocol):
-    """A database as one sequence uses it; its data may be shared with others."""
+    """A database without a stage, as one sequence uses it; its data may be shared with others."""
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence (`ROW`) from `row` on, as far as there is room.

@@ -6,7 +6,6 @@ remembered. Nothing of it is left here when the sequence ends: if it is remember
 generation then.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from itertools import count
 from typing import Final, Protocol
@@ -20,7 +19,6 @@ from retriever.kernels.chains import IS_SHARED, OLDEST, SEPARATOR
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
 from retriever.kernels.layout import BLOCK, LANE_BLOCK, Lane, Lanes, aligned_zeros, pack
 from retriever.predict.ledger import Charge
-from retriever.predict.question import Question
 from retriever.predict.stores import ChainLimits, orders_of
 
 RUNNING_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(8, 16, 16, 16))
@@ -221,14 +219,6 @@ class RunningOutput:
             self._noted = self._linked_from = end - _AT_ONCE
         outputs.note(self.address, sequence.address, self._noted, end, self._linked_from)
         self._noted = end
-
-    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing: what may come is not written."""
-        return nullcontext()
-
-    def collect(self, question: Question, row: int) -> int:  # noqa: ARG002
-        """Do nothing: running outputs are asked with generations, by a kernel."""
-        return row
 
     def restrict(self) -> None:
         """Serve the group alone from now on, and with nothing of what has come."""

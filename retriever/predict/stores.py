@@ -6,31 +6,42 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Final
+from struct import Struct
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
-from retriever.kernels.cursors import new_cursor
+from retriever.kernels.cursors import EDIT_SIZE, MOST_EDITS, TRAIL_SIZE
 from retriever.kernels.entries import (
     append_tokens,
-    collect_outputs,
-    collect_sequence,
+    begin_store,
     extend_sequence,
     suppose_tokens,
     withdraw_tokens,
 )
-from retriever.kernels.layout import Chains, Cursor, Orders, pack
+from retriever.kernels.layout import (
+    CACHE_LINE,
+    INT32,
+    INT64,
+    STORE_LAYOUT,
+    Chains,
+    Cursor,
+    Orders,
+    address_of,
+    aligned_zeros,
+)
 from retriever.limits import MAPPED_BYTES
-from retriever.predict.question import Question
 from retriever.tree import Source
 
-_READ_AT_ONCE: Final = 1 << 16
+READ_AT_ONCE: Final = 1 << 16
 """Tokens that a new store is made of in one piece: 5 ms without the interpreter. Each piece ends
 by asking for that, and a thread that is suspended while it has it stops all others."""
+
+NO_TOKENS: Final = np.empty(0, np.int32)
 
 MIN_CAPACITY: Final = 1024
 """Tokens in the smallest ring: smaller ones would grow at once."""
@@ -38,6 +49,8 @@ MIN_CAPACITY: Final = 1024
 _MIN_LAST: Final = 4096
 """Least entries in the table of a sequence's last tokens: 16 KiB."""
 
+
+_NUMBER: Final = Struct("=q")
 
 _ADVISED_BYTES: Final = 1 << 22  # huge pages are asked for from this size on
 
@@ -76,11 +89,14 @@ def orders_of(limits: ChainLimits) -> Orders:
     return Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
 
 
-def _touched(array: NDArray[np.int32], used: int) -> int:
-    """Return how much of zeros takes pages once the first elements of each row are written."""
-    if array.nbytes < MAPPED_BYTES:
-        return array.nbytes  # of memory that was used before
-    huge = _huge_page() if array.nbytes >= _ADVISED_BYTES else 1
+def _touched(array: NDArray[np.int32], used: int, huge: int) -> int:
+    """Return how much of zeros takes pages once the first elements of each row are written.
+
+    Args:
+        array: mapped, with others.
+        used: elements.
+        huge: bytes of pages where they are huge; 1 where none are.
+    """
     begin: int = array.ctypes.data
     # Huge pages lie at multiples of their size; around them are small ones.
     low, high = -(-begin // huge) * huge, (begin + array.nbytes) // huge * huge
@@ -105,8 +121,61 @@ def _huge_page() -> int:
     return 1
 
 
-def _mapped(shape: tuple[int, ...], fill: int = 0) -> NDArray[np.int32]:
-    """Return int32 of a shape and value; a large array goes back to the system when it is freed.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What a store of a size has in its one block of memory.
+
+    Attributes:
+        num_bytes: of the block.
+        record: int64[n], the packed store, which the block begins with, of a block at address 0.
+        is_inside: int64[n], 1 for an address within the block.
+        places: where each array begins, and its shape.
+    """
+
+    num_bytes: int
+    record: NDArray[np.int64]
+    is_inside: NDArray[np.int64]
+    places: dict[str, tuple[int, tuple[int, ...]]]
+
+
+@cache
+def _plan_of(size: int, limits: ChainLimits, *, is_sequence: bool) -> _Plan:
+    """Return the plan of a store whose ring has a size."""
+    num_orders = len(limits.orders)
+    shapes: dict[str, tuple[int, ...]] = {
+        "state": (3,),
+        "cursor": (2,),
+        "trail": (TRAIL_SIZE,),
+        "edits": (MOST_EDITS if is_sequence else 0, EDIT_SIZE),
+        "tokens": (size,),
+        "heads": (num_orders, size // 2),
+        "links": (num_orders, size),
+        "last": (max(size, _MIN_LAST) if is_sequence else 1,),
+    }
+    places, end = {}, STORE_LAYOUT.itemsize
+    for name, shape in shapes.items():
+        if name == "tokens":
+            end = -(-end // CACHE_LINE) * CACHE_LINE
+        places[name] = end, shape
+        end += math.prod(shape) * _type_of(name).itemsize
+    outside = orders_of(limits)._asdict()
+    record, is_inside = np.zeros((2, STORE_LAYOUT.itemsize // 8), np.int64)
+    fields: Any = STORE_LAYOUT.fields
+    for name, (_, begin, *_) in fields.items():
+        word = begin // 8
+        place, shape = places.get(name) or (outside[name].ctypes.data, outside[name].shape)
+        record[word : word + 1 + len(shape)] = place, *shape
+        is_inside[word] = name in places
+    return _Plan(end, record, is_inside, places)
+
+
+def _type_of(name: str) -> np.dtype[Any]:
+    """Return the type of an array's elements."""
+    return INT32 if name in {"tokens", "heads", "links", "last"} else INT64
+
+
+def _block(num_bytes: int) -> NDArray[np.uint8]:
+    """Return zeros that begin at a cache line; large ones go back to the system once they are free.
 
     Allocators keep what they were given back, and messages are faster to receive for it: but
     memory of an ended sequence is far more, and may never be asked for again.
@@ -114,9 +183,8 @@ def _mapped(shape: tuple[int, ...], fill: int = 0) -> NDArray[np.int32]:
     Raises:
         MemoryError: the system has no memory left.
     """
-    num_bytes = 4 * math.prod(shape)
-    if num_bytes < MAPPED_BYTES or os.name != "posix":
-        return np.full(shape, fill, np.int32) if fill else np.zeros(shape, np.int32)
+    if not _is_mapped(num_bytes):
+        return aligned_zeros((num_bytes,), np.uint8)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -124,34 +192,31 @@ def _mapped(shape: tuple[int, ...], fill: int = 0) -> NDArray[np.int32]:
     if num_bytes >= _ADVISED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.int32).reshape(shape)
-    if fill:
-        array[:] = fill
-    return array
+    return np.frombuffer(memory, np.uint8)
+
+
+def _is_mapped(num_bytes: int) -> bool:
+    return num_bytes >= MAPPED_BYTES and os.name == "posix"
 
 
 class ChainStore:
     """Tokens in a ring with hash chains over their n-grams; the oldest are overwritten.
 
-    Each token of capacity takes 4 bytes, and 6 more for every order of n-grams.
+    Each token of capacity takes 4 bytes, and 6 more for every order of n-grams. All of a store is
+    one block of memory, which begins with its record for kernels.
 
     Args:
         capacity: most tokens to hold; rounded up to a power of two.
         limits: the n-grams to index.
         source: marks rows of this store.
-        start: position of the first token that will be appended.
-        cursor: of the sequence in the store; a new one if not given.
+        tokens: int32[n], that it begins with.
+        start: position of the first token.
 
     Attributes:
-        chains: the arrays.
-        cursor: where the sequence is being copied from; moves as it grows.
         orders: the indexed n-grams.
-        packed: these arrays and the indexed orders, packed for kernels: one record of
-            `layout.STORE_LAYOUT`.
-        address: of that.
-        num_bytes: their memory, in bytes.
+        address: of the record, of `layout.STORE_LAYOUT`.
+        num_bytes: memory of the tokens, in bytes.
         capacity: tokens that the ring holds.
-        end: position after the newest token; whoever has a kernel append others moves it.
     """
 
     def __init__(
@@ -159,44 +224,66 @@ class ChainStore:
         capacity: int,
         limits: ChainLimits,
         source: Source,
+        tokens: TokenIds = NO_TOKENS,
         *,
         start: int = 0,
-        cursor: Cursor | None = None,
     ) -> None:
-        size = ring_capacity(capacity)
+        self.capacity = size = ring_capacity(capacity)
         self.orders = orders_of(limits)
-        self.cursor = new_cursor(is_sequence=source == Source.CONTEXT) if cursor is None else cursor
-        self._source = int(source)
-        self.chains = Chains(
-            _mapped((size,)),
-            _mapped((len(limits.orders), size // 2), -1),
-            _mapped((len(limits.orders), size)),
-            np.array([start, start, start], np.int64),
-            _mapped((max(size, _MIN_LAST) if source == Source.CONTEXT else 1,), -1),
-        )
-        self.packed = pack(self.chains, self.orders, self.cursor)
-        self.address: int = self.packed.ctypes.data
-        self.num_bytes = sum(array.nbytes for array in self.chains)
-        self.capacity = size
-        self._start = self.end = start
+        self.num_bytes = store_bytes(size, limits, source)
+        self._plan = plan = _plan_of(size, limits, is_sequence=source == Source.CONTEXT)
+        self._block = block = _block(plan.num_bytes)
+        self._bytes, self._end_at = block.data, plan.places["state"][0]
+        self.address = address_of(block)
+        begin_store(self.address, plan.record, plan.is_inside, start, tokens)
+        self._start = start
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
 
         Overwritten tokens and separators count.
         """
-        return self.end
+        end: int = _NUMBER.unpack_from(self._bytes, self._end_at)[0]
+        return end
+
+    def _array(self, name: str) -> NDArray[Any]:
+        """Return a view of an array."""
+        begin, shape = self._plan.places[name]
+        return np.ndarray(shape, _type_of(name), self._block, begin)
+
+    @cached_property
+    def packed(self) -> NDArray[Any]:
+        """The record for kernels: a view."""
+        return np.ndarray(1, STORE_LAYOUT, self._block)
+
+    @cached_property
+    def chains(self) -> Chains:
+        """The arrays of the tokens: views."""
+        return Chains(*map(self._array, Chains._fields))
+
+    @cached_property
+    def cursor(self) -> Cursor:
+        """Where the sequence is being copied from; moves as it grows: views."""
+        return Cursor(*map(self._array, Cursor._fields))
+
+    @cached_property
+    def tokens(self) -> TokenIds:
+        """int32[capacity], the ring: a view."""
+        return self._array("tokens")
 
     @property
     def touched_bytes(self) -> int:
         """Memory of the store that takes pages, in bytes: not all of the room for later tokens."""
-        used = min(self.capacity, self.end - self._start)
+        if not _is_mapped(self._plan.num_bytes):
+            return self.num_bytes  # of memory that was used before
+        used = min(self.capacity, len(self) - self._start)
+        huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
         growing = (self.chains.tokens, self.chains.links)
-        return self.num_bytes - sum(array.nbytes - _touched(array, used) for array in growing)
+        return self.num_bytes - sum(array.nbytes - _touched(array, used, huge) for array in growing)
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether so many more tokens can be appended without overwriting any."""
-        return self.end + num_tokens <= self.capacity
+        return len(self) + num_tokens <= self.capacity
 
     @property
     def oldest(self) -> int:
@@ -205,62 +292,52 @@ class ChainStore:
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
-        append_tokens(self.packed, tokens)
-        self.end += len(tokens)
+        append_tokens(self.address, tokens)
 
     def extend(self, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and move its cursor."""
-        extend_sequence(self.packed, tokens)
-        self.end += len(tokens)
+        extend_sequence(self.address, tokens)
+
+    def follow(self, other: "ChainStore") -> None:
+        """Take over where a sequence stands in what it copies: its tokens are the same."""
+        for array, known in zip(self.cursor, other.cursor, strict=True):
+            array[:] = known
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
         """Have a sequence end with int32[n] during the block; there is room for them."""
         before = np.empty(len(tokens), np.int64)
         cursor = [array.copy() for array in self.cursor]
-        suppose_tokens(self.packed, tokens, before)
-        self.end += len(tokens)
+        suppose_tokens(self.address, tokens, before)
         try:
             yield
         finally:
-            withdraw_tokens(self.packed, tokens, before)
+            withdraw_tokens(self.address, tokens, before)
             for array, kept in zip(self.cursor, cursor, strict=True):
                 array[:] = kept
-            self.end -= len(tokens)
 
     def forget_before(self, position: int) -> None:
         """Make tokens before `position` unreadable."""
         self.chains.state[2] = max(int(self.chains.state[2]), position)
 
+    def clear(self) -> None:
+        """Overwrite the tokens: what has ended leaves nothing in memory."""
+        self.tokens[:] = 0
+
     def live(self) -> TokenIds:
         """Return int32[n], a copy of the tokens from `oldest` on."""
         first, mask = self.oldest, self.capacity - 1
-        return np.take(self.chains.tokens, np.arange(first, len(self)) & mask)
+        return np.take(self.tokens, np.arange(first, len(self)) & mask)
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return a view of the last tokens; only for a ring that has not wrapped."""
         end = len(self)
-        return self.chains.tokens[max(0, end - num_tokens) : end]
-
-    def collect(self, question: Question, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        query, _, depth, scratch = question
-        end: int = collect_outputs(self.packed, self._source, query, depth, scratch.packed, row)
-        return end
-
-    def collect_own(self, question: Question, row: int) -> int:
-        """Write rows of evidence from the sequence in this store; return the first free row.
-
-        Marks the rarity of the query's tokens as recent, for databases queried later.
-        """
-        query, rarity, depth, scratch = question
-        end: int = collect_sequence(self.packed, query, rarity, depth, scratch.packed, row)
-        return end
+        return self.tokens[max(0, end - num_tokens) : end]
 
 
 def appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:
     """Append int32[n] to a store; yield between pieces of work."""
-    for begin in range(0, len(tokens), _READ_AT_ONCE):
+    for begin in range(0, len(tokens), READ_AT_ONCE):
         if begin:
             yield
-        store.append(tokens[begin : begin + _READ_AT_ONCE])
+        store.append(tokens[begin : begin + READ_AT_ONCE])

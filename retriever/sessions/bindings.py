@@ -12,8 +12,8 @@ from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError, NotPossibleError, UnknownIndexError
 from retriever.limits import check_tenant_name
-from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
+from retriever.predict.searched_corpus import Corpus
 from retriever.sessions.refreshed_corpora import IndexState, RefreshedCorpora
 from retriever.sessions.session_table import Sessions
 
@@ -265,6 +265,8 @@ class Bindings:
         bound = RefreshedCorpora([], self._sessions, self._lock)
         bound.change(lambda _: _opened_anew(shared, path, opened))
         self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
+        with self._lock:
+            self._sessions.turn_to(bound.current.corpus, self._shared.current.corpus, tenant)
         bound.watch(self._refresh_s)
 
     def _find(self, path: Path, tenant: str | None) -> Attached:

@@ -12,15 +12,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from retriever.drafter import TokenIds
-from retriever.kernels.entries import count_outcome
+from retriever.predict.draft import Counted
 from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
-from retriever.tree import MAX_SOURCES, DraftTree
 
 BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
@@ -28,11 +23,6 @@ BOUNDS_S: Final = (
 )
 """Upper bounds of the histogram's buckets, in seconds: a draft takes tens of microseconds, and a
 compilation a second."""
-
-MAX_POSITIONS: Final = 16
-"""Positions of drafts that are counted apart: engines verify about as many tokens at most."""
-
-_NOTHING: Final = np.zeros(1, np.int32)
 
 
 class Latencies:
@@ -51,11 +41,7 @@ class Latencies:
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a latency, `times` times."""
-        self.add_to(bisect_left(BOUNDS_S, seconds), seconds, times)
-
-    def add_to(self, bucket: int, seconds: float, times: int = 1) -> None:
-        """Count a latency whose bucket is known."""
-        self.counts[bucket] += times
+        self.counts[bisect_left(BOUNDS_S, seconds)] += times
         self.total_s += seconds * times
 
 
@@ -68,35 +54,35 @@ class DraftCounts:
     tokens committed next are its path, even if the verifier had cut it off: an upper bound of
     accepted tokens.
 
+    Args:
+        counted: what a `Predictor` counts; made here if not given.
+
     Attributes:
         by_source: int64[2, MAX_SOURCES], nodes and accepted nodes.
+        by_accepted: int64[MAX_POSITIONS + 2], drafts with a known outcome by how many of their
+            tokens came, `MAX_POSITIONS` for so many and more; the last number are the tokens
+            committed after these.
         steps: times of steps, waits for other drafts included.
         drafts: times of steps divided by their sequences, counted for each sequence.
         num_bare: drafts of bare contexts among them.
-        num_outcomes: drafts with a known outcome.
-        num_committed: tokens committed after these.
-        by_accepted: drafts with a known outcome by how many of their tokens came, `MAX_POSITIONS`
-            for so many and more.
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
-    def __init__(self) -> None:
-        self.by_source: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
-        self._uncounted: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)  # of no index
+    def __init__(self, counted: Counted | None = None) -> None:
+        self.by_source, self.by_accepted = counted or Counted.none()
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0
-        self.num_outcomes = 0
-        self.num_committed = 0
-        self.by_accepted = [0] * (MAX_POSITIONS + 1)
         self.fail_opens: Counter[int] = Counter()
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of `num_drafts` sequences."""
         if num_drafts == 1:  # mostly: the bucket is the same
-            bucket = bisect_left(BOUNDS_S, seconds)
-            self.steps.add_to(bucket, seconds)
-            self.drafts.add_to(bucket, seconds)
+            bucket, steps, drafts = bisect_left(BOUNDS_S, seconds), self.steps, self.drafts
+            steps.counts[bucket] += 1
+            drafts.counts[bucket] += 1
+            steps.total_s += seconds
+            drafts.total_s += seconds
             return
         self.steps.add(seconds)
         if num_drafts:
@@ -107,40 +93,24 @@ class DraftCounts:
         self.num_bare += 1
         self.drafts.add(seconds)
 
-    def committed(
-        self, tree: DraftTree, tokens: TokenIds, by_index: NDArray[np.int64] | None = None
-    ) -> None:
-        """Count the outcome of a draft.
+    @property
+    def num_outcomes(self) -> int:
+        """Drafts with a known outcome."""
+        return int(self.by_accepted[:-1].sum())
 
-        Args:
-            tree: the draft.
-            tokens: int32[n], the tokens committed next.
-            by_index: int64[2, MAX_SOURCES], counts of the indexes that it was drafted from.
-        """
-        counted = (self.by_source, self._uncounted if by_index is None else by_index)
-        depth = count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, *counted)
-        self.came_true(depth, len(tokens))
-
-    def came_true(self, depth: int, num_tokens: int) -> None:
-        """Count a draft whose nodes are counted: it had `depth` of the tokens committed next."""
-        self.by_accepted[min(depth, MAX_POSITIONS)] += 1
-        self.num_outcomes += 1
-        self.num_committed += num_tokens
+    @property
+    def num_committed(self) -> int:
+        """Tokens committed after these."""
+        return int(self.by_accepted[-1])
 
     def accepted_at(self) -> list[int]:
         """Return how many drafts had their token accepted at each position, the first one first."""
-        from_end = accumulate(reversed(self.by_accepted[1:]))
+        from_end = accumulate(reversed(self.by_accepted[1:-1].tolist()))
         return list(from_end)[::-1]
 
     def failed_open(self, told: Mapping[int, int]) -> None:
         """Count missed drafts that a client reports, by reason."""
         self.fail_opens.update(told)
-
-    def warm(self) -> None:
-        """Compile or load the kernel, without counting anything."""
-        tree = DraftTree.empty()
-        counted = (self.by_source, self._uncounted)
-        count_outcome(tree.token_ids, tree.parents, tree.sources, _NOTHING, *counted)
 
 
 _BETWEEN_PAUSES: Final = 256

@@ -5,6 +5,7 @@ for a disk, a server or a long prompt, except for the one write when the tokeniz
 """
 
 import math
+import struct
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,8 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.kernels.entries import first_outside
+from retriever.kernels.layout import BOUNDS
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
     DEFAULT_DURABILITY,
@@ -54,13 +57,13 @@ from retriever.limits import (
     shown,
 )
 from retriever.log.pools import Pools
-from retriever.predict.databases import Context, Databases, context_bytes
+from retriever.predict.context import Context, context_bytes
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Asked, Predictor, RefusedStepError
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.ledger import Charge, Ledger, with_ceilings
-from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
-from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
 from retriever.replication.replication_state import ReplicationCounts
@@ -106,7 +109,7 @@ _READING_BYTES: Final = 16
 
 _MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
 
-_NO_DRAFT: Final = DraftTree.empty()
+_TOKEN: Final = np.dtype(np.int32)
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _DONE: Final = object()
 _Result = TypeVar("_Result")
@@ -160,13 +163,14 @@ class EmbeddedDrafter(OfOneProcess):
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = with_ceilings(options.get("limits", DEFAULT_LIMITS))
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
-        self.draft_counts = DraftCounts()
         self.uses = TenantUses()
         self._base_bytes = 0
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(
             self.limits.max_budget_nodes, num_threads=options.get("threads", 1)
         )
+        self.draft_counts = DraftCounts(self._predictor.counted)
+        self._bound_steps()
         self._sessions = Sessions(self.limits, options.get("clock", time.monotonic))
         self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
         self._bindings = Bindings(indexes, phrases, bound, self._sessions, self._lock)
@@ -249,7 +253,7 @@ class EmbeddedDrafter(OfOneProcess):
         if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
         alone, and from the tenant's running sequences, see `GroupDrafter`.
         """
-        stated = checked_kin(**kin)
+        stated = checked_kin(**kin) if kin else ALONE
         prepared = self.prepare(prompt, remember=remember, tenant=tenant, predictions=predictions)
         prepared.kin = stated
         self.begin(SessionKey("", session), prepared)
@@ -264,13 +268,9 @@ class EmbeddedDrafter(OfOneProcess):
         A step is checked as a whole first: if any request is refused, nothing is kept of the step.
         `commit_each` refuses requests one by one.
         """
-        check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
-            if len(requests) == 1:  # without lists: they cost a microsecond
-                trees = [self._step(self._charged(requests[0]))]
-            else:
-                trees = self._commit_and_draft(self._all_charged(requests))
+            trees = self._step(requests)
             self.draft_counts.stepped(len(trees), perf_counter() - began)
         return trees
 
@@ -285,8 +285,8 @@ class EmbeddedDrafter(OfOneProcess):
         check_batch(requests, self.limits)
         began, until_s = perf_counter(), time.monotonic() + timeout_s
         with self._lock:
-            steps = self._all_charged(requests)
-            self._commit_and_draft(steps)
+            steps = [self._checked(request, "") for request in requests]
+            self._step(requests)
         trees = [list(self.drafting_ahead(step, until_s)) for step in steps]
         self.count_step(len(steps), perf_counter() - began)
         return trees
@@ -352,11 +352,12 @@ class EmbeddedDrafter(OfOneProcess):
         """
         tokens = self._tokens(prompt)
         check_length(len(tokens), self.limits)
-        expected = self._predictions(predictions)
+        expected = self._predictions(predictions) if predictions else []
         check_tenant_name(tenant)
+        needed = context_bytes(len(tokens))
         try:
-            charge = charge or self._ledger.take(tenant, 0)
-            charge.ensure(context_bytes(len(tokens)))  # before the memory is
+            charge = charge or self._ledger.take(tenant, needed)
+            charge.ensure(needed)  # before the memory is
             context = yield from Context.reading(tokens, charge)
         except MemoryError as error:
             raise out_of_memory() from error
@@ -374,6 +375,7 @@ class EmbeddedDrafter(OfOneProcess):
         check_session_name(key.name)
         with self._lock:
             self._sessions.add(key, prepared)
+            prepared.databases.turn_to(self._bindings.corpus(prepared.tenant))
             if prepared.kin is not ALONE:
                 self._join(prepared)
 
@@ -420,7 +422,7 @@ class EmbeddedDrafter(OfOneProcess):
                     step.session.is_committing = True
                     committed.append(LongCommit(step))
                 else:
-                    self._commit(step.session, step.new_tokens)
+                    self._predictor.commit(step.session.databases, step.new_tokens)
                     committed.append(step)
         return committed
 
@@ -435,7 +437,6 @@ class EmbeddedDrafter(OfOneProcess):
         session, new_tokens, request, _ = commit.step
         try:
             with self._lock:
-                self._note_outcome(session, new_tokens)
                 self._predictor.note(session.databases, new_tokens)
             # Without the lock: no other call reads or writes the tokens of this session.
             for _ in session.databases.committing(new_tokens):
@@ -464,7 +465,7 @@ class EmbeddedDrafter(OfOneProcess):
     def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
         """Draft for committed requests; also for sessions that have ended since."""
         with self._lock:
-            return self._draft_all(list(steps))
+            return [self._draft(step) for step in steps]
 
     def drafting_ahead(
         self, step: CheckedRequest, until_s: float = math.inf
@@ -518,7 +519,6 @@ class EmbeddedDrafter(OfOneProcess):
             _check_not_committing(ended, key.name)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
             self._sessions.remove(key)
-            self._note_outcome(ended, tokens)
             self._predictor.note(ended.databases, tokens)
             # Its tokens are not added to the sequence: nothing is drafted from that any more.
             if not (remember and ended.remember):
@@ -762,7 +762,6 @@ class EmbeddedDrafter(OfOneProcess):
         """Compile or load all kernels now, so that no draft waits for it."""
         warm_kernels(self._predictor, self._bindings.corpus(""), self._lock)
         self._bindings.warm()
-        self.draft_counts.warm()
         self._base_bytes = 0
         self._base_bytes = resident_bytes()[0] - self.census().memory_bytes
 
@@ -865,6 +864,15 @@ class EmbeddedDrafter(OfOneProcess):
             yield
 
     def _tokens(self, tokens: ArrayLike) -> TokenIds:
+        """Return int32[n], a copy: the caller's array may change.
+
+        Raises:
+            InvalidRequestError: they are no integers of the vocabulary in one dimension.
+        """
+        if type(tokens) is np.ndarray and tokens.dtype is _TOKEN and tokens.ndim == 1:
+            copied = tokens.copy()
+            if first_outside(copied, self._predictor.bounds[BOUNDS.VOCABULARY]) < 0:
+                return copied
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
     def _predictions(self, predictions: Iterable[Prediction]) -> list[Prediction]:
@@ -908,80 +916,35 @@ class EmbeddedDrafter(OfOneProcess):
         step.session.databases.context.make_room(len(step.new_tokens))
         return step
 
-    def _all_charged(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
-        """Check a step as a whole, and take the memory for its tokens."""
-        steps = [self._checked(request, "") for request in requests]
-        for session, tokens, _, _ in steps:
-            # What is taken for a refused step is given back with its session.
-            session.databases.context.make_room(len(tokens))
-        return steps
+    def _step(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Do a step, whose numbers the kernel checks; it is refused as a whole or not at all."""
+        if len(requests) > 1:
+            check_batch(requests, self.limits)
+        try:
+            if len(requests) == 1:
+                return [self._predictor.step(*self._asked(requests[0]))]
+            return self._predictor.step_all([self._asked(request) for request in requests])
+        except (RefusedStepError, struct.error, TypeError) as error:
+            check_batch(requests, self.limits)
+            place = error.place if isinstance(error, RefusedStepError) else 0
+            self._checked(requests[place], "")  # these tell why
+            raise
 
-    def _commit_and_draft(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
-        """Commit the tokens of charged steps, count what they say of the last drafts, and draft."""
-        if len(steps) == 1:
-            return [self._step(steps[0])]
-        for session, new_tokens, _, _ in steps:
-            self._note_outcome(session, new_tokens)
-        return self._draft_together(steps, [step.new_tokens for step in steps])
-
-    def _step(self, step: CheckedRequest) -> DraftTree:
-        """Do so for one step: mostly in one call of a kernel."""
-        session, tokens, request, _ = step
-        databases, drafted, counts = session.databases, session.drafted, self.draft_counts
-        has_tree = request.budget_nodes > 0 and request.length > 0
-        may_be_one = has_tree and self._predictor.in_one_call
-        if not (may_be_one and databases.can_append(len(tokens))):
-            self._commit(session, tokens)
-            return self._draft(step)
-        corpora = self._bindings.corpora(databases.pool.tenant)
-        databases.turn_to(corpora.current.corpus)
-        outcome = (_NO_DRAFT if drafted is None else drafted, counts.by_source, corpora.outcomes)
-        tree, depth = self._predictor.step(
-            databases, tokens, request.budget_nodes, request.min_probability, outcome
-        )
-        if drafted is not None:
-            counts.came_true(depth, len(tokens))
-        session.drafted = tree
-        return tree
-
-    def _commit(self, session: Session, new_tokens: TokenIds) -> None:
-        """Commit checked tokens, and count the outcome of the session's last draft."""
-        self._note_outcome(session, new_tokens)
-        self._predictor.commit(session.databases, new_tokens)
-
-    def _note_outcome(self, session: Session, new_tokens: TokenIds) -> None:
-        if session.drafted is not None:
-            by_index = self._bindings.corpora(session.tenant).outcomes
-            self.draft_counts.committed(session.drafted, new_tokens, by_index)
-            session.drafted = None
-
-    def _draft_all(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
-        """Draft for sequences whose tokens are committed."""
-        if len(steps) == 1 or any(step.session.is_committing for step in steps):
-            return [self._draft(step) for step in steps]
-        return self._draft_together(steps, [_NO_TOKENS] * len(steps))
-
-    def _draft_together(
-        self, steps: Sequence[CheckedRequest], tokens: Sequence[TokenIds]
-    ) -> list[DraftTree]:
-        """Commit int32[n] to each sequence of a step and draft, divided over threads."""
-        asked = []
-        for (session, _, request, _), new in zip(steps, tokens, strict=True):
-            databases = session.databases
-            databases.turn_to(self._bindings.corpus(databases.pool.tenant))
-            asked.append(Asked(databases, new, request.budget_nodes, request.min_probability))
-        trees = self._predictor.draft_each(asked)
-        for step, tree in zip(steps, trees, strict=True):
-            step.session.drafted = tree
-        return trees
+    def _asked(self, request: DraftRequest) -> Asked:
+        """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
+        name, tokens, length, budget, min_probability, _ = request
+        session = self._sessions.get(("", name))  # type: ignore[arg-type]  # it is made faster
+        if session.is_committing:
+            _check_not_committing(session, name)
+        if type(tokens) is not np.ndarray or tokens.dtype is not _TOKEN or tokens.ndim != 1:
+            tokens = self._tokens(tokens)
+        return Asked(session.databases, tokens, length, budget, min_probability)
 
     def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session
         if session.is_committing:  # of another step, which is written without the lock
             return DraftTree.empty()
-        tree = self._grow(session.databases, request.budget_nodes, request.min_probability)
-        session.drafted = tree
-        return tree
+        return self._grow(session.databases, request.budget_nodes, request.min_probability)
 
     def _grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._bindings.corpus(databases.pool.tenant))
@@ -1007,6 +970,16 @@ class EmbeddedDrafter(OfOneProcess):
             limits.max_tenant_bytes,
         )
         self._pools.take_limits(limits)
+        self._bound_steps()
+
+    def _bound_steps(self) -> None:
+        """Have the predictor check steps against the limits and the vocabulary."""
+        bounds, limits = self._predictor.bounds, self.limits
+        most = min(limits.max_budget_nodes, limits.max_step_nodes)
+        bounds[BOUNDS.NODES] = most if limits.max_batch > 0 else -1
+        bounds[BOUNDS.TOKENS] = limits.max_sequence_tokens
+        if self.vocabulary is not None:
+            bounds[BOUNDS.VOCABULARY] = self.vocabulary.size
 
     def _remember(self, key: SessionKey, session: Session) -> None:
         """Add a session's output to the generations, if it is to be remembered."""

@@ -12,8 +12,8 @@ from typing import Final, TypedDict
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Durability, Limits
+from retriever.predict.draft import Predictor
 from retriever.predict.phrases import Encode, ListedPhrases, Track, read_lines
-from retriever.predict.predictor import Predictor
 from retriever.replication.options import ReplicationOptions
 from retriever.sessions.bindings import Bound, BoundPaths
 from retriever.sessions.refreshed_corpora import IndexState, MissingIndex

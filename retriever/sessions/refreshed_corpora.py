@@ -17,22 +17,22 @@ from threading import Event, Lock, Thread
 from typing import Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.drafter import Kin, Prediction, TokenIds
 from retriever.kernels.layout import MAX_MATCH
-from retriever.predict.databases import Context, Corpus, Databases, tables_of
+from retriever.predict.context import Context
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Asked, Predictor
 from retriever.predict.generations import Generations
-from retriever.predict.parallel import Asked
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
-from retriever.predict.predictor import Predictor
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
+from retriever.predict.searched_corpus import Corpus, no_outcomes, tables_of
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
-from retriever.tree import MAX_SOURCES, DraftTree, Source
+from retriever.tree import Source
 
 _logger = logging.getLogger(__name__)
 
@@ -55,15 +55,19 @@ class Corpora:
     corpus: Corpus
 
     @classmethod
-    def of(cls, indexes: Sequence[Index], before: Self | None = None) -> Self:
+    def of(
+        cls,
+        indexes: Sequence[Index],
+        before: Self | None = None,
+    ) -> Self:
         """Return the corpus of open indexes of one vocabulary.
 
         Adding up large phrase tables of several indexes takes seconds.
 
         Args:
             indexes: what to draft from.
-            before: an earlier corpus of the same indexes: its phrase tables are reused if none are
-                new.
+            before: an earlier corpus of the same indexes: its outcomes are counted on, and its
+                phrase tables are reused if none are new.
 
         Raises:
             indexer.errors.IndexerError: phrase tables cannot be added up.
@@ -73,7 +77,8 @@ class Corpora:
             tables = before.corpus.tables
         else:
             tables = tables_of(indexes)
-        return cls(tuple(indexes), Corpus(segments, tables))
+        outcomes = no_outcomes() if before is None else before.corpus.outcomes
+        return cls(tuple(indexes), Corpus(segments, tables, outcomes=outcomes))
 
     def warm(self) -> None:
         """Have no draft wait for pages of the indexes that are in memory."""
@@ -115,10 +120,12 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     unused = Databases(Context(context), Pool("", Generations(0)), corpus)
     unused.pool.generations.add(context)
     with lock:
-        predictor.draft_each([Asked(unused, context[:0], 1, 0.0)] * 2)
-        predictor.commit(unused, context[:1])
-        counts = np.zeros((2, MAX_SOURCES), np.int64)
-        predictor.step(unused, context[:1], 1, 0.0, (DraftTree.empty(), counts, counts))
+        kept = [*predictor.counted, predictor.bounds]
+        before = [numbers.copy() for numbers in kept]
+        predictor.bounds[:] = np.iinfo(np.int64).max
+        asked = Asked(unused, context[:1], len(context) + 1, 1, 0.0)
+        predictor.step_all([asked, asked])
+        predictor.step(unused, context[:1], len(context) + 3, 1, 0.0)
         unused.expect(Predictions([Prediction(context)]))
         predictor.draft(unused, 1, 0.0)
         predictor.note(unused, context[:1])
@@ -128,6 +135,8 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         running.join(Kin("group"), is_shared=True)
         running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
         running.leave()
+        for numbers, known in zip(kept, before, strict=True):
+            numbers[:] = known
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:
@@ -175,13 +184,10 @@ class RefreshedCorpora:
 
     Attributes:
         failures: failed attempts to open a changed or missing index.
-        outcomes: int64[2, MAX_SOURCES], nodes and accepted nodes of drafts from these indexes; only
-            rises.
     """
 
     def __init__(self, indexes: Sequence[IndexState], sessions: Sessions, lock: Lock) -> None:
         self.failures = 0
-        self.outcomes: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
         self._indexes = tuple(indexes)
         survive_cuts(_open_among(indexes), self.drop_cut)
         self._corpora = Corpora.of(_open_among(indexes))
@@ -219,7 +225,7 @@ class RefreshedCorpora:
     @property
     def outcome(self) -> tuple[int, int]:
         """Nodes of the corpus itself in all drafts from these indexes, and those accepted."""
-        drafted, accepted = self.outcomes[:, Source.CORPUS].tolist()
+        drafted, accepted = self._corpora.corpus.outcomes[:, Source.CORPUS].tolist()
         return drafted, accepted
 
     @property

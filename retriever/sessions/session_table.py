@@ -10,11 +10,11 @@ from typing import NamedTuple
 from retriever.drafter import ALONE, DraftRequest, Kin, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.limits import RETRY_S, Limits
-from retriever.predict.databases import Corpus, Databases
+from retriever.predict.databases import Databases
 from retriever.predict.pool import Pool
+from retriever.predict.searched_corpus import Corpus
 from retriever.sequences import OpenSessions, SessionKey
 from retriever.sessions.client_lives import Client, ClientLives
-from retriever.tree import DraftTree
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -26,7 +26,6 @@ class Session:
         prompt_length: tokens of the prompt.
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
-        drafted: its last draft, whose outcome is not known yet; None before the first.
         client: that it belongs to; None without one.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
@@ -37,7 +36,6 @@ class Session:
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
-    drafted: DraftTree | None = None
     client: Client | None = None
     is_open: bool = True
     is_committing: bool = False
@@ -111,7 +109,11 @@ class Sessions:
         Raises:
             UnknownSessionError: no session has this name.
         """
-        session = self._open.use(key)
+        by_name = self._open.by_name
+        session = by_name.get(key)
+        if session is None:
+            return self._open.get(key)
+        by_name.move_to_end(key)
         session.last_used_s = self._clock()
         return session
 
@@ -226,10 +228,13 @@ class Sessions:
         latest = islice(reversed(self._open.values()), max_sessions)
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
-    def turn_to(self, corpus: Corpus, older: Corpus) -> None:
-        """Move sessions from an older corpus to this one, so that the old one can close."""
+    def turn_to(self, corpus: Corpus, older: Corpus, tenant: str | None = None) -> None:
+        """Move sessions, or those of a tenant, from an older corpus to this one.
+
+        The older one can close then.
+        """
         for session in self._open.values():
-            if session.databases.corpus is older:
+            if session.databases.corpus is older and tenant in {None, session.tenant}:
                 session.databases.turn_to(corpus)
 
     def _make_place(self, tenant: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_the_examples_of_plugging_in_run(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -21,6 +22,7 @@ def test_the_examples_of_plugging_in_run(
     assert names["foredraft"].statistics.num_tokens > 0
 
 
+@pytest.mark.programs
 def test_the_example_of_rollouts_runs() -> None:
     names = run("rollouts.md", num_blocks=1)
     assert names["foredraft"].statistics.num_tokens == 3 * 5 * 16

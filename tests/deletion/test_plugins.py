@@ -75,6 +75,7 @@ for flags in {flags}:
 """
 
 
+@pytest.mark.programs
 def test_core_can_be_imported_and_an_option_whose_plugin_is_gone_says_so(bare: Path) -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in core()]
     left_out = re.compile(r"^foredraft\.|__main__|_pb2|\.__init__$|\.ray|redis|tracing")

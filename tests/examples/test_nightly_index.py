@@ -278,6 +278,7 @@ def drafted_from(address: str, index: Path) -> bool:
         return any(info.num_documents for info in client.list_indexes() if index.name in info.name)
 
 
+@pytest.mark.programs
 def test_a_running_service_drafts_from_yesterdays_answers(
     place: Path, model_folder: Path, language_model: LanguageModel
 ) -> None:
@@ -311,6 +312,7 @@ def test_a_running_service_drafts_from_yesterdays_answers(
     assert len((place / "logs" / day(0)).read_text().splitlines()) == 2 * len(QUESTIONS)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_the_index_of_the_night_before(
     place: Path, model_folder: Path, by: signal.Signals

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Unpack
 from weakref import WeakValueDictionary
 
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import DEFAULT_LIMITS, DrafterOptions

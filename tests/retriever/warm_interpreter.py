@@ -195,7 +195,7 @@ def _template() -> socket.socket:
 def _warm() -> None:
     """Import what commands need, and load the kernels, without starting a thread."""
     from retriever.commands import app  # noqa: F401, PLC0415  (the names of all commands)
-    from retriever.predict.predictor import Predictor  # noqa: PLC0415
+    from retriever.predict.draft import Predictor  # noqa: PLC0415
     from retriever.sessions.refreshed_corpora import Corpora, warm_kernels  # noqa: PLC0415
     from retriever.wire import long_messages  # noqa: PLC0415
 

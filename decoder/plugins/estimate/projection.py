@@ -224,7 +224,7 @@ class _RecordedSequence:
 
     def _draft(self, output: TokenIds, done: int, context: int) -> DraftTree:
         max_nodes = self._budget.ask(Load.of(context))
-        if max_nodes == 0:
+        if max_nodes == 0 or done == len(output) - 1:  # for the last token no draft is asked
             return DraftTree.empty()
         new, self._sent = output[self._sent : done], done
         began = self._clock()

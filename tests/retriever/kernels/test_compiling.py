@@ -139,10 +139,12 @@ def test_a_change_of_what_a_kernel_calls_is_compiled(
 
 PROBABILITIES = """
 import numpy as np
-from retriever.predict.databases import Context, Corpus, Databases, tables_of
+from retriever.predict.context import Context
+from retriever.predict.searched_corpus import Corpus, tables_of
+from retriever.predict.databases import Databases
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 
 rng = np.random.default_rng(5)
 predictor, pool = Predictor(32), Pool("", Generations(0))

@@ -13,8 +13,7 @@ from retriever.kernels.cursors import (
     set_trail,
 )
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
-from retriever.predict.databases import Context
-from retriever.predict.question import Question
+from retriever.predict.context import Context
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
@@ -27,6 +26,7 @@ from tests.retriever.kernels.edited_files import (
     random_file,
     rows_in,
 )
+from tests.retriever.kernels.stages import collect_sequence
 from tests.retriever.kernels.twins.cursor_twin import (
     LONG,
     LOST,
@@ -205,9 +205,7 @@ def test_copying_is_offered_before_any_token_agrees(
 
 
 def collect(context: Context, scratch: Scratch) -> int:
-    """Rows of a sequence in whose corpus no token is known."""
-    none_known = np.empty(0, np.float32)
-    return context.collect(Question(context.last(MAX_MATCH), none_known, AHEAD, scratch), 0)
+    return collect_sequence(context, AHEAD, scratch)
 
 
 def test_a_cursor_outlives_the_store_it_was_set_in() -> None:
@@ -339,7 +337,7 @@ def test_what_is_supposed_leaves_no_trail() -> None:
     context.commit(file[20:40])
     collect(context, scratch)
     before = [array.copy() for array in context.cursor]
-    with context.supposing(np.array([901, *range(41, 50)], np.int32), file[:0]):
+    with context.supposing(np.array([901, *range(41, 50)], np.int32)):
         assert collect(context, scratch)
         assert context.cursor.trail[3] == 1
     assert all(map(np.array_equal, context.cursor, before))

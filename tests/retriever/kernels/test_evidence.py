@@ -9,7 +9,7 @@ from indexer.reader import PhraseTables
 from retriever.kernels.layout import MAX_SUCCESSORS, Scratch, Tables
 from retriever.kernels.live_table import WAYS
 from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_successor
-from retriever.predict.databases import to_kernel
+from retriever.predict.searched_corpus import to_kernel
 from tests.indexer.stages.phrase_reading import find
 from tests.retriever.kernels.twins.evidence_twin import Known
 from tests.retriever.kernels.twins.worlds import (

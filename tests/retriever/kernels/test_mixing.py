@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Traits, Work
 from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
-from retriever.predict.predictor import DEFAULT_PRIOR
+from retriever.predict.draft import DEFAULT_PRIOR
 from retriever.predict.weights import Weights, prior_weights, values_of
 from retriever.tree import Source
 from tests.retriever.kernels.twins import mixing_twin

@@ -17,7 +17,7 @@ from retriever.kernels.layout import (
     unpack,
     unpack_at,
 )
-from retriever.predict.databases import Context
+from retriever.predict.context import Context
 
 
 class Several(NamedTuple):

@@ -6,11 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retriever.drafter import DraftRequest
+from retriever.kernels.entries import count_outcome
+from retriever.kernels.layout import MAX_POSITIONS, Grown
 from retriever.service.draft_stream import DraftStream
 from retriever.service.scheduler import Scheduler
-from retriever.sessions.draft_counts import BOUNDS_S, MAX_POSITIONS, DraftCounts, Latencies
+from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
@@ -28,6 +31,16 @@ def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
     return DraftTree.checked(tokens, parents, falling, sources)
 
 
+def committed(counts: DraftCounts, tree: DraftTree, tokens: NDArray[np.int32]) -> None:
+    """Count what came of a tree as a step does."""
+    nodes = Grown(tree.token_ids, tree.parents, tree.probabilities, tree.sources)
+    counted = np.zeros_like(counts.by_source)
+    depth = count_outcome(nodes, len(tree), tokens, counted)
+    counts.by_source += counted
+    counts.by_accepted[min(depth, MAX_POSITIONS)] += 1
+    counts.by_accepted[-1] += len(tokens)
+
+
 def test_nodes_and_accepted_tokens_equal_the_twins() -> None:
     rng = np.random.default_rng(3)
     draft_counts, nodes, accepted = DraftCounts(), Counter[int](), Counter[int]()
@@ -35,7 +48,7 @@ def test_nodes_and_accepted_tokens_equal_the_twins() -> None:
     for _ in range(1000):
         tree = random_tree(rng, int(rng.integers(0, 7)))
         tokens = rng.integers(0, 3, int(rng.integers(0, 6))).astype(np.int32)
-        draft_counts.committed(tree, tokens)
+        committed(draft_counts, tree, tokens)
         nodes.update(tree.sources.tolist())
         accepted.update(tree.sources[tree.follow(tokens)].tolist())
         positions.update(range(len(tree.follow(tokens))))
@@ -127,24 +140,15 @@ def test_a_census_counts_what_is_held() -> None:
     drafter.shut_down()
 
 
-def test_counting_a_step_takes_about_two_microseconds() -> None:
+def test_counting_a_step_takes_about_a_microsecond() -> None:
     """The least of many rounds: what others do on the machine at the same time is not ours."""
-    random = random_tree(np.random.default_rng(1), 6)
-    tree = DraftTree(
-        np.resize(random.token_ids, 32),
-        np.resize(random.parents, 32),
-        np.linspace(1, 0, 32, dtype=np.float32),
-        np.resize(random.sources, 32),
-    )
-    tokens = np.array([1, 2], np.int32)
     draft_counts, rounds, best = DraftCounts(), 1000, 1.0
     for _ in range(100):
         began = time.perf_counter()
         for _ in range(rounds):
-            draft_counts.committed(tree, tokens)
             draft_counts.stepped(1, 3e-5)
         best = min(best, (time.perf_counter() - began) / rounds)
-    assert best < 4e-6
+    assert best < 2e-6
 
 
 def test_drafts_longer_than_what_is_counted_apart_count_at_every_position() -> None:
@@ -153,6 +157,6 @@ def test_drafts_longer_than_what_is_counted_apart_count_at_every_position() -> N
     chain = DraftTree.checked(
         range(long), range(-1, long - 1), np.linspace(0.9, 0.5, long), [Source.CORPUS] * long
     )
-    draft_counts.committed(chain, chain.token_ids)
-    draft_counts.committed(chain, chain.token_ids[:2])
+    committed(draft_counts, chain, chain.token_ids)
+    committed(draft_counts, chain, chain.token_ids[:2])
     assert draft_counts.accepted_at() == [2, 2, *[1] * (MAX_POSITIONS - 2)]

@@ -278,8 +278,8 @@ def busy_history(num_samples: int = 361, seed: int = 3) -> History:
     history = History(lambda: counts, lambda: now)
     for each in range(1, num_samples):
         now += SAMPLE_S
-        counts.num_outcomes += 1000
-        counts.num_committed += 1500 + 4 * each + rng.randint(0, 300)
+        counts.by_accepted[1] += 1000
+        counts.by_accepted[-1] += 1500 + 4 * each + rng.randint(0, 300)
         counts.drafts.add(4e-5 * rng.uniform(0.5, 3), 980)
         counts.drafts.add(4e-4 * rng.uniform(0.5, 20), 20)
         for source in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS):
@@ -293,7 +293,7 @@ def test_the_history_tells_steps_latencies_and_memory() -> None:
     history = History(lambda: counts, lambda: now)
     now += SAMPLE_S
     history.sample()
-    counts.num_outcomes, counts.num_committed = 4, 10
+    counts.by_accepted[0], counts.by_accepted[-1] = 4, 10
     counts.drafts.add(3e-5, 98)
     counts.drafts.add(0.5, 2)
     now += SAMPLE_S

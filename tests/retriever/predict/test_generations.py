@@ -10,17 +10,19 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.generations import Generations, Output
-from retriever.predict.question import Question
 from retriever.predict.stores import GENERATIONS_LIMITS, ChainStore
 from retriever.tree import Source
+from tests.retriever.kernels.stages import collect_store
 from tests.retriever.kernels.twins import row_twins as twins
 
 DEPTH = 12
 
 
 def rows_of(generations: Generations, query: TokenIds) -> list[twins.Row]:
-    scratch, none_known = Scratch(DEPTH), np.empty(0, np.float32)
-    num_rows = generations.collect(Question(query[-MAX_MATCH:], none_known, DEPTH, scratch), 0)
+    scratch = Scratch(DEPTH)
+    generations.leave_out_expired()
+    store, source = generations.arrays[0], int(Source.GENERATIONS)
+    num_rows = collect_store(store, source, query[-MAX_MATCH:], DEPTH, scratch)
     return [
         twins.Row(
             tuple(scratch.continuations[i, : scratch.rows[i]["length"]].tolist()),

@@ -29,6 +29,7 @@ from tests.retriever.kernels.edited_files import (
     random_file,
     rows_in,
 )
+from tests.retriever.kernels.stages import collect_store
 from tests.retriever.kernels.twins.cursor_twin import LONG, TextCursorTwin
 from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.token_ids import ids
@@ -120,7 +121,9 @@ def test_rows_of_predictions_are_those_of_matches_and_cursors() -> None:
             twins = [twin.moved(tokens, new) for twin in twins]
             output += new
             question = Question(ids(*output[-MAX_MATCH:]), none_known, AHEAD, scratch)
-            end = store.collect(question, 0)
+            end = collect_store(
+                store.packed, int(Source.PREDICTIONS), question.query, AHEAD, scratch
+            )
             found = rows_in(scratch, 0, end)
             twins = [twin.set([(place, row.match) for place, row in found]) for twin in twins]
             places = [place for place, _ in found]

@@ -11,12 +11,12 @@ import pytest
 from retriever.drafter import DraftRequest, GroupDrafter, Kin, TokenIds
 from retriever.errors import InvalidRequestError
 from retriever.kernels.chains import FADING, LEAST_FADED
-from retriever.kernels.entries import append_to_lane, collect_running, move_lanes, withdraw_lane
+from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
 from retriever.kernels.layout import LANE_BLOCK, MAX_MATCH, Scratch
 from retriever.limits import Limits
-from retriever.predict.databases import Context
+from retriever.predict.context import Context
+from retriever.predict.draft import Predictor
 from retriever.predict.pool import Pool
-from retriever.predict.predictor import Predictor
 from retriever.predict.running import (
     FEWEST_TOKENS,
     MOST_TOKENS,
@@ -30,6 +30,7 @@ from retriever.predict.running import (
 from retriever.sequences import SessionKey, checked_kin
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.tree import DraftTree, Source
+from tests.retriever.kernels.stages import collect_running
 from tests.retriever.kernels.twins.lane_twin import LaneTwin, RunningTwin
 from tests.retriever.open_sessions import WatchedDrafter
 from tests.retriever.token_ids import ids

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from retriever.drafter import TokenIds
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.operations.design import colours
 from retriever.operations.status_page import swatch
 from retriever.predict.databases import DatabaseKind, register
 from retriever.predict.question import Occurrence, Question, write_row
 from retriever.predict.weights import from_bytes, prior_weights, to_bytes
-from retriever.sessions.draft_counts import DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source, drafted_sources
 from retriever.wire.messages import tree_from_message, tree_to_message
@@ -50,8 +49,9 @@ def main(kept: Path) -> None:
     drafter = EmbeddedDrafter()
     explanation = drafter.explain([90, 91], 4)
     tree = drafter.draft_context([90, 91], 4)
-    draft_counts = DraftCounts()
-    draft_counts.committed(tree, np.array([92, 93, 7], np.int32))
+    drafter.open("counting", [90, 91])
+    drafter.draft([DraftRequest("counting", np.empty(0, np.int32), 2, 4)])
+    drafter.close("counting", np.array([92, 93, 7], np.int32))
     weights, prior = from_bytes(kept.read_bytes()), prior_weights()
     databases = [int(source) for source in drafted_sources() if source != COUNTING]
     weights["escape"][0, COUNTING] += 1
@@ -64,7 +64,7 @@ def main(kept: Path) -> None:
         "shown": [source.label for source in drafted_sources()],
         "colour": colours()[COUNTING.label],
         "swatch": swatch(COUNTING).get("class"),
-        "counted": draft_counts.by_source[:, COUNTING].tolist(),
+        "counted": drafter.draft_counts.by_source[:, COUNTING].tolist(),
         "known": weights["escape"][0, :COUNTING].ravel().tolist(),
         "network": weights["evidence"].ravel().tolist(),
         "default": (weights["escape"][0, COUNTING] - 1 - prior["escape"][0, databases].mean(axis=0))

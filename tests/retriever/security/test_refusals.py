@@ -12,7 +12,7 @@ import pytest
 from retriever.client.strict import RemoteDrafter
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError, StateError
 from retriever.limits import Limits
-from retriever.predict.databases import context_bytes
+from retriever.predict.context import context_bytes
 from retriever.predict.generations import POOL_BYTES, generations_bytes
 from retriever.predict.stores import GENERATIONS_ALONE
 from retriever.sequences import SessionKey

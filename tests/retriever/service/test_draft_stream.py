@@ -12,7 +12,7 @@ import pytest
 from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError, UnknownSessionError
 from retriever.limits import Limits
-from retriever.predict.databases import context_bytes
+from retriever.predict.context import context_bytes
 from retriever.predict.generations import POOL_BYTES, generations_bytes
 from retriever.predict.stores import GENERATIONS_ALONE
 from retriever.sequences import SessionKey

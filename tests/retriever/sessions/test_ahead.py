@@ -51,7 +51,6 @@ def arrays(drafter: WatchedDrafter, session: str) -> Iterator[tuple[str, Any]]:
     yield "state", chains.state.tolist()
     yield "last", chains.last.tolist()
     yield "cursor", [array.tolist() for array in held.context.cursor]
-    yield "longest", held.in_corpus.longest
     yield "weights", held.pool.weights.tobytes()
     yield "generations", held.pool.generations.num_tokens
     if held.predictions is not None:

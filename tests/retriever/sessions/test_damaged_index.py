@@ -23,7 +23,7 @@ from indexer.errors import IndexerError
 from indexer.reader import Index
 from retriever.drafter import DraftRequest
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.predict.predictor import Predictor
+from retriever.predict.draft import Predictor
 from tests.indexer.format.damages import damages
 
 path, other, flips, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

@@ -9,7 +9,7 @@ import pytest
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, UnknownSessionError
 from retriever.limits import Limits
-from retriever.predict.databases import context_bytes
+from retriever.predict.context import context_bytes
 from retriever.predict.generations import Generations, Output
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit

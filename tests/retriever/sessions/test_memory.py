@@ -12,7 +12,7 @@ import pytest
 from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
-from retriever.predict.databases import SEQUENCE_BYTES, Context, context_bytes
+from retriever.predict.context import SEQUENCE_BYTES, Context, context_bytes
 from retriever.predict.generations import POOL_BYTES, Generations, generations_bytes
 from retriever.predict.ledger import Ledger, default_max_bytes, with_ceilings
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS

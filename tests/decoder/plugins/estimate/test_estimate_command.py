@@ -10,6 +10,8 @@ import pytest
 from indexer.build import build_from_texts
 from tests.decoder.commands.command_line import run
 
+pytestmark = pytest.mark.plugin("decoder.plugins.contenders")
+
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:

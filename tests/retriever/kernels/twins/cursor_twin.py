@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from retriever.kernels.cursors import new_cursor
+from retriever.kernels.cursors import begin_cursor
 from retriever.kernels.layout import MAX_MATCH
-from retriever.predict.databases import Databases
+from retriever.predict.draft import Asked, Predictor
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.row_twins import Row, bucket_of, copy_from, match_length
 
@@ -70,20 +70,17 @@ class CursorTwin:
         return rows[:room]
 
 
-_DRAFT = Databases.draft
-
-
-def _draft_without_cursor(databases: Databases, *args: Any) -> tuple[DraftTree, int]:
-    """In place of `Databases.draft`: forgets where the cursor stood, so that it has no effect."""
-    for array, start in zip(databases.context.cursor, new_cursor(is_sequence=True), strict=True):
-        array[:] = start
-    return _DRAFT(databases, *args)
+def _step_without_cursor(predictor: Predictor, *asked: Any) -> DraftTree:
+    """In place of `Predictor.step`: forgets where cursors stood, so that they have no effect."""
+    each = Asked(*asked)
+    predictor.commit(each.databases, each.tokens)
+    begin_cursor(each.databases.context.cursor)
+    return predictor.draft(each.databases, each.budget, each.min_probability)
 
 
 def without_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all drafts be those of sequences without a cursor, each in calls of its own."""
-    monkeypatch.setattr(Databases, "draft", _draft_without_cursor)
-    monkeypatch.setattr(Databases, "can_append", lambda *_: False)
+    """Have all drafts be those of sequences without a cursor."""
+    monkeypatch.setattr(Predictor, "step", _step_without_cursor)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,20 @@ from indexer.format.opening import Segment
 from indexer.reader import PhraseTables
 from retriever.kernels.candidates import slots_for
 from retriever.kernels.evidence import gather, plant
-from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Tables
+from retriever.kernels.layout import (
+    FLOAT32,
+    INT32,
+    MAX_MATCH,
+    UINT8,
+    Evidence,
+    Grown,
+    Scratch,
+    Tables,
+)
 from retriever.kernels.tree_growth import grow_tree
-from retriever.predict.databases import Context, to_kernel
+from retriever.predict.context import Context
 from retriever.predict.generations import Generations
+from retriever.predict.searched_corpus import to_kernel
 from retriever.predict.weights import Weights
 from retriever.tree import DraftTree
 from tests.indexer.stages.phrase_reading import build_tables
@@ -80,14 +90,15 @@ class World:
         """Return the tree that a kernel grows, having checked that it is one."""
         twins.fill(self.scratch, self.rows)
         before = [array.tobytes() for array in self.tables]
+        grown = Grown(*(np.zeros(MAX_BUDGET, dtype) for dtype in (INT32, INT32, FLOAT32, UINT8)))
         size = by(
             self.scratch.found, len(self.rows), self.context.chains, self.generations.live,
-            self.tables, weights, ESCAPE, self.scratch.work, self.scratch.grown, budget,
+            self.tables, weights, ESCAPE, self.scratch.work, grown, budget,
             min_probability,
         )  # fmt: skip
         assert [array.tobytes() for array in self.tables] == before
         assert (self.scratch.work.slots == -1).all()
-        arrays = (array[:size].copy() for array in self.scratch.grown)
+        arrays = (array[:size] for array in grown)
         return DraftTree.checked(*arrays, vocabulary_size=self.phrases.vocabulary_size)
 
     def twin(self) -> EvidenceTwin:

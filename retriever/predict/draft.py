@@ -1,0 +1,409 @@
+"""Drafts: what databases have found becomes a tree, and what follows it is learned from.
+
+A step commits tokens to some sequences and drafts for each. The kernel does all of it in one call
+(`kernels.entries.step_sequences`), but for databases without a stage, which are asked between two.
+Sequences of one tenant and one corpus are divided over threads: a draft writes to scratch memory
+and to its own sequence alone. Each thread takes the next sequence that has not been taken, so trees
+do not depend on the number of threads.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self
+from weakref import ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.drafter import TokenIds
+from retriever.kernels.entries import (
+    APPEND,
+    CHECK,
+    DRAFT,
+    OUTCOME,
+    check_steps,
+    step_sequences,
+)
+from retriever.kernels.layout import BOUNDS, MAX_POSITIONS, PRIOR, Scratch, Shared, pack
+from retriever.predict.databases import DATABASES, Databases
+from retriever.predict.generations import live_table
+from retriever.predict.pool import DraftedFrom
+from retriever.predict.running import NOTHING_RUNS
+from retriever.predict.searched_corpus import no_outcomes
+from retriever.predict.step_record import StepRecord
+from retriever.tree import DraftTree
+
+LEAST_SEQUENCES: Final = 4
+"""Sequences of a step for each thread: with fewer, waking a thread costs what it saves."""
+
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_LIVE: Final = live_table(0)
+_COMMIT: Final = OUTCOME + APPEND
+_WHOLE: Final = CHECK + _COMMIT + DRAFT
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Relative weights of rows of evidence, before mixing.
+
+    The weight by database is in `databases.DATABASES`.
+
+    Attributes:
+        backoff: count at which a match of one token takes half of the probability left by longer
+            matches; a match of k tokens needs 1/k of it.
+        escape: weight of tokens that no row predicts, at every node.
+        rate: size of a learning step.
+    """
+
+    backoff: float = 32.0
+    escape: float = 0.03
+    rate: float = 0.001
+
+    def to_kernel(self) -> NDArray[Any]:
+        """Return PRIOR[1], with the trust of all registered databases."""
+        record = np.zeros(1, PRIOR)
+        record["backoff"], record["escape"] = self.backoff, self.escape
+        for kind in DATABASES:
+            record["trust"][0, kind.source] = kind.trust
+        return record
+
+
+DEFAULT_PRIOR: Final = Prior()
+
+
+class Asked(NamedTuple):
+    """A sequence of a step.
+
+    Attributes:
+        databases: of the sequence.
+        tokens: int32[n], committed to it before it is drafted for.
+        length: tokens of the sequence then.
+        budget: most nodes of its tree.
+        min_probability: less probable nodes are left out.
+    """
+
+    databases: Databases
+    tokens: TokenIds
+    length: int
+    budget: int
+    min_probability: float
+
+
+class RefusedStepError(Exception):
+    """A step is refused, before anything of it is done.
+
+    Attributes:
+        place: of the first sequence that does not fit.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__(f"sequence {place} of the step does not fit")
+        self.place = place
+
+
+class Counted(NamedTuple):
+    """What is counted of drafts whose outcome is known; see `Shared`.
+
+    Attributes:
+        by_source: int64[2, MAX_SOURCES].
+        by_accepted: int64[MAX_POSITIONS + 2].
+    """
+
+    by_source: NDArray[np.int64]
+    by_accepted: NDArray[np.int64]
+
+    @classmethod
+    def none(cls) -> Self:
+        """Return counts from 0."""
+        return cls(no_outcomes(), np.zeros(MAX_POSITIONS + 2, np.int64))
+
+
+class Predictor:
+    """Grows draft trees from databases; owns the scratch memory, so not thread-safe.
+
+    Args:
+        max_budget: most nodes of any tree.
+        prior: weights before learning.
+        num_threads: over which a step of many sequences is divided.
+
+    Attributes:
+        bounds: int64[3], what steps are checked against, by the fields of `BOUNDS`.
+        counted: drafts whose outcome is known.
+        scratch: of the last draft; holds its candidates until the next one.
+        num_rows: rows of evidence of the last draft.
+    """
+
+    def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int = 1) -> None:
+        self.bounds = np.full(BOUNDS.SIZE, np.iinfo(np.int64).max)
+        self.bounds[BOUNDS.NODES] = self._max_budget = max_budget
+        self.counted = Counted.none()
+        self._prior = prior.to_kernel()
+        self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
+        self.num_rows = 0
+        self._rate = prior.rate
+        # Of the draft in the scratch memory; weak, so that an ended sequence leaves memory.
+        self._last: ref[Databases] | None = None
+        self._turn = np.zeros(1, np.int64)
+        self._ahead: tuple[Scratch, StepRecord] | None = None
+        self._num_threads = num_threads
+        self._threads: ThreadPoolExecutor | None = None
+        self._scratches: list[Scratch] = []
+
+    def step(
+        self,
+        databases: Databases,
+        tokens: TokenIds,
+        length: int,
+        budget: int,
+        min_probability: float,
+    ) -> DraftTree:
+        """Commit tokens to a sequence, and draft for it: mostly in one call of the kernel.
+
+        Arguments are those of `Asked`.
+
+        Raises:
+            RefusedStepError: it does not fit; nothing is done.
+        """
+        step = databases.step
+        if not (databases.appends and 0 < budget <= step.most_nodes and length > 0):
+            return self.step_all([Asked(databases, tokens, length, budget, min_probability)])[0]
+        is_last = self._last is not None and self._last() is databases
+        step.ask(
+            databases.context.address, databases.lane.address, _WHOLE, tokens, length, budget,
+            min_probability, self._rate if is_last and databases.learns else 0.0,
+        )  # fmt: skip
+        step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
+        refusal, size, self.num_rows, learned = step.answer()
+        if refusal:  # or there is no room, which there will be
+            return self.step_all([Asked(databases, tokens, length, budget, min_probability)])[0]
+        databases.pool.learned += learned
+        if not is_last:
+            self._last = ref(databases)
+        return step.tree(size, budget)
+
+    def step_all(self, asked: Sequence[Asked]) -> list[DraftTree]:
+        """Commit the tokens of each sequence, then draft: the tree of each, in order.
+
+        That is as one `commit` after the other, and then one `draft` after the other.
+
+        Raises:
+            RefusedStepError: one of them does not fit; nothing is done.
+        """
+        for databases, tokens, *_ in asked:
+            databases.context.ensure_room(len(tokens))
+        for place, each in enumerate(asked):
+            self._ask(each, each.databases.step, _COMMIT, place=place)
+        refused = check_steps(self.bounds, _addresses(asked))
+        if refused >= 0:
+            raise RefusedStepError(refused)
+        self._learn_first(asked)
+        trees = [DraftTree.empty()] * len(asked)
+        # The unit of the last sequence comes last: that one is learned from.
+        for numbers, members in sorted(self._units(asked), key=_last_number):
+            if members[0].databases.is_compiled:
+                drafted = self._draft_together(members)
+            else:
+                ((databases, _, _, budget, _),) = members
+                drafted = [self._grow(databases, databases.step, self.scratch, budget)]
+            self._last = ref(members[-1].databases)
+            for number, tree in zip(numbers, drafted, strict=True):
+                trees[number] = tree
+        return trees
+
+    def learns_from(self, databases: Databases) -> bool:
+        """Return whether tokens that follow a sequence are learned from: the last draft was its."""
+        return databases.learns and self._last is not None and self._last() is databases
+
+    def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
+        """Return the most probable tree of at most `budget` nodes."""
+        if budget == 0 or len(databases.context) == 0:
+            return DraftTree.empty()
+        asked = Asked(databases, _NO_TOKENS, len(databases.context), budget, min_probability)
+        self._ask(asked, databases.step, DRAFT)
+        tree = self._grow(databases, databases.step, self.scratch, budget)
+        self._last = ref(databases)
+        return tree
+
+    def commit(self, databases: Databases, tokens: TokenIds) -> None:
+        """Append int32[n], count what came of the last draft, and learn if that was the last."""
+        databases.context.ensure_room(len(tokens))
+        self._follow(databases, tokens, _COMMIT)
+        databases.committed(tokens)
+
+    def note(self, databases: Databases, tokens: TokenIds) -> None:
+        """Count and learn as `commit` does, and append nothing: int32[n] follow a sequence."""
+        self._follow(databases, tokens, OUTCOME)
+
+    def suppose(
+        self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
+    ) -> DraftTree:
+        """Return the tree after int32[n] that may come; nothing is learned from it."""
+        if budget == 0:
+            return DraftTree.empty()
+        if self._ahead is None:
+            self._ahead = Scratch(self._max_budget, prior=self._prior), StepRecord()
+        scratch, step = self._ahead
+        with databases.supposing(tokens):
+            self._ask(Asked(databases, _NO_TOKENS, 0, budget, min_probability), step, DRAFT)
+            step.forget_match()
+            return self._grow(databases, step, scratch, budget)
+
+    def _learn_first(self, asked: Sequence[Asked]) -> None:
+        """Learn from the last draft, if it is of a step's sequence, before others read weights."""
+        last = self._last() if self._last is not None else None
+        for databases, tokens, *_ in asked:
+            if databases is last and len(tokens):
+                self._last = None
+                databases.step.learn_at(self._rate if databases.learns else 0.0)
+                databases.step.ask_again(OUTCOME)
+                self._call(databases, databases.step, self.scratch)
+                databases.step.learn_at(0.0)
+
+    def _units(self, asked: Sequence[Asked]) -> Iterable[tuple[list[int], list[Asked]]]:
+        """Return sequences, with their numbers, that are drafted for together.
+
+        Those with empty trees are left out. Tokens that no kernel can append while it drafts for
+        other sequences are committed now.
+        """
+        units: dict[Any, tuple[list[int], list[Asked]]] = {}
+        for number, each in enumerate(asked):
+            databases, tokens, length, budget, _ = each
+            is_drafted = budget > 0 and length > 0
+            stages = _COMMIT + DRAFT
+            if not (is_drafted and databases.appends):
+                databases.step.ask_again(_COMMIT)
+                self._call(databases, databases.step, self.scratch)
+                databases.committed(tokens)
+                each, stages = each._replace(tokens=tokens[:0]), DRAFT  # noqa: PLW2901
+            if is_drafted:
+                databases.step.ask_again(stages)
+                shared = (id(databases.pool), id(databases.corpus))
+                key = shared if databases.is_compiled else number
+                numbers, members = units.setdefault(key, ([], []))
+                numbers.append(number)
+                members.append(each)
+        return units.values()
+
+    def _draft_together(self, members: Sequence[Asked]) -> list[DraftTree]:
+        """Commit to sequences of one tenant and one corpus and draft for them, as they ask."""
+        shared = self._shared(members[0].databases)
+        steps, turn = _addresses(members), self._turn
+        turn[0] = 0
+        helping = [
+            self._helpers.submit(step_sequences, shared, each.address, steps, turn)
+            for each in self._helping(len(members))
+        ]
+        last = step_sequences(shared, self.scratch.address, steps, turn)
+        latest = [last, *(each.result() for each in helping)]
+        place = latest.index(len(members) - 1)
+        if place:  # what was considered for the last sequence is learned from
+            self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
+        trees = []
+        for databases, _, _, budget, _ in members:
+            size = self._answered(databases, databases.step)
+            trees.append(databases.step.tree(size, budget))
+        return trees
+
+    def _grow(
+        self, databases: Databases, step: StepRecord, scratch: Scratch, budget: int
+    ) -> DraftTree:
+        """Ask all databases of a sequence, those without a stage between two calls."""
+        row = size = 0
+        for stages, then in databases.runs:
+            step.ask_again(stages, row)
+            size = self._call(databases, step, scratch)
+            if then is not None:
+                row = then.collect(databases.question(budget, scratch), self.num_rows)
+        return step.tree(size, budget)
+
+    def _follow(self, databases: Databases, tokens: TokenIds, stages: int) -> None:
+        """Count and learn from int32[n] that follow a sequence."""
+        rate = 0.0
+        if len(tokens) and self._last is not None and self._last() is databases:
+            self._last = None
+            rate = self._rate if databases.learns else 0.0
+        self._ask(Asked(databases, tokens, 0, 0, 0.0), databases.step, stages, rate)
+        self._call(databases, databases.step, self.scratch)
+
+    def _ask(
+        self, asked: Asked, step: StepRecord, stages: int, rate: float = 0.0, *, place: int = 0
+    ) -> None:
+        """Have the sequence at a place of a step ask, by a record of its own or by another.
+
+        Raises:
+            RefusedStepError: a number is none, or the budget is too large.
+        """
+        databases, tokens, length, budget, min_probability = asked
+        try:
+            if budget > self._max_budget:
+                raise RefusedStepError(place)
+            step.ask(
+                databases.context.address, databases.lane.address, stages, tokens, length, budget,
+                min_probability, rate,
+            )  # fmt: skip
+        except (struct.error, TypeError) as error:
+            raise RefusedStepError(place) from error
+
+    def _call(self, databases: Databases, step: StepRecord, scratch: Scratch) -> int:
+        """Have a kernel do what a sequence asks; return the size of the tree."""
+        step_sequences(self._shared(databases), scratch.address, step.alone, self._turn)
+        return self._answered(databases, step)
+
+    def _answered(self, databases: Databases, step: StepRecord) -> int:
+        """Count what a kernel has answered; return the size of the tree."""
+        refusal, size, self.num_rows, learned = step.answer()
+        if refusal:
+            raise RefusedStepError(0)
+        databases.pool.learned += learned
+        return size
+
+    def _shared(self, databases: Databases) -> NDArray[Any]:
+        """Return `Shared`, packed, for a sequence; made anew where it has changed."""
+        pool, corpus, known = databases.pool, databases.corpus, databases.pool.drafted_from
+        if pool.generations.expires_at_s < math.inf:
+            pool.generations.leave_out_expired()
+        running = NOTHING_RUNS if pool.running is None else pool.running.packed
+        if (
+            known is None
+            or known.arrays is not pool.generations.arrays
+            or known.running is not running
+            or known.corpus is not corpus
+            or known.bounds is not self.bounds
+        ):
+            arrays = pool.generations.arrays
+            shared = Shared(
+                self.bounds, *self.counted, corpus.outcomes, *arrays, running,
+                corpus.packed_segments, corpus.packed_tables, pool.weights,
+            )  # fmt: skip
+            known = DraftedFrom(arrays, running, corpus, self.bounds, shared, pack(shared))
+            pool.drafted_from = known
+        oldest = databases.lane.oldest_version
+        if oldest and pool.generations.has_older(oldest):
+            # The live table does not know versions: it counts nothing as long as it knows dropped
+            # ones.
+            return pack(known.shared._replace(live=_NO_LIVE))
+        return known.packed
+
+    @property
+    def _helpers(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads - 1, "foredraft-step")
+        return self._threads
+
+    def _helping(self, num_sequences: int) -> list[Scratch]:
+        """Return scratch memories of as many helpers as are worth it."""
+        wanted = min(self._num_threads, num_sequences // LEAST_SEQUENCES) - 1
+        while len(self._scratches) < wanted:
+            self._scratches.append(Scratch(self._max_budget, prior=self._prior))
+        return self._scratches[: max(0, wanted)]
+
+
+def _addresses(asked: Iterable[Asked]) -> NDArray[np.int64]:
+    return np.array([each.databases.step.address for each in asked], np.int64)
+
+
+def _last_number(unit: tuple[list[int], list[Asked]]) -> int:
+    return unit[0][-1]

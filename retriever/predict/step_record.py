@@ -1,0 +1,125 @@
+"""What a sequence asks of the kernel that drafts, kept from one step to the next."""
+
+from ctypes import addressof, c_char
+from struct import Struct
+from typing import Any, Final
+
+import numpy as np
+
+from retriever.drafter import TokenIds
+from retriever.kernels.layout import INT32, MAX_MATCH, STEP
+from retriever.tree import NODE_BYTES, BlockTree, DraftTree
+
+
+def _place(name: str) -> int:
+    """Return where a field of `STEP` begins."""
+    fields: Any = STEP.fields
+    return int(fields[name][1])
+
+
+_ASKED: Final = Struct("=8q2d")  # from `sequence` to `rate`
+_AGAIN: Final = Struct("=2q")  # `stages` and `row`
+_NUMBER: Final = Struct("=q")
+_ANSWER: Final = Struct("=4q")  # from `refusal` to `learned`
+_STAGES, _TOKENS, _RATE = _place("stages"), _place("tokens"), _place("rate")
+_LONGEST, _TREE, _TREE_SIZE = _place("longest"), _place("tree"), _place("tree_size")
+_REFUSAL: Final = _place("refusal")
+_REAL: Final = Struct("=d")
+
+_FEWEST_NODES: Final = 64
+_MOST_TOKENS: Final = 64  # that are copied into the record; more stay where they are
+_TOKENS_AT: Final = STEP.itemsize
+_TREE_AT: Final = STEP.itemsize + 4 * _MOST_TOKENS
+
+
+class StepRecord:
+    """A record of `STEP`, with room for the tokens of a step and for the last tree.
+
+    Attributes:
+        address: of the record.
+        alone: int64[1], that address, for a call of this sequence alone.
+        most_nodes: of a tree that there is room for; more are made room for when they are asked.
+    """
+
+    __slots__ = ("_held", "_memory", "_tokens", "_tokens_at", "address", "alone", "most_nodes")
+
+    def __init__(self) -> None:
+        self._hold(_FEWEST_NODES)
+        _NUMBER.pack_into(self._memory, _LONGEST, MAX_MATCH)
+        _NUMBER.pack_into(self._memory, _TREE_SIZE, -1)
+
+    def _hold(self, most_nodes: int) -> None:
+        self.most_nodes = most_nodes
+        self._memory = memory = bytearray(_TREE_AT + NODE_BYTES * most_nodes)
+        self.address = addressof(c_char.from_buffer(memory))
+        self.alone = np.array([self.address])
+        self._tokens = np.frombuffer(memory, INT32, _MOST_TOKENS, _TOKENS_AT)
+        self._tokens_at = self.address + _TOKENS_AT
+        self._held: TokenIds | None = None
+        _NUMBER.pack_into(memory, _TREE, self.address + _TREE_AT)
+
+    def ask(  # noqa: PLR0913, PLR0917  (what is asked)
+        self,
+        sequence: int,
+        lane: int,
+        stages: int,
+        tokens: TokenIds,
+        length: int,
+        budget: int,
+        min_probability: float,
+        rate: float,
+    ) -> None:
+        """Ask anew; see `STEP` for all of it.
+
+        Raises:
+            struct.error: a number is none, or is beyond 64 bits.
+        """
+        num_tokens = len(tokens)
+        if num_tokens <= _MOST_TOKENS:
+            self._tokens[:num_tokens] = tokens
+            place, self._held = self._tokens_at, None
+        else:
+            self._held = np.ascontiguousarray(tokens)
+            place = self._held.ctypes.data
+        _ASKED.pack_into(
+            self._memory, 0, sequence, lane, stages, 0, place, num_tokens, length, budget,
+            min_probability, rate,
+        )  # fmt: skip
+        if budget > self.most_nodes:
+            self._grow(budget)
+
+    def ask_again(self, stages: int, row: int = 0) -> None:
+        """Ask for other stages of the same."""
+        _AGAIN.pack_into(self._memory, _STAGES, stages, row)
+
+    def learn_at(self, rate: float) -> None:
+        """Have what followed be learned from, at a rate."""
+        _REAL.pack_into(self._memory, _RATE, rate)
+
+    def forget_match(self) -> None:
+        """Let a match in the corpus be of any length."""
+        _NUMBER.pack_into(self._memory, _LONGEST, MAX_MATCH)
+
+    def answer(self) -> tuple[int, int, int, int]:
+        """Return why it was refused, the nodes, the rows, and the nodes that were learned from."""
+        return _ANSWER.unpack_from(self._memory, _REFUSAL)
+
+    def tree(self, size: int, budget: int) -> DraftTree:
+        """Return a copy of the last tree."""
+        return BlockTree(self._memory[_TREE_AT : _TREE_AT + NODE_BYTES * budget], size)
+
+    def clear(self) -> None:
+        """Overwrite the tokens and the tree: an ended sequence leaves nothing in memory."""
+        self._memory[_TOKENS_AT:] = bytes(len(self._memory) - _TOKENS_AT)
+        self._held = None
+
+    def _grow(self, most_nodes: int) -> None:
+        """Have room for a larger tree; what was asked, and the last tree, stay."""
+        before, held, inside = self._memory, self._held, self._tokens_at
+        self._hold(most_nodes)
+        tree = _NUMBER.unpack_from(self._memory, _TREE)
+        self._memory[: len(before)] = before
+        _NUMBER.pack_into(self._memory, _TREE, *tree)
+        self._held = held
+        if _NUMBER.unpack_from(before, _TOKENS) == (inside,):
+            _NUMBER.pack_into(self._memory, _TOKENS, self._tokens_at)
