@@ -13,7 +13,7 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "faults": "services and writers killed, stopped, cut off or late; full disks, set clocks",
         "soak": "what is held in memory, and what it costs, after many rounds or with large data",
-        "programs": "the README and examples as whole programs, and core without its plugins",
+        "programs": "README, examples and the Node.js client as programs; core without plugins",
         "training": "heads that are taught, from recording to judging",
         "bench": "the commands of benchmarks: help, some with little to do, and how they judge",
     }

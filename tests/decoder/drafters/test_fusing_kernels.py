@@ -37,6 +37,7 @@ from decoder.drafters.recycling import contexts_of, likeliest
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import random_tree
 from tests.decoder.drafters.fusing import Knowledge, Odds, Path, ReaderNotes, log_odds
+from tests.suite_parts import cases
 
 VOCABULARY = 12
 CAPACITY = 1 << 12
@@ -148,8 +149,9 @@ def planted(trees: list[DraftTree]) -> Forest:
     return forest
 
 
+@pytest.mark.seeds
 def test_fused_tree_is_that_of_the_slow_twin() -> None:
-    for seed in range(500):
+    for seed in range(cases(100, of=500)):
         check_fused_tree(seed)
 
 
@@ -211,8 +213,9 @@ def learned(known: Knowledge, came: Path, rate: float) -> NDArray[np.float64]:
     return weights
 
 
+@pytest.mark.seeds
 def test_learning_moves_the_weights_as_the_slow_twin_does() -> None:
-    for seed in range(300):
+    for seed in range(cases(60, of=300)):
         check_learning(seed)
 
 

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from decoder.drafters.following import NO_TABLE, PendingPass
 from decoder.drafters.kernels.likely_outcomes import (
@@ -20,6 +21,7 @@ from retriever.drafter import NUM_FOUND
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import random_tree
 from tests.decoder.drafters.drafted_chains import paths_of
+from tests.suite_parts import cases
 
 VOCABULARY = 9
 Outcome = tuple[int, ...]
@@ -111,8 +113,9 @@ def parts_of(rng: np.random.Generator, tree: DraftTree) -> DraftTree:
     return tree.prefix(int(rng.integers(0, len(tree) + 1)))
 
 
+@pytest.mark.seeds
 def test_outcomes_are_those_of_the_twin() -> None:
-    for seed in range(300):
+    for seed in range(cases(60, of=300)):
         check_outcomes(seed)
 
 

@@ -21,6 +21,7 @@ RECURRING = [3, 9, 4, 40, 12, 7, 21, 22, 3, 9]
 NETWORK_ERRORS = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENETUNREACH")
 
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed"),
     pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed"),
 ]

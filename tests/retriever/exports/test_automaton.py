@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from retriever.exports.exllamav3 import FrozenAutomaton
+from tests.suite_parts import cases
 
 Substring = tuple[int, ...]
 
@@ -38,10 +39,11 @@ def state_of(automaton: FrozenAutomaton, substring: Substring) -> int | None:
     return state
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
 def test_paths_are_the_substrings_and_know_where_they_first_occurred(num_tokens: int) -> None:
     random = np.random.default_rng(num_tokens)
-    for _ in range(40):
+    for _ in range(cases(12, of=40)):
         lengths = random.integers(1, 14, int(random.integers(1, 6)))
         documents = [random.integers(0, num_tokens, length).tolist() for length in lengths]
         automaton, ends = FrozenAutomaton.of(joined(documents)), first_ends(documents)

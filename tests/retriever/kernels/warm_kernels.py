@@ -66,6 +66,20 @@ def compile_fusion() -> None:
         decoded(decoder_ahead(tiny_llama(), drafter), prompt_of(20), 24)
 
 
+def compile_stages() -> None:
+    """Ask for stages of a draft by themselves, as tests do."""
+    import numpy as np  # noqa: PLC0415  (as above)
+
+    from retriever.kernels.layout import Scratch  # noqa: PLC0415
+    from retriever.predict.context import Context  # noqa: PLC0415
+    from retriever.predict.generations import Generations  # noqa: PLC0415
+    from tests.retriever.kernels.stages import collect_sequence, collect_store  # noqa: PLC0415
+
+    context, scratch = Context(np.arange(9, dtype=np.int32)), Scratch(8)
+    collect_sequence(context, 8, scratch)
+    collect_store(Generations(0).arrays[0], 2, context.last(9), 8, scratch)
+
+
 if __name__ == "__main__":
     with Path(sys.argv[1]).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,5 +89,6 @@ if __name__ == "__main__":
         # What fusing needs beside what token ids of four bytes need; both need what there is now.
         fusion = get_context("spawn").Process(target=compile_fusion)
         fusion.start()
+        compile_stages()
         compile_drafting(70_000)
         fusion.join()
