@@ -390,9 +390,8 @@ def check_documents(max_documents: int) -> None:
 RETRY_S: Final = 5.0
 """What a refusal for want of room tells to wait, in seconds: sessions end meanwhile."""
 
-MAPPED_BYTES: Final = 1 << 17
-"""Larger arrays of sequences are mapped one by one, and go back to the system when they are
-freed."""
+MAPPED_BYTES: Final = 1 << 18
+"""Larger blocks of tokens are mapped one by one, and go back to the system when they are freed."""
 
 
 def out_of_memory() -> LimitExceededError:

@@ -13,7 +13,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.predict.databases import Databases
-from retriever.predict.draft import Predictor
+from retriever.predict.draft import Asked, Predictor
 from retriever.predict.weights import Weights
 from retriever.replay.replay import replay
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -37,20 +37,21 @@ class Recorder(Predictor):
         self._start = start
         self._noted: list[Outcome] = []
 
-    def step(
-        self,
-        databases: Databases,
-        tokens: TokenIds,
-        length: int,
-        budget: int,
-        min_probability: float,
-    ) -> DraftTree:
+    def step(self, asked: Asked) -> DraftTree:
         """Do a step, having noted what will be learned from; see `Predictor.step`."""
-        if databases.pool.learned == 0:
-            databases.pool.weights[:] = self._start
+        if asked.databases.pool.learned == 0:
+            asked.databases.pool.weights[:] = self._start
+        self._look_at(asked.databases, asked.tokens)
+        return super().step(asked)
+
+    def note(self, databases: Databases, tokens: TokenIds) -> None:
+        """Do as `Predictor.note` does, having noted what will be learned from."""
+        self._look_at(databases, tokens)
+        super().note(databases, tokens)
+
+    def _look_at(self, databases: Databases, tokens: TokenIds) -> None:
         if len(tokens) and self.learns_from(databases):
             self._noted.extend(outcomes_of(self.scratch.work, tokens))
-        return super().step(databases, tokens, length, budget, min_probability)
 
     def outcomes(self) -> Outcomes:
         """Return what was noted."""

@@ -622,7 +622,7 @@ class Work(NamedTuple):
     ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
     slots: NDArray[np.int32]  # int32[power of two], never full, all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
-    followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
+    followers: NDArray[np.int32]  # int32[MAX_FOLLOWERS], what followed them in the sequence
     sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
     counted: NDArray[np.int64]  # int64[2, MAX_SOURCES], nodes and accepted nodes of one draft
 

@@ -222,10 +222,9 @@ class Pools:
         """
         if not len(output):
             return None
-        entry = pool.add(Output(output, self._clock(), session_origin(name), version))
-        if self._log is not None:
-            self._log.append(entry)
-        return entry
+        added = Output(output, self._clock(), session_origin(name), version)
+        pool.generations.extend([added])
+        return self._noted(pool, added)
 
     def remembering(
         self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
@@ -234,12 +233,15 @@ class Pools:
         if not len(output):
             return None, iter(())
         added = Output(output, self._clock(), session_origin(name), version)
+        return self._noted(pool, added), pool.generations.adding(added)
+
+    def _noted(self, pool: Pool, output: Output) -> Entry:
+        """Return the entry of an output, which the log has then; weights are for the log alone."""
         if self._log is None:
-            entry = Entry(pool.tenant, added)
-        else:
-            entry = pool.entry(added)
-            self._log.append(entry)
-        return entry, pool.generations.adding(added)
+            return Entry(pool.tenant, output)
+        entry = pool.entry(output)
+        self._log.append(entry)
+        return entry
 
     def learn(
         self,

@@ -152,24 +152,17 @@ class Predictor:
         self._threads: ThreadPoolExecutor | None = None
         self._scratches: list[Scratch] = []
 
-    def step(
-        self,
-        databases: Databases,
-        tokens: TokenIds,
-        length: int,
-        budget: int,
-        min_probability: float,
-    ) -> DraftTree:
+    def step(self, asked: Asked) -> DraftTree:
         """Commit tokens to a sequence, and draft for it: mostly in one call of the kernel.
-
-        Arguments are those of `Asked`.
 
         Raises:
             RefusedStepError: it does not fit; nothing is done.
+            TypeError: a number is none; nothing is done. So with `struct.error`.
         """
+        databases, tokens, length, budget, min_probability = asked
         step = databases.step
         if not (databases.appends and 0 < budget <= step.most_nodes and length > 0):
-            return self.step_all([Asked(databases, tokens, length, budget, min_probability)])[0]
+            return self.step_all([asked])[0]
         is_last = self._last is not None and self._last() is databases
         step.ask(
             databases.context.address, databases.lane.address, _WHOLE, tokens, length, budget,
@@ -178,7 +171,7 @@ class Predictor:
         step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
         refusal, size, self.num_rows, learned = step.answer()
         if refusal:  # or there is no room, which there will be
-            return self.step_all([Asked(databases, tokens, length, budget, min_probability)])[0]
+            return self.step_all([asked])[0]
         databases.pool.learned += learned
         if not is_last:
             self._last = ref(databases)
@@ -253,11 +246,10 @@ class Predictor:
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
         """Learn from the last draft, if it is of a step's sequence, before others read weights."""
-        last = self._last() if self._last is not None else None
         for databases, tokens, *_ in asked:
-            if databases is last and len(tokens):
+            if len(tokens) and self.learns_from(databases):
                 self._last = None
-                databases.step.learn_at(self._rate if databases.learns else 0.0)
+                databases.step.learn_at(self._rate)
                 databases.step.ask_again(OUTCOME)
                 self._call(databases, databases.step, self.scratch)
                 databases.step.learn_at(0.0)
@@ -322,9 +314,9 @@ class Predictor:
     def _follow(self, databases: Databases, tokens: TokenIds, stages: int) -> None:
         """Count and learn from int32[n] that follow a sequence."""
         rate = 0.0
-        if len(tokens) and self._last is not None and self._last() is databases:
+        if len(tokens) and self.learns_from(databases):
             self._last = None
-            rate = self._rate if databases.learns else 0.0
+            rate = self._rate
         self._ask(Asked(databases, tokens, 0, 0, 0.0), databases.step, stages, rate)
         self._call(databases, databases.step, self.scratch)
 
@@ -372,6 +364,7 @@ class Predictor:
             or known.running is not running
             or known.corpus is not corpus
             or known.bounds is not self.bounds
+            or known.shared.weights is not pool.weights
         ):
             arrays = pool.generations.arrays
             shared = Shared(

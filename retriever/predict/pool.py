@@ -90,11 +90,6 @@ class Pool:
         if self.running is not None and not self.running.num_lanes:
             self.running = None
 
-    def add(self, output: Output) -> Entry:
-        """Add an output, and return its entry for the log."""
-        self.generations.extend([output])
-        return self.entry(output)
-
     def entry(self, output: Output) -> Entry:
         """Return the entry of an output for the log, with weights that are not logged yet."""
         return Entry(self.tenant, output, self.unlogged())

@@ -196,7 +196,7 @@ def _block(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _is_mapped(num_bytes: int) -> bool:
-    return num_bytes >= 2 * MAPPED_BYTES and os.name == "posix"  # one array has half of it
+    return num_bytes >= MAPPED_BYTES and os.name == "posix"
 
 
 class ChainStore:

@@ -922,7 +922,7 @@ class EmbeddedDrafter(OfOneProcess):
             check_batch(requests, self.limits)
         try:
             if len(requests) == 1:
-                return [self._predictor.step(*self._asked(requests[0]))]
+                return [self._predictor.step(self._asked(requests[0]))]
             return self._predictor.step_all([self._asked(request) for request in requests])
         except (RefusedStepError, struct.error, TypeError) as error:
             check_batch(requests, self.limits)

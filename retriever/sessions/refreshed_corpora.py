@@ -125,7 +125,7 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         predictor.bounds[:] = np.iinfo(np.int64).max
         asked = Asked(unused, context[:1], len(context) + 1, 1, 0.0)
         predictor.step_all([asked, asked])
-        predictor.step(unused, context[:1], len(context) + 3, 1, 0.0)
+        predictor.step(asked._replace(length=len(context) + 3))
         unused.expect(Predictions([Prediction(context)]))
         predictor.draft(unused, 1, 0.0)
         predictor.note(unused, context[:1])

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
@@ -70,12 +69,11 @@ class CursorTwin:
         return rows[:room]
 
 
-def _step_without_cursor(predictor: Predictor, *asked: Any) -> DraftTree:
+def _step_without_cursor(predictor: Predictor, asked: Asked) -> DraftTree:
     """In place of `Predictor.step`: forgets where cursors stood, so that they have no effect."""
-    each = Asked(*asked)
-    predictor.commit(each.databases, each.tokens)
-    begin_cursor(each.databases.context.cursor)
-    return predictor.draft(each.databases, each.budget, each.min_probability)
+    predictor.commit(asked.databases, asked.tokens)
+    begin_cursor(asked.databases.context.cursor)
+    return predictor.draft(asked.databases, asked.budget, asked.min_probability)
 
 
 def without_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
