@@ -89,26 +89,22 @@ def orders_of(limits: ChainLimits) -> Orders:
     return Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
 
 
-def _touched(array: NDArray[np.int32], used: int, huge: int) -> int:
-    """Return how much of zeros takes pages once the first elements of each row are written.
+def _untouched(first: int, last: int, block: tuple[int, int], huge: int) -> int:
+    """Return how many bytes of zeros that nobody wrote take no pages.
 
     Args:
-        array: mapped, with others.
-        used: elements.
+        first: address of the zeros.
+        last: address after them.
+        block: addresses of the mapped memory that they are in: where it begins and ends.
         huge: bytes of pages where they are huge; 1 where none are.
     """
-    begin: int = array.ctypes.data
     # Huge pages lie at multiples of their size; around them are small ones.
-    low, high = -(-begin // huge) * huge, (begin + array.nbytes) // huge * huge
-    row_bytes, touched, seen = array.strides[0] if array.ndim > 1 else 0, 0, low
-    for row in range(array.size // array.shape[-1]):
-        first = begin + row * row_bytes
-        last = first + used * array.itemsize
-        touched += max(0, min(last, low) - first) + max(0, last - max(first, high))
-        pages_from = max(seen, max(first, low) // huge * huge)
-        seen = max(seen, -(-min(last, high) // huge) * huge)
-        touched += max(0, seen - pages_from)
-    return touched
+    low, high = -(-block[0] // huge) * huge, block[1] // huge * huge
+    if low >= high:
+        return last - first
+    before, after = min(last, low) - first, last - max(first, high)
+    within = min(last, high) // huge * huge + max(first, low) // -huge * huge
+    return max(0, before) + max(0, within) + max(0, after)
 
 
 @cache
@@ -278,8 +274,13 @@ class ChainStore:
             return self.num_bytes  # of memory that was used before
         used = min(self.capacity, len(self) - self._start)
         huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
-        growing = (self.chains.tokens, self.chains.links)
-        return self.num_bytes - sum(array.nbytes - _touched(array, used, huge) for array in growing)
+        block = self.address, self.address + self._plan.num_bytes
+        untouched = 0
+        for row in (self.chains.tokens, *self.chains.links):
+            begin: int = row.ctypes.data
+            zeros = begin + used * row.itemsize, begin + row.nbytes
+            untouched += _untouched(*zeros, block, huge)
+        return self.num_bytes - untouched
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether so many more tokens can be appended without overwriting any."""

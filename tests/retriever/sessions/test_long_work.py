@@ -1,6 +1,7 @@
 """Long commits, closings and outputs in pieces: the same as in one, and right if ended midway."""
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from retriever.limits import Limits
 from retriever.predict.context import context_bytes
 from retriever.predict.generations import Generations, Output
 from retriever.sequences import SessionKey
+from retriever.sessions.draft_counts import Census
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.sessions.session_table import CheckedRequest
 
@@ -46,6 +48,12 @@ def drafter_with(prompt: TokenIds) -> EmbeddedDrafter:
     return drafter
 
 
+def without_pages(census: Census) -> Census:
+    """Return the census without what takes no pages, which depends on where memory lies."""
+    assert 0 <= census.untouched_bytes <= census.session_bytes + census.generations_bytes
+    return replace(census, untouched_bytes=0)
+
+
 def begun_commit(drafter: EmbeddedDrafter, known: int, new: TokenIds) -> LongCommit:
     (commit,) = drafter.commit_each([DraftRequest("s", new, known + len(new), 32)], "")
     assert isinstance(commit, LongCommit)
@@ -64,7 +72,7 @@ def test_drafts_after_a_long_commit_are_those_of_a_commit_at_once(num_prompt: in
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.probabilities.tolist() == other.probabilities.tolist()
     assert len(one) == 32
-    assert ours.census() == theirs.census()
+    assert without_pages(ours.census()) == without_pages(theirs.census())
 
 
 def test_growth_of_a_long_sequence_is_cut_too() -> None:
