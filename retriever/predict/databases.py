@@ -83,8 +83,10 @@ class Databases:
 
     def _plan(self) -> None:
         """Plan the calls of a draft."""
-        opened = [(kind, kind.open(self)) for kind in DATABASES if kind.open is not None]
-        others = {kind: database for kind, database in opened if database is not None}
+        others: dict[DatabaseKind, Database] = {}
+        for kind in DATABASES:
+            if kind.open is not None and (database := kind.open(self)) is not None:
+                others[kind] = database
         self._others = list(others.values())
         self.runs = _runs_of(others) if others else [_ALONE]
         self.is_compiled = len(self.runs) == 1 and not self.lane.oldest_version

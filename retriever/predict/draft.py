@@ -185,19 +185,23 @@ class Predictor:
         Raises:
             RefusedStepError: one of them does not fit; nothing is done.
         """
-        for databases, tokens, *_ in asked:
-            databases.context.ensure_room(len(tokens))
-        for place, each in enumerate(asked):
-            self._ask(each, each.databases.step, _COMMIT, place=place)
-        refused = check_steps(self.bounds, _addresses(asked))
+        if not asked:
+            return []
+        is_alike = self._ask_all(asked)
+        steps = _addresses(asked)
+        refused = check_steps(self.bounds, steps)
         if refused >= 0:
             raise RefusedStepError(refused)
         self._learn_first(asked)
+        if is_alike:
+            trees = self._draft_together(asked, steps)
+            self._last = ref(asked[-1].databases)
+            return trees
         trees = [DraftTree.empty()] * len(asked)
         # The unit of the last sequence comes last: that one is learned from.
         for numbers, members in sorted(self._units(asked), key=_last_number):
             if members[0].databases.is_compiled:
-                drafted = self._draft_together(members)
+                drafted = self._draft_together(members, _addresses(members))
             else:
                 ((databases, _, _, budget, _),) = members
                 drafted = [self._grow(databases, databases.step, self.scratch, budget)]
@@ -205,6 +209,28 @@ class Predictor:
             for number, tree in zip(numbers, drafted, strict=True):
                 trees[number] = tree
         return trees
+
+    def _ask_all(self, asked: Sequence[Asked]) -> bool:
+        """Have each sequence ask for its commit and, where a kernel can do both, its draft.
+
+        Returns:
+            Whether one call of the kernel does all: they are of one tenant and one corpus, mostly.
+
+        Raises:
+            RefusedStepError: a number is none, or a budget is too large.
+        """
+        pool, corpus, is_alike, place = asked[0].databases.pool, asked[0].databases.corpus, True, 0
+        try:
+            for place, each in enumerate(asked):  # noqa: B007  (told by the error)
+                databases, tokens, length, budget, _ = each
+                is_whole = databases.appends and budget > 0 and length > 0
+                is_of_them = databases.pool is pool and databases.corpus is corpus
+                is_alike = is_alike and is_whole and is_of_them
+                databases.context.ensure_room(len(tokens))
+                self._ask(each, databases.step, _COMMIT + DRAFT if is_whole else _COMMIT)
+        except (struct.error, TypeError, RefusedStepError) as error:
+            raise RefusedStepError(place) from error
+        return is_alike
 
     def learns_from(self, databases: Databases) -> bool:
         """Return whether tokens that follow a sequence are learned from: the last draft was its."""
@@ -246,13 +272,15 @@ class Predictor:
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
         """Learn from the last draft, if it is of a step's sequence, before others read weights."""
-        for databases, tokens, *_ in asked:
-            if len(tokens) and self.learns_from(databases):
+        last = None if self._last is None else self._last()
+        for databases, tokens, *_ in asked if last is not None and last.learns else ():
+            if databases is last and len(tokens):
                 self._last = None
                 databases.step.learn_at(self._rate)
-                databases.step.ask_again(OUTCOME)
+                stages = databases.step.ask_again(OUTCOME)
                 self._call(databases, databases.step, self.scratch)
                 databases.step.learn_at(0.0)
+                databases.step.ask_again(stages)
 
     def _units(self, asked: Sequence[Asked]) -> Iterable[tuple[list[int], list[Asked]]]:
         """Return sequences, with their numbers, that are drafted for together.
@@ -264,14 +292,12 @@ class Predictor:
         for number, each in enumerate(asked):
             databases, tokens, length, budget, _ = each
             is_drafted = budget > 0 and length > 0
-            stages = _COMMIT + DRAFT
             if not (is_drafted and databases.appends):
-                databases.step.ask_again(_COMMIT)
                 self._call(databases, databases.step, self.scratch)
                 databases.committed(tokens)
-                each, stages = each._replace(tokens=tokens[:0]), DRAFT  # noqa: PLW2901
+                databases.step.ask_again(DRAFT)
+                each = each._replace(tokens=tokens[:0])  # noqa: PLW2901
             if is_drafted:
-                databases.step.ask_again(stages)
                 shared = (id(databases.pool), id(databases.corpus))
                 key = shared if databases.is_compiled else number
                 numbers, members = units.setdefault(key, ([], []))
@@ -279,10 +305,11 @@ class Predictor:
                 members.append(each)
         return units.values()
 
-    def _draft_together(self, members: Sequence[Asked]) -> list[DraftTree]:
+    def _draft_together(
+        self, members: Sequence[Asked], steps: NDArray[np.int64]
+    ) -> list[DraftTree]:
         """Commit to sequences of one tenant and one corpus and draft for them, as they ask."""
-        shared = self._shared(members[0].databases)
-        steps, turn = _addresses(members), self._turn
+        shared, turn = self._shared(members[0].databases), self._turn
         turn[0] = 0
         helping = [
             self._helpers.submit(step_sequences, shared, each.address, steps, turn)
@@ -293,11 +320,8 @@ class Predictor:
         place = latest.index(len(members) - 1)
         if place:  # what was considered for the last sequence is learned from
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
-        trees = []
-        for databases, _, _, budget, _ in members:
-            size = self._answered(databases, databases.step)
-            trees.append(databases.step.tree(size, budget))
-        return trees
+        self.num_rows = members[-1].databases.step.answer()[2]
+        return [databases.step.drafted(budget) for databases, _, _, budget, _ in members]
 
     def _grow(
         self, databases: Databases, step: StepRecord, scratch: Scratch, budget: int
@@ -320,24 +344,20 @@ class Predictor:
         self._ask(Asked(databases, tokens, 0, 0, 0.0), databases.step, stages, rate)
         self._call(databases, databases.step, self.scratch)
 
-    def _ask(
-        self, asked: Asked, step: StepRecord, stages: int, rate: float = 0.0, *, place: int = 0
-    ) -> None:
-        """Have the sequence at a place of a step ask, by a record of its own or by another.
+    def _ask(self, asked: Asked, step: StepRecord, stages: int, rate: float = 0.0) -> None:
+        """Have a sequence ask, by a record of its own or by another.
 
         Raises:
-            RefusedStepError: a number is none, or the budget is too large.
+            RefusedStepError: the budget is too large.
+            TypeError: a number is none. So with `struct.error`.
         """
         databases, tokens, length, budget, min_probability = asked
-        try:
-            if budget > self._max_budget:
-                raise RefusedStepError(place)
-            step.ask(
-                databases.context.address, databases.lane.address, stages, tokens, length, budget,
-                min_probability, rate,
-            )  # fmt: skip
-        except (struct.error, TypeError) as error:
-            raise RefusedStepError(place) from error
+        if budget > self._max_budget:
+            raise RefusedStepError(0)
+        step.ask(
+            databases.context.address, databases.lane.address, stages, tokens, length, budget,
+            min_probability, rate,
+        )  # fmt: skip
 
     def _call(self, databases: Databases, step: StepRecord, scratch: Scratch) -> int:
         """Have a kernel do what a sequence asks; return the size of the tree."""

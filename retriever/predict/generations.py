@@ -195,8 +195,9 @@ class Generations:
         documents = [part for output in outputs for part in (output.tokens, _END)]
         if not documents:
             return
-        tokens = np.concatenate(documents).astype(np.int32, copy=False)
-        self._make_room(len(tokens))
+        tokens = np.concatenate(documents, dtype=np.int32, casting="same_kind")
+        if self._is_too_small(len(tokens)):
+            self._make_room(len(tokens))
         self._note_versions(outputs)
         self._note_ends(outputs)
         self._append(tokens)
@@ -239,11 +240,18 @@ class Generations:
 
     def _is_quick(self, num_tokens: int) -> bool:
         """Return whether adding so many tokens is a piece of work."""
-        held = len(self._store) - self._store.oldest
-        is_growing = self._store.capacity < self._capacity and (
-            held + num_tokens > self._store.capacity
-        )
-        return num_tokens + is_growing * held <= 2 * _AT_ONCE
+        moved = self._num_held if self._is_too_small(num_tokens) else 0
+        return num_tokens + moved <= 2 * _AT_ONCE
+
+    @property
+    def _num_held(self) -> int:
+        """Tokens that can be read, with separators."""
+        return len(self._store) - self._store.oldest
+
+    def _is_too_small(self, num_tokens: int) -> bool:
+        """Return whether the ring grows before it takes so many more tokens."""
+        capacity = self._store.capacity
+        return capacity < self._capacity and self._num_held + num_tokens > capacity
 
     def _adding(self, output: Output, epoch: int) -> Iterator[None]:
         """Append an output in pieces, and note its end."""
@@ -372,10 +380,10 @@ class Generations:
     def _making_room(self, num_tokens: int, epoch: int) -> Iterator[None]:
         """Do as `_make_room` does in pieces; the smaller ring is read until all is moved."""
         store = self._store
-        held = len(store) - store.oldest
-        if store.capacity == self._capacity or held + num_tokens <= store.capacity:
+        if not self._is_too_small(num_tokens):
             return
-        size = self._affordable(min(self._capacity, ring_capacity(held + num_tokens)))
+        wanted = ring_capacity(self._num_held + num_tokens)
+        size = self._affordable(min(self._capacity, wanted))
         if size <= store.capacity or self._store is not store:
             self._settle()
             return  # there is no room, or this ring has been shrunk for it: the oldest go

@@ -88,9 +88,11 @@ class StepRecord:
         if budget > self.most_nodes:
             self._grow(budget)
 
-    def ask_again(self, stages: int, row: int = 0) -> None:
-        """Ask for other stages of the same."""
+    def ask_again(self, stages: int, row: int = 0) -> int:
+        """Ask for other stages of the same; return those that were asked for before."""
+        before: int = _NUMBER.unpack_from(self._memory, _STAGES)[0]
         _AGAIN.pack_into(self._memory, _STAGES, stages, row)
+        return before
 
     def learn_at(self, rate: float) -> None:
         """Have what followed be learned from, at a rate."""
@@ -103,6 +105,10 @@ class StepRecord:
     def answer(self) -> tuple[int, int, int, int]:
         """Return why it was refused, the nodes, the rows, and the nodes that were learned from."""
         return _ANSWER.unpack_from(self._memory, _REFUSAL)
+
+    def drafted(self, budget: int) -> DraftTree:
+        """Return a copy of the tree that was just answered."""
+        return self.tree(_ANSWER.unpack_from(self._memory, _REFUSAL)[1], budget)
 
     def tree(self, size: int, budget: int) -> DraftTree:
         """Return a copy of the last tree."""

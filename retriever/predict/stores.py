@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,8 +32,6 @@ from retriever.kernels.layout import (
     Chains,
     Cursor,
     Orders,
-    address_of,
-    aligned_zeros,
 )
 from retriever.limits import MAPPED_BYTES
 from retriever.tree import Source
@@ -51,13 +50,17 @@ _MIN_LAST: Final = 4096
 
 
 _NUMBER: Final = Struct("=q")
+_STATE: Final = Struct("=3q")
 
 _ADVISED_BYTES: Final = 1 << 22  # huge pages are asked for from this size on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChainLimits:
-    """The n-gram orders that a store indexes, and the most rows of each in a draft."""
+    """The n-gram orders that a store indexes, and the most rows of each in a draft.
+
+    Compared by identity, since plans are kept by it.
+    """
 
     orders: tuple[int, ...]
     max_rows: tuple[int, ...]
@@ -77,10 +80,8 @@ def ring_capacity(num_tokens: int) -> int:
 
 
 def store_bytes(capacity: int, limits: ChainLimits, source: Source) -> int:
-    """Return the memory of a store's arrays, in bytes; arguments as for `ChainStore`."""
-    size, num_orders = ring_capacity(capacity), len(limits.orders)
-    last = max(size, _MIN_LAST) if source == Source.CONTEXT else 1
-    return 4 * (size + num_orders * (size // 2) + num_orders * size + last) + 3 * 8
+    """Return the memory of a store's tokens, in bytes; arguments as for `ChainStore`."""
+    return _plan_of(ring_capacity(capacity), limits, source).token_bytes
 
 
 @cache
@@ -123,21 +124,23 @@ class _Plan:
 
     Attributes:
         num_bytes: of the block.
+        token_bytes: of these, what holds and finds tokens: most of it.
         record: int64[n], the packed store, which the block begins with, of a block at address 0.
         is_inside: int64[n], 1 for an address within the block.
         places: where each array begins, and its shape.
     """
 
     num_bytes: int
+    token_bytes: int
     record: NDArray[np.int64]
     is_inside: NDArray[np.int64]
     places: dict[str, tuple[int, tuple[int, ...]]]
 
 
 @cache
-def _plan_of(size: int, limits: ChainLimits, *, is_sequence: bool) -> _Plan:
+def _plan_of(size: int, limits: ChainLimits, source: Source) -> _Plan:
     """Return the plan of a store whose ring has a size."""
-    num_orders = len(limits.orders)
+    num_orders, is_sequence = len(limits.orders), source == Source.CONTEXT
     shapes: dict[str, tuple[int, ...]] = {
         "state": (3,),
         "cursor": (2,),
@@ -148,12 +151,14 @@ def _plan_of(size: int, limits: ChainLimits, *, is_sequence: bool) -> _Plan:
         "links": (num_orders, size),
         "last": (max(size, _MIN_LAST) if is_sequence else 1,),
     }
-    places, end = {}, STORE_LAYOUT.itemsize
+    places, end, token_bytes = {}, STORE_LAYOUT.itemsize, 0
     for name, shape in shapes.items():
         if name == "tokens":
             end = -(-end // CACHE_LINE) * CACHE_LINE
         places[name] = end, shape
-        end += math.prod(shape) * _type_of(name).itemsize
+        num_bytes = math.prod(shape) * _type_of(name).itemsize
+        token_bytes += num_bytes * (name in _OF_TOKENS)
+        end += num_bytes
     outside = orders_of(limits)._asdict()
     record, is_inside = np.zeros((2, STORE_LAYOUT.itemsize // 8), np.int64)
     fields: Any = STORE_LAYOUT.fields
@@ -162,16 +167,19 @@ def _plan_of(size: int, limits: ChainLimits, *, is_sequence: bool) -> _Plan:
         place, shape = places.get(name) or (outside[name].ctypes.data, outside[name].shape)
         record[word : word + 1 + len(shape)] = place, *shape
         is_inside[word] = name in places
-    return _Plan(end, record, is_inside, places)
+    return _Plan(end, token_bytes, record, is_inside, places)
+
+
+_OF_TOKENS: Final = frozenset({"tokens", "heads", "links", "last"})
 
 
 def _type_of(name: str) -> np.dtype[Any]:
     """Return the type of an array's elements."""
-    return INT32 if name in {"tokens", "heads", "links", "last"} else INT64
+    return INT32 if name in _OF_TOKENS else INT64
 
 
-def _block(num_bytes: int) -> NDArray[np.uint8]:
-    """Return zeros that begin at a cache line; large ones go back to the system once they are free.
+def _zeros(num_bytes: int) -> bytearray | mmap.mmap:
+    """Return zeros; many are mapped, and go back to the system once they are free.
 
     Allocators keep what they were given back, and messages are faster to receive for it: but
     memory of an ended sequence is far more, and may never be asked for again.
@@ -179,8 +187,8 @@ def _block(num_bytes: int) -> NDArray[np.uint8]:
     Raises:
         MemoryError: the system has no memory left.
     """
-    if not _is_mapped(num_bytes):
-        return aligned_zeros((num_bytes,), np.uint8)
+    if num_bytes < MAPPED_BYTES or os.name != "posix":
+        return bytearray(num_bytes)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -188,11 +196,7 @@ def _block(num_bytes: int) -> NDArray[np.uint8]:
     if num_bytes >= _ADVISED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _is_mapped(num_bytes: int) -> bool:
-    return num_bytes >= MAPPED_BYTES and os.name == "posix"
+    return memory
 
 
 class ChainStore:
@@ -209,7 +213,6 @@ class ChainStore:
         start: position of the first token.
 
     Attributes:
-        orders: the indexed n-grams.
         address: of the record, of `layout.STORE_LAYOUT`.
         num_bytes: memory of the tokens, in bytes.
         capacity: tokens that the ring holds.
@@ -225,12 +228,14 @@ class ChainStore:
         start: int = 0,
     ) -> None:
         self.capacity = size = ring_capacity(capacity)
-        self.orders = orders_of(limits)
-        self.num_bytes = store_bytes(size, limits, source)
-        self._plan = plan = _plan_of(size, limits, is_sequence=source == Source.CONTEXT)
-        self._block = block = _block(plan.num_bytes)
-        self._bytes, self._end_at = block.data, plan.places["state"][0]
-        self.address = address_of(block)
+        self._limits = limits
+        self._plan = plan = _plan_of(size, limits, source)
+        self.num_bytes = plan.token_bytes
+        self._memory = memory = _zeros(plan.num_bytes + CACHE_LINE)
+        address = addressof(c_char.from_buffer(memory))
+        self._begin = begin = -address % CACHE_LINE
+        self.address = address + begin
+        self._end_at = begin + plan.places["state"][0]
         begin_store(self.address, plan.record, plan.is_inside, start, tokens)
         self._start = start
 
@@ -239,18 +244,23 @@ class ChainStore:
 
         Overwritten tokens and separators count.
         """
-        end: int = _NUMBER.unpack_from(self._bytes, self._end_at)[0]
+        end: int = _NUMBER.unpack_from(self._memory, self._end_at)[0]
         return end
 
     def _array(self, name: str) -> NDArray[Any]:
         """Return a view of an array."""
-        begin, shape = self._plan.places[name]
-        return np.ndarray(shape, _type_of(name), self._block, begin)
+        place, shape = self._plan.places[name]
+        return np.ndarray(shape, _type_of(name), self._memory, self._begin + place)
+
+    @property
+    def orders(self) -> Orders:
+        """The indexed n-grams."""
+        return orders_of(self._limits)
 
     @cached_property
     def packed(self) -> NDArray[Any]:
         """The record for kernels: a view."""
-        return np.ndarray(1, STORE_LAYOUT, self._block)
+        return np.ndarray(1, STORE_LAYOUT, self._memory, self._begin)
 
     @cached_property
     def chains(self) -> Chains:
@@ -270,7 +280,7 @@ class ChainStore:
     @property
     def touched_bytes(self) -> int:
         """Memory of the store that takes pages, in bytes: not all of the room for later tokens."""
-        if not _is_mapped(self._plan.num_bytes):
+        if isinstance(self._memory, bytearray):
             return self.num_bytes  # of memory that was used before
         used = min(self.capacity, len(self) - self._start)
         huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
@@ -289,7 +299,9 @@ class ChainStore:
     @property
     def oldest(self) -> int:
         """Position of the oldest readable token."""
-        return max(int(self.chains.state[2]), len(self) - self.capacity)
+        end, _, first = _STATE.unpack_from(self._memory, self._end_at)
+        oldest: int = max(first, end - self.capacity)
+        return oldest
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
