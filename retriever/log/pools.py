@@ -126,6 +126,11 @@ class Pools:
             LimitExceededError: the tenant's data is being deleted, or there is no room.
         """
         with self._lock:
+            pool = self._recent.get(tenant)
+            if pool is not None and not self._deleting:  # so it is mostly
+                self._recent.move_to_end(tenant)
+                pool.last_used_s = time.monotonic()
+                return pool
             pool = self._found(tenant)
             if pool is not None:
                 self._use(pool)

@@ -32,6 +32,17 @@ _TOKENS_AT: Final = STEP.itemsize
 _TREE_AT: Final = STEP.itemsize + 4 * _MOST_TOKENS
 
 
+def _new() -> bytes:
+    """Return a record that asks for nothing, with room for a small tree."""
+    memory = bytearray(_TREE_AT + NODE_BYTES * _FEWEST_NODES)
+    _NUMBER.pack_into(memory, _LONGEST, MAX_MATCH)
+    _NUMBER.pack_into(memory, _TREE_SIZE, -1)
+    return bytes(memory)
+
+
+_NEW: Final = _new()
+
+
 class StepRecord:
     """A record of `STEP`, with room for the tokens of a step and for the last tree.
 
@@ -44,13 +55,11 @@ class StepRecord:
     __slots__ = ("_held", "_memory", "_tokens", "_tokens_at", "address", "alone", "most_nodes")
 
     def __init__(self) -> None:
-        self._hold(_FEWEST_NODES)
-        _NUMBER.pack_into(self._memory, _LONGEST, MAX_MATCH)
-        _NUMBER.pack_into(self._memory, _TREE_SIZE, -1)
+        self._hold(_FEWEST_NODES, bytearray(_NEW))
 
-    def _hold(self, most_nodes: int) -> None:
+    def _hold(self, most_nodes: int, memory: bytearray) -> None:
         self.most_nodes = most_nodes
-        self._memory = memory = bytearray(_TREE_AT + NODE_BYTES * most_nodes)
+        self._memory = memory
         self.address = addressof(c_char.from_buffer(memory))
         self.alone = np.array([self.address])
         self._tokens = np.frombuffer(memory, INT32, _MOST_TOKENS, _TOKENS_AT)
@@ -122,10 +131,8 @@ class StepRecord:
     def _grow(self, most_nodes: int) -> None:
         """Have room for a larger tree; what was asked, and the last tree, stay."""
         before, held, inside = self._memory, self._held, self._tokens_at
-        self._hold(most_nodes)
-        tree = _NUMBER.unpack_from(self._memory, _TREE)
-        self._memory[: len(before)] = before
-        _NUMBER.pack_into(self._memory, _TREE, *tree)
+        room = bytes(NODE_BYTES * (most_nodes - self.most_nodes))
+        self._hold(most_nodes, bytearray().join((before, room)))
         self._held = held
         if _NUMBER.unpack_from(before, _TOKENS) == (inside,):
             _NUMBER.pack_into(self._memory, _TOKENS, self._tokens_at)
