@@ -146,6 +146,24 @@ def withdraw_tokens(chains: Chains, orders: NDArray[np.int64], count: int) -> No
 
 
 @kernel()
+def call_heads(
+    heads: NDArray[np.int32], orders: NDArray[np.int64], query: NDArray[np.int32]
+) -> None:
+    """Prefetch where `collect_chains` begins to read: all orders at once, not one after another.
+
+    Args:
+        heads: int32[orders, buckets], of a store.
+        orders: int64[orders], the indexed n-gram orders.
+        query: int32[q], the last tokens of the context.
+    """
+    for index in range(orders.shape[0]):
+        order = orders[index]
+        if query.shape[0] >= order:
+            bucket = bucket_of(query, query.shape[0] - order, -1, order, heads.shape[1])
+            prefetch(heads, index * heads.shape[1] + bucket)
+
+
+@kernel()
 def collect_chains(
     chains: Chains,
     indexed: Orders,

@@ -239,7 +239,13 @@ def _draft(of: Shared, scratch: int, step: Any) -> None:
     query = chains.tokens[max(0, chains.state[0] - MAX_MATCH) : chains.state[0]]
     if stages & TREE:
         call_root(tables.starts1, of.live, query, work.tail)
+    if stages & GENERATIONS:
+        outputs = unpack(of.outputs[0], Chains)
+        chains_.call_heads(outputs.heads, unpack(of.outputs[0], Orders).orders, query)
     if stages & CONTEXT:
+        chains_.call_heads(
+            chains.heads, unpack_at(step.sequence, STORE_LAYOUT, Orders).orders, query
+        )
         similarity.mark_recent(query, tables.rarity, found.recent, found.marked)
         row = collect_own(step.sequence, chains, query, budget, found, row)
     if stages & TREE:

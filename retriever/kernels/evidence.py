@@ -95,6 +95,7 @@ def gather(
     )  # fmt: skip
     for child in range(num_nodes, end):  # most of them: read by `_estimate`
         prefetch(shares, nodes[child].token)
+        prefetch(context.last, nodes[child].token & (context.last.shape[0] - 1))  # by `_date`
     left = np.float32(1.0)
     # No token that shares its place in the table has come yet: so it is mostly.
     occurs = context.last[node.token & (context.last.shape[0] - 1)] >= 0

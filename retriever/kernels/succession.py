@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retriever.kernels.candidates import UNKNOWN, child_with
 from retriever.kernels.chains import bucket_of, head_position
 from retriever.kernels.compiling import kernel, octaves_below_one, prefetch
-from retriever.kernels.layout import Evidence, Tables, Traits
+from retriever.kernels.layout import Chains, Evidence, Tables, Traits
 from retriever.kernels.live_table import WAYS, check_of, entry_count, entry_token, hash_context
 from retriever.tree import Source
 
@@ -64,13 +64,22 @@ def set_states(
 
 @kernel(inline="always")
 def call_from_memory(
-    tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
+    tables: Tables,
+    live: NDArray[np.int64],
+    context: Chains,
+    tail: NDArray[np.int32],
+    node: Any,
 ) -> None:
     """Prefetch what the functions below read first, if the node is considered.
 
     Where the successors of its pair and triple stand has been prefetched with its siblings.
     """
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
+    heads = context.heads
+    for order in (2, 1):
+        row = _CONTEXT_ROWS[order - 1]
+        bucket = bucket_of(tail, 3 - order, -1, order, heads.shape[1])
+        prefetch(heads, row * heads.shape[1] + bucket)
     for order in (2, 3):
         prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
     if 0 <= node.triple < tables.starts3.shape[0]:

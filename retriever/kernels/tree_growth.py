@@ -175,7 +175,7 @@ def grow_tree(
             num_offered = _offer_children(work, current, heap_size, lowest, min_probability)
             heap_size += num_offered
             spare += num_offered
-            _call_next(tables, live, work, heap_size)
+            _call_next(tables, live, sequence, work, heap_size)
             while spare >= ranks[lowest]:
                 spare -= ranks[lowest]
                 lowest -= 1
@@ -225,7 +225,9 @@ def _offer_children(
 
 
 @kernel()
-def _call_next(tables: Tables, live: NDArray[np.int64], work: Work, heap_size: int) -> None:
+def _call_next(
+    tables: Tables, live: NDArray[np.int64], context: Chains, work: Work, heap_size: int
+) -> None:
     """Prefetch what is read of the candidates that are next.
 
     Of all candidates whose children may be taken that would be more than memory can deliver.
@@ -236,4 +238,4 @@ def _call_next(tables: Tables, live: NDArray[np.int64], work: Work, heap_size: i
         node = nodes[candidate_of(heap[place])]
         if node.is_called == 0:
             node.is_called = 1
-            call_from_memory(tables, live, work.tail, node)
+            call_from_memory(tables, live, context, work.tail, node)
