@@ -67,7 +67,7 @@ class LogFiles:
         self.data = directory / DATA_NAME
         self._seal = directory / SEAL_NAME
         self._copies = "generations.copy-"
-        with refusals(directory), _LOCKED_GUARD:
+        with _refusals(directory), _LOCKED_GUARD:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock, self.writable = _lock(directory / "generations.lock")
             self._key = _identity(os.fstat(self._lock))
@@ -84,8 +84,7 @@ class LogFiles:
         if self.writable:
             for path in self.data.parent.glob(f"{self._copies}*"):  # of processes that were killed
                 path.unlink()
-        # A process that is killed while it begins a log leaves an empty file, which is no damage.
-        if self.data.exists() and self.data.stat().st_size and not self._is_sealed():
+        if self.data.exists() and not self._is_sealed():
             copy = self.new_copy() if self.writable else None
             damage = damage_in(self.data, copy)
             if damage:
@@ -252,7 +251,7 @@ def _checksum(path: Path) -> dict[str, int]:
 
 
 @contextmanager
-def refusals(directory: Path) -> Iterator[None]:
+def _refusals(directory: Path) -> Iterator[None]:
     """Raise StateError where the disk or LMDB refuse to have a state directory used."""
     try:
         yield
@@ -279,7 +278,7 @@ def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[
         StateError: the disk refuses, or the log is of another format version.
         VocabularyMismatchError: it holds outputs of another tokenizer.
     """
-    with refusals(files.data.parent):
+    with _refusals(files.data.parent):
         files.make_safe()
         store = _opened(files, options)
         try:

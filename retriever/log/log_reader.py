@@ -34,6 +34,8 @@ def read_whole(source: Path, target: Path | None) -> int:
     """
     source.open("rb").close()
     try:
+        if not source.stat().st_size:
+            raise lmdb.CorruptedError("it is empty")
         with closing(_open(source)) as environment, environment.begin() as transaction:
             _check(transaction.cursor(), environment.stat()["entries"])
             if target is None or _is_copied(transaction.cursor(), target, source.stat().st_size):

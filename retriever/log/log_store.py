@@ -72,9 +72,8 @@ def numbered_key(prefix: bytes, number: int) -> bytes:
 
 
 def number_of(key: bytes) -> int:
-    """Return the number at the end of a key."""
-    number: int = _NUMBER.unpack_from(key, len(key) - _NUMBER.size)[0]
-    return number
+    """Return the number at the end of a key, which may be damaged."""
+    return int.from_bytes(key[-_NUMBER.size :], "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +196,7 @@ _INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles 
 _READ_AT_ONCE: Final = 1 << 20  # bytes read in one go, about 2 ms: commits wait for it
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # prompts and outputs are private
+_NO_NUMBER: Final = 1 << 63  # only damaged keys have it or a higher one
 _AFTER_NUMBERS: Final = b"\xff" * 9
 
 
@@ -258,7 +258,7 @@ class LogStore:
 
         def put_all(transaction: Any) -> None:
             for key, content in contents.items():
-                transaction.put(key, seal(key, content))
+                _put(transaction, key, content)
 
         self._write(put_all)
 
@@ -285,12 +285,13 @@ class LogStore:
             Number of the next part's first output; None after the last part.
         """
         prefix, num_bytes = tenant_key(OUTPUTS, tenant), 0
+        length = len(prefix) + _NUMBER.size  # a damaged key may be longer or shorter
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
             for key in _keys(cursor, prefix, first):
-                if num_bytes >= _READ_AT_ONCE:
+                if num_bytes >= _READ_AT_ONCE and len(key) == length:
                     return number_of(key)
                 num_bytes += len(cursor.value())
-                content = unseal(key, cursor.value())
+                content = unseal(key, cursor.value()) if len(key) == length else None
                 output = None if content is None else decode_output(content)
                 if output is None:
                     found.num_damaged += 1
@@ -375,8 +376,7 @@ class LogStore:
             for number in removed:  # first: their pages serve
                 transaction.delete(numbered_key(prefix, number))
             for each in added:
-                key = numbered_key(prefix, each.number)
-                transaction.put(key, seal(key, each.encode()))
+                _put(transaction, numbered_key(prefix, each.number), each.encode())
 
         self._write(put_all)
 
@@ -389,7 +389,8 @@ class LogStore:
             with transaction.cursor() as cursor:
                 found = cursor.set_range(OUTPUTS)
                 while found and cursor.key().startswith(OUTPUTS):
-                    prefix = cursor.key()[: -_NUMBER.size]
+                    # At least that of all outputs, even where a key is damaged and short.
+                    prefix = cursor.key()[: -_NUMBER.size] or OUTPUTS
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
                 for key in [
@@ -424,21 +425,16 @@ class LogStore:
         with transaction.cursor() as cursor:
             extent = known or _extent(cursor, prefix)
             if len(entry.output.tokens):
-                extent = self._append_output(cursor, entry, extent, now_s)
+                output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
+                _put(transaction, numbered_key(prefix, extent.next_number), encode_output(output))
+                num_tokens = extent.num_tokens + len(output.tokens) + 1
+                num_tokens = self._trim(cursor, prefix, num_tokens, now_s)
+                extent = _Extent(num_tokens, extent.next_number + 1)
         if entry.statistics is not None:
-            key = tenant_key(STATISTICS, entry.tenant)
-            transaction.put(key, seal(key, entry.statistics))
+            _put(transaction, tenant_key(STATISTICS, entry.tenant), entry.statistics)
         if entry.note is not None:
-            transaction.put(NOTE_KEY, seal(NOTE_KEY, entry.note))
+            _put(transaction, NOTE_KEY, entry.note)
         return extent
-
-    def _append_output(self, cursor: Any, entry: Entry, extent: _Extent, now_s: float) -> _Extent:
-        prefix = tenant_key(OUTPUTS, entry.tenant)
-        key = numbered_key(prefix, extent.next_number)
-        output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
-        cursor.put(key, seal(key, encode_output(output)))
-        held = extent.num_tokens + len(output.tokens) + 1
-        return _Extent(self._trim(cursor, prefix, held, now_s), extent.next_number + 1)
 
     def _aging(self, output: Output, now_s: float) -> Output:
         """Return an output dated now at the latest: its clock may have been ahead."""
@@ -500,8 +496,12 @@ def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
         content = unseal(key, cursor.value())
         output = None if content is None else decode_output(content)
         if output is not None and output.time_s > now_s:
-            dated = encode_output(replace(output, time_s=now_s))
-            cursor.put(key, seal(key, dated))
+            _put(cursor, key, encode_output(replace(output, time_s=now_s)))
+
+
+def _put(writer: Any, key: bytes, content: bytes) -> None:
+    """Write a record in a transaction, or with its cursor, which is at the record then."""
+    writer.put(key, seal(key, content))
 
 
 def _content(transaction: Any, key: bytes) -> bytes | None:
@@ -514,5 +514,6 @@ def _extent(cursor: Any, prefix: bytes) -> _Extent:
     num_tokens, next_number = 0, 0
     for key in _keys(cursor, prefix):
         num_tokens += measure_output(cursor.value())[1] + 1
-        next_number = number_of(key) + 1
+        if number_of(key) < _NO_NUMBER:
+            next_number = number_of(key) + 1
     return _Extent(num_tokens, next_number)

@@ -4,8 +4,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -84,11 +86,10 @@ def test_a_damaged_log_is_set_aside_and_drafting_starts_cold(
         unseal(tmp_path)
     damaged = (tmp_path / "generations.mdb").read_bytes()
     assert kept(tmp_path) == []
-    if damaged:  # an empty file is an empty log
-        (path,) = aside(tmp_path)
-        assert path.read_bytes()[: len(damaged)] == damaged
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        assert path.name in caplog.text
+    (path,) = aside(tmp_path)
+    assert path.read_bytes() == damaged
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert path.name in caplog.text
     assert kept(tmp_path) == [NUM_OUTPUTS]
 
 
@@ -145,14 +146,24 @@ def test_a_kill_while_copying_loses_nothing(
     assert names_in(tmp_path) == ["generations.lock", "generations.mdb", "generations.seal"]
 
 
-def test_a_kill_while_a_log_is_begun_leaves_one_without_outputs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "generations.mdb").touch()
-    assert kept(tmp_path) == []
-    assert kept(tmp_path) == [NUM_OUTPUTS]
-    assert not aside(tmp_path)
-    assert not caplog.records
+@pytest.mark.parametrize("tail", [b"", b"\xff" * 8, b"\xff" * 7, bytes(9)])
+def test_a_damaged_key_harms_nothing_else(tmp_path: Path, tail: bytes) -> None:
+    """LMDB takes any key: a number that is the last one, and keys that are cut off or too long."""
+    fill(tmp_path)
+    unseal(tmp_path)
+    opened = lmdb.open(str(tmp_path / "generations.mdb"), subdir=False, lock=False)
+    with closing(opened) as file, file.begin(write=True) as transaction:
+        transaction.put(b"o\0\0" + tail, b"neither a checksum nor an output")
+    log = GenerationsLog(tmp_path, options=LogOptions(max_age_s=1e9), clock=lambda: 1.0)
+    assert log.load("").num_damaged == 1
+    log.remove_expired()
+    for number in (NUM_OUTPUTS, NUM_OUTPUTS + 1):
+        log.append(Entry("", Output(output(number), 0.0)))
+        log.commit()
+    assert log.failures == 0
+    numbers = [durability.number_of(found.tokens) for found in log.load("").outputs]
+    assert sorted(numbers) == list(range(NUM_OUTPUTS + 2))
+    log.close()
 
 
 def test_a_log_that_was_set_aside_is_never_overwritten(tmp_path: Path) -> None:
