@@ -14,10 +14,10 @@ import pytest
 from benchmarks.serving import durability
 from benchmarks.serving.durability import output_of as output
 from retriever.errors import StateError
-from retriever.log import log_files, log_store as records
+from retriever.log import log_files, log_reader, log_store as records
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.log_files import LogFiles, open_store
-from retriever.log.log_store import LogStore
+from retriever.log.log_store import LogStore, Remembered
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
@@ -174,6 +174,22 @@ def test_a_log_that_was_set_aside_is_never_overwritten(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in sorted(aside(tmp_path))] == contents
 
 
+def test_a_log_that_cannot_be_written_is_read_first_and_not_copied(tmp_path: Path) -> None:
+    fill(tmp_path)
+    unseal(tmp_path)
+    before = (tmp_path / "generations.mdb").read_bytes()
+    files = LogFiles(tmp_path)
+    files.writable = False  # nothing is read-only to root
+    store, _ = open_store(files, "", LogOptions())
+    found = Remembered()
+    store.read("", 0.0, found)
+    store.close()
+    files.release()
+    assert len(found.outputs) == NUM_OUTPUTS
+    assert names_in(tmp_path) == ["generations.lock", "generations.mdb"]
+    assert (tmp_path / "generations.mdb").read_bytes() == before
+
+
 def test_a_damaged_log_that_cannot_be_set_aside_is_left_as_it_is(tmp_path: Path) -> None:
     fill(tmp_path)
     rewrite(tmp_path / "generations.mdb", lambda content: content.__delitem__(slice(5000, None)))
@@ -264,7 +280,7 @@ def test_a_log_that_nothing_could_read_is_neither_opened_nor_set_aside(
 def prepared(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A state that was not closed in order, and another program in the reader's place."""
     (tmp_path / "program.py").write_text(program)
-    monkeypatch.setattr(log_files.log_reader, "__file__", str(tmp_path / "program.py"))
+    monkeypatch.setattr(log_reader, "__file__", str(tmp_path / "program.py"))
     fill(tmp_path / "state")
     unseal(tmp_path / "state")
     return tmp_path / "state"
