@@ -193,7 +193,7 @@ def damage_in(data: Path, copy: Path | None) -> str:
     Raises:
         StateError: the process did not do its work.
     """
-    command = [sys.executable, "-P", log_reader.__file__, str(data)]
+    command = [sys.executable or "python3", "-P", log_reader.__file__, str(data)]
     timeout_s = READING_S + data.stat().st_size / _READ_BYTES_PER_S
     try:
         done = subprocess.run(  # noqa: S603  (our own program and files)
@@ -201,6 +201,7 @@ def damage_in(data: Path, copy: Path | None) -> str:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )
@@ -212,7 +213,7 @@ def damage_in(data: Path, copy: Path | None) -> str:
         return ""
     last_words = done.stderr.strip().rpartition("\n")[2]
     if done.returncode == log_reader.DAMAGED:
-        return last_words
+        return last_words or "it cannot be read"
     if -done.returncode in _CRASHES:
         return f"reading it ends with {signal.Signals(-done.returncode).name}"
     raise _unread(data, f"ended with status {done.returncode}: {last_words or 'it was killed'}")
