@@ -3,7 +3,7 @@
     python benchmarks/serving/durability.py --kills 1000 --json
 
 A child remembers outputs and acknowledges each in a pipe. It is killed (SIGKILL) at a random
-moment: while it opens the log, mends it, writes, deletes a tenant, or closes it. Then the log is
+moment: while it opens the log, copies it, writes, deletes a tenant, or closes it. Then the log is
 opened again. It must hold every output that was acknowledged, whole and in order, up to the log's
 capacity, and at most one that was not acknowledged: the one that was being written. The next child
 goes on from it.

@@ -2,8 +2,8 @@
 
 An output whose `commit` has returned survives a kill of the process. With the durability "disk" it
 also survives a power failure: every commit syncs. With "process", the default, a thread syncs once
-a second, so that a power failure can lose the last outputs or damage the log; its readable records
-are then salvaged.
+a second, so that a power failure can lose the last outputs or damage the log: a damaged one is set
+aside when it is opened, and drafts start cold.
 """
 
 import atexit
@@ -12,9 +12,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from threading import Event, Lock, Thread
-from typing import Final
+from threading import Event, Lock, RLock, Thread
+from typing import Final, TypeVar
 
 from retriever.errors import StateError, StorageError
 from retriever.log.log_files import (
@@ -30,6 +31,8 @@ from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, FoundRecord, LogS
 from retriever.log.options import LogOptions
 from retriever.predict.generations import NO_OUTPUT, steady_time
 from retriever.predict.pool import Entry
+
+_Result = TypeVar("_Result")
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SYNC_EVERY_S: Final = 1.0  # outputs lost by a power failure, against disk writes
@@ -70,13 +73,12 @@ class GenerationsLog:
         self._options = options or LogOptions()
         self._clock = clock
         self._pending: deque[Entry] = deque()
-        self._lock = Lock()
+        self._lock = RLock()
         self._sync_lock = Lock()  # taken after the other
         self._refused = False
         self._unsynced = False
-        self._num_freed = 0  # outputs whose bytes may be in free pages
+        self._has_removed_bytes = False  # of deleted and expired outputs, in free pages of the file
         self._rewrite_at_s = 0.0
-        self._is_rewrite_due = False  # bytes of deleted outputs are in the file
         self._process = os.getpid()
         self._files = LogFiles(directory)
         try:
@@ -84,7 +86,9 @@ class GenerationsLog:
         except BaseException:
             self._files.release()
             raise
-        self._keeper = _Keeper(self)
+        self._stopped = Event()
+        self._keeper = Thread(target=self._keep, name="foredraft-log", daemon=True)
+        self._keeper.start()
         atexit.register(self.close)
 
     def load(self, tenant: str) -> Remembered:
@@ -94,21 +98,14 @@ class GenerationsLog:
         """
         self.commit()
         found = Remembered()
-        first: int | None = 0
 
-        def read() -> None:
-            nonlocal first
-            first = self._store.read(tenant, self._clock(), found, number)
+        def read(first: int) -> int | None:
+            return self._store.read(tenant, self._clock(), found, first)
 
-        while first is not None:  # others commit in between
-            number, first = first, None  # an error ends the reading
-            self._attempt(read)
-        if found.num_damaged:
-            _LOGGER.warning(
-                "%d records of the log of generations in %s are damaged and were left out",
-                found.num_damaged,
-                self._directory,
-            )
+        number: int | None = 0
+        while number is not None:  # others commit in between; an error ends the reading
+            number = self._attempt(partial(read, number))
+        self._warn_of_damaged(found.num_damaged, "the log of generations")
         return found
 
     def append(self, entry: Entry) -> None:
@@ -128,19 +125,15 @@ class GenerationsLog:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
             if entries:
                 num_outputs = sum(len(entry.output.tokens) > 0 for entry in entries)
-                is_kept = self._attempt_locked(
+                num_written = self._attempt(
                     lambda: self._store.append(entries, self._clock()), num_outputs
                 )
                 for entry in entries:
-                    entry.fate.settle(is_kept=is_kept)
+                    entry.fate.settle(is_kept=num_written is not None)
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
         """Queue opaque bytes of a tenant, which replace the previous ones."""
         self.append(Entry(tenant, NO_OUTPUT, statistics))
-
-    def statistics(self, tenant: str) -> bytes | None:
-        """Return a tenant's last stored bytes, put with an output or alone."""
-        return self.load(tenant).statistics
 
     def put_note(self, note: bytes) -> None:
         """Store an opaque note, replacing the previous one."""
@@ -148,40 +141,19 @@ class GenerationsLog:
 
     def note(self) -> bytes | None:
         """Return the last note; None if there is none, or it cannot be read."""
-        found: bytes | None = None
-
-        def read() -> None:
-            nonlocal found
-            found = self._store.record(NOTE_KEY)
-
-        self._attempt(read)
-        return found
+        return self._attempt(lambda: self._store.record(NOTE_KEY))
 
     def findings(self, tenant: str) -> list[FoundRecord]:
         """Return a tenant's findings, the oldest first; damaged ones are removed."""
-        found: list[FoundRecord] = []
-        damaged: list[int] = []
-
-        def read() -> None:
-            records, numbers = self._store.findings(tenant)
-            found.extend(records)
-            damaged.extend(numbers)
-
-        self._attempt(read)
+        found, damaged = self._attempt(lambda: self._store.findings(tenant)) or ([], [])
         if damaged:
-            _LOGGER.warning(
-                "%d records of findings in %s are damaged and were left out",
-                len(damaged),
-                self._directory,
-            )
+            self._warn_of_damaged(len(damaged), "findings")
             self._attempt(lambda: self._store.put_findings(tenant, [], damaged))
         return found
 
     def found(self, tenant: str, number: int) -> FoundRecord | None:
         """Return a tenant's findings of a number; None where they cannot be read."""
-        found: list[FoundRecord | None] = []
-        self._attempt(lambda: found.append(self._store.found(tenant, number)))
-        return found[0] if found else None
+        return self._attempt(lambda: self._store.found(tenant, number))
 
     def put_findings(
         self, tenant: str, added: Sequence[FoundRecord], removed: Sequence[int]
@@ -192,11 +164,16 @@ class GenerationsLog:
             StorageError: the disk refuses.
         """
         with self._lock:
-            if not self._attempt_locked(lambda: self._store.put_findings(tenant, added, removed)):
+            try:
+                self._check_usable()
+                self._unsynced = True
+                self._store.put_findings(tenant, added, removed)
+            except REFUSALS as error:
+                self._refuse(error)
                 raise StorageError(
                     f"what decoders found likely is not kept in {self._directory.name}, as its "
                     "disk refuses: drafts go on; free space, and it is kept again"
-                )
+                ) from error
 
     def delete(self, tenant: str) -> None:
         """Remove all records of a tenant, and rewrite the file without them.
@@ -205,7 +182,7 @@ class GenerationsLog:
             StorageError: the disk refuses: either all records remain, or they are removed but their
             bytes remain in the file.
         """
-        self._delete(tenant, lambda: self._store.delete(tenant))
+        self._delete(tenant, b"")
 
     def delete_origin(self, tenant: str, origin: bytes) -> None:
         """Remove a tenant's outputs of an origin, and its findings; rewrite the file without them.
@@ -213,17 +190,18 @@ class GenerationsLog:
         Raises:
             StorageError: as for `delete`.
         """
-        self._delete(tenant, lambda: self._store.delete_origin(tenant, origin))
+        self._delete(tenant, origin)
 
-    def _delete(self, tenant: str, action: Callable[[], object]) -> None:
+    def _delete(self, tenant: str, origin: bytes) -> None:
         self.commit()
-        with self._lock, self._sync_lock:
+        with self._lock:
             try:
                 self._check_usable()
-                self._is_rewrite_due |= action() != 0  # still due if the disk refuses it
-                if self._is_rewrite_due:
+                num_removed = self._store.delete(tenant, origin)
+                # Of a tenant without records free pages may have what expired before the start.
+                self._has_removed_bytes |= num_removed > 0 or not origin
+                if self._has_removed_bytes:  # of this deletion, or of one that the disk refused
                     self._rewrite()
-                    self._is_rewrite_due = False
             except REFUSALS as error:
                 _LOGGER.warning(
                     "what %s has of the tenant %r cannot be removed: %s; free space and ask again",
@@ -239,15 +217,17 @@ class GenerationsLog:
     def _rewrite(self) -> None:
         """Replace the file by a copy without free pages, which hold removed bytes."""
         copy = self._files.new_copy()
-        try:
-            self._store.copy(copy)
-            self._store.close()
+        with self._lock, self._sync_lock:
             try:
-                self._files.replace(copy)
+                self._store.copy(copy)
+                self._store.close()
+                try:
+                    self._files.replace(copy)
+                finally:
+                    self._store = LogStore(self._files.data, self._options)
             finally:
-                self._store = LogStore(self._files.data, self._options)
-        finally:
-            copy.unlink(missing_ok=True)
+                copy.unlink(missing_ok=True)
+        self._has_removed_bytes = False
 
     def snapshot(self, directory: Path) -> int:
         """Copy the log to a new directory, which a drafter can open; return its bytes.
@@ -257,16 +237,16 @@ class GenerationsLog:
         Raises:
             StateError: the disk refuses.
         """
-        data = directory / DATA_NAME
+        data, seal = directory / DATA_NAME, directory / SEAL_NAME
         self.commit()
         try:
             directory.mkdir(mode=0o700)
             with self._lock:
                 self._check_usable()
-                self._store.copy_unsynced(data)
-            write_seal(data, directory / SEAL_NAME)
-            (directory / SEAL_NAME).chmod(0o600)
-            for path in (data, directory / SEAL_NAME, directory):
+                self._store.copy(data)
+            write_seal(data, seal)
+            seal.chmod(0o600)
+            for path in (data, seal, directory):
                 sync_path(path)
             return data.stat().st_size
         except REFUSALS as error:
@@ -278,8 +258,7 @@ class GenerationsLog:
     def name_vocabulary(self, fingerprint: str) -> None:
         """Store the tokenizer's fingerprint, if unknown so far."""
         self.fingerprint = fingerprint
-        content = {FINGERPRINT_KEY: fingerprint.encode()}
-        self._attempt(lambda: self._store.put(content))
+        self._attempt(lambda: self._store.put({FINGERPRINT_KEY: fingerprint.encode()}))
 
     def sync(self) -> None:
         """Wait until all commits are on disk."""
@@ -290,27 +269,25 @@ class GenerationsLog:
             try:
                 self._store.sync()
             except REFUSALS as error:
-                self._refuse(error, 0)
+                self._refuse(error)
 
     def remove_expired(self) -> None:
         """Remove expired outputs of all tenants; rewrite the file once an hour."""
-
-        def remove() -> None:
-            self._num_freed += self._store.remove_expired(self._clock())
-
-        self._attempt(remove)
-        if self._num_freed and time.monotonic() >= self._rewrite_at_s:
-            self._num_freed, self._rewrite_at_s = 0, time.monotonic() + _REWRITE_EVERY_S
-            with self._lock, self._sync_lock:
-                self._attempt_locked(self._rewrite)
+        with self._lock:
+            num_removed = self._attempt(lambda: self._store.remove_expired(self._clock()))
+            self._has_removed_bytes |= bool(num_removed)
+            if self._has_removed_bytes and time.monotonic() >= self._rewrite_at_s:
+                self._rewrite_at_s = time.monotonic() + _REWRITE_EVERY_S
+                self._attempt(self._rewrite)
 
     def close(self) -> None:
         """Write and sync queued outputs, and unlock the directory. Idempotent."""
-        if os.getpid() != self._process or self._keeper.is_stopped:
+        if os.getpid() != self._process or self._stopped.is_set():
             return
         atexit.unregister(self.close)
         self.commit()
-        self._keeper.stop()
+        self._stopped.set()
+        self._keeper.join()
         with self._lock:
             if self._files.writable:
                 self.sync()
@@ -319,28 +296,24 @@ class GenerationsLog:
                 self._files.seal()
             self._files.release()
 
-    def _attempt(self, action: Callable[[], None], num_outputs: int = 0) -> None:
+    def _attempt(self, action: Callable[[], _Result], num_outputs: int = 0) -> _Result | None:
+        """Run an action of the disk; on an error count the lost outputs, and return None."""
         with self._lock:
-            self._attempt_locked(action, num_outputs)
-
-    def _attempt_locked(self, action: Callable[[], None], num_outputs: int = 0) -> bool:
-        """Run an action of the disk; on an error count the lost outputs, and return False."""
-        try:
-            self._check_usable()
-            self._unsynced = True
-            action()
-        except REFUSALS as error:
-            self._refuse(error, num_outputs)
-            return False
-        return True
+            try:
+                self._check_usable()
+                self._unsynced = True
+                return action()
+            except REFUSALS as error:
+                self._refuse(error, num_outputs)
+                return None
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
             raise OSError("the log belongs to the process that opened it, not to a fork of it")
-        if self._keeper.is_stopped:
+        if self._stopped.is_set():
             raise OSError("the log was closed")
 
-    def _refuse(self, error: Exception, num_outputs: int) -> None:
+    def _refuse(self, error: Exception, num_outputs: int = 0) -> None:
         self.failures += num_outputs
         if not self._refused:
             self._refused = True
@@ -348,28 +321,20 @@ class GenerationsLog:
                 "outputs are not logged in %s: %s; drafting goes on", self._directory, error
             )
 
+    def _warn_of_damaged(self, num_records: int, kind: str) -> None:
+        if num_records:
+            _LOGGER.warning(
+                "%d records of %s in %s are damaged and were left out",
+                num_records,
+                kind,
+                self._directory,
+            )
 
-class _Keeper:
-    """A thread that syncs the log once a second, and removes expired outputs."""
-
-    def __init__(self, log: GenerationsLog) -> None:
-        self._log = log
-        self._stopped = Event()
-        self._thread = Thread(target=self._run, name="foredraft-log", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def _keep(self) -> None:
+        """Sync once a second and remove what has expired, until the log is closed."""
         turn = 0
         while not self._stopped.wait(_SYNC_EVERY_S):
             if turn % _SYNCS_PER_SWEEP == 0:
-                self._log.remove_expired()
-            self._log.sync()
+                self.remove_expired()
+            self.sync()
             turn += 1

@@ -1,4 +1,4 @@
-"""The files of a log of generations: locking, integrity checks and repair."""
+"""The files of a log of generations: who may use them, and whether they are whole."""
 
 import errno
 import fcntl
@@ -6,31 +6,44 @@ import json
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Final
 
 import lmdb
 
 from retriever.errors import StateError, VocabularyMismatchError
-from retriever.log import salvage as log_salvage
+from retriever.log import log_reader
 from retriever.log.log_store import FINGERPRINT_KEY, FORMAT_KEY, FORMAT_VERSION, LogStore
 from retriever.log.options import LogOptions
-from retriever.log.salvage import Verdict
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
-_SALVAGE_S: Final = 60.0  # a salvage that hangs on damage is killed after this and the rate below
-_SALVAGE_BYTES_PER_S: Final = 5e6  # a slow disk; faster ones never reach the limit
+_READ_BYTES_PER_S: Final = 5e6  # a slow disk; faster ones never reach the limit
+_CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+
+READING_S: Final = 60.0
+"""A reader that hangs on damage is killed after this, and the time for the bytes of the log."""
 
 DATA_NAME: Final = "generations.mdb"
 SEAL_NAME: Final = "generations.seal"
+
+REFUSALS: Final = (lmdb.Error, OSError)
+"""Errors of the disk and LMDB."""
+
+_DAMAGE: Final = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
 
 # A process does not see its own file locks, so they are listed here.
 _LOCKED: Final[set[tuple[int, ...]]] = set()
@@ -53,51 +66,65 @@ class LogFiles:
         """
         self.data = directory / DATA_NAME
         self._seal = directory / SEAL_NAME
-        self._salvaged = directory / "generations.salvaged"
+        self._copies = "generations.copy-"
         with _refusals(directory), _LOCKED_GUARD:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock, self.writable = _lock(directory / "generations.lock")
             self._key = _identity(os.fstat(self._lock))
             _LOCKED.add(self._key)
 
-    def make_whole(self) -> None:
-        """Check the data if the last process did not seal it, and repair damage.
+    def make_safe(self) -> None:
+        """Let another process read the data first, unless the last one has sealed it.
 
-        Readable records of a damaged file are kept; the file itself is renamed.
-
-        Raises:
-            StateError: the disk refuses.
-        """
-        with _refusals(self.data.parent):
-            if self.writable:
-                self._finish_mending()
-                if self.data.exists() and not self._is_sealed():
-                    self._mend()
-                self._seal.unlink(missing_ok=True)
-
-    def set_aside(self) -> Path:
-        """Rename the data file, and return the new name.
+        Whole data is replaced by a copy of its records; damaged data is set aside.
 
         Raises:
-            StateError: the disk refuses.
+            StateError: the disk refuses, nothing can read the data, or it cannot be set aside.
         """
-        aside = self.data.with_name(f"generations.damaged-{time.time_ns()}.mdb")
-        with _refusals(self.data.parent):
-            self.data.rename(aside)
-        return aside
+        if self.writable:
+            for path in self.data.parent.glob(f"{self._copies}*"):  # of processes that were killed
+                path.unlink()
+        if self.data.exists() and not self._is_sealed():
+            copy = self.new_copy() if self.writable else None
+            damage = damage_in(self.data, copy)
+            if damage:
+                self.set_aside(damage)
+            elif copy is not None and copy.exists():
+                self.replace(copy)
+        if self.writable:
+            self._seal.unlink(missing_ok=True)
+
+    def set_aside(self, damage: str) -> None:
+        """Rename damaged data, to a name that nothing has, and say so.
+
+        Raises:
+            StateError: the directory is read-only.
+        """
+        if not self.writable:
+            raise StateError(
+                f"the log of generations {self.data} is damaged ({damage}), and its directory "
+                "cannot be written: make it writable, so that the log is set aside, or choose "
+                "another state directory"
+            )
+        names = (self.data.with_name(f"generations.damaged-{number}.mdb") for number in count(1))
+        aside = next(name for name in names if not os.path.lexists(name))
+        self.data.rename(aside)
+        _LOGGER.warning(
+            "the log of generations %s is damaged (%s) and was set aside as %s; drafts start cold. "
+            "Check the disk. To have the outputs back, stop the drafter and put a copy of the "
+            "state directory in its place; remove %s once nobody needs it",
+            *(self.data, damage, aside.name, aside.name),
+        )
 
     def replace(self, copy: Path) -> None:
-        """Replace the data by a synced copy; raises OSError where the disk refuses."""
+        """Replace the data by a copy, and sync both; raises OSError where the disk refuses."""
+        sync_path(copy)
         copy.replace(self.data)
-        self.sync_names()
+        sync_path(self.data.parent)
 
     def new_copy(self) -> Path:
-        """Return an unused name for a copy of the data."""
-        return self._salvaged.with_name(f"{self._salvaged.name}-{secrets.token_hex(4)}")
-
-    def sync_names(self) -> None:
-        """Sync the directory; raises OSError where the disk refuses."""
-        sync_path(self.data.parent)
+        """Return an unused name for a copy of the data; the next start removes what has one."""
+        return self.data.with_name(f"{self._copies}{secrets.token_hex(4)}")
 
     def seal(self) -> None:
         """Store the checksum of the data after the last write: the next start trusts it."""
@@ -115,33 +142,6 @@ class LogFiles:
             return bool(json.loads(self._seal.read_bytes()) == _checksum(self.data))
         except (OSError, ValueError):
             return False
-
-    def _finish_mending(self) -> None:
-        """Continue a repair during which an earlier process was killed."""
-        if self._salvaged.exists() and not self.data.exists():
-            self._salvaged.replace(self.data)
-        for path in self.data.parent.glob(f"{self._salvaged.name}*"):
-            path.unlink()
-
-    def _mend(self) -> None:
-        """Replace the data by a copy of all readable records."""
-        # If this process is killed its salvage runs on for a while; its file name is unique.
-        copy = self.new_copy()
-        verdict = _salvage(self.data, copy)
-        if verdict is Verdict.WHOLE:
-            copy.replace(self.data)
-        elif verdict is Verdict.DAMAGED:
-            if copy.exists():
-                copy.replace(self._salvaged)
-            aside = self.set_aside()
-            _LOGGER.warning(
-                "the log of generations %s is damaged and was set aside as %s; drafts start with "
-                "what could be read of it",
-                self.data,
-                aside.name,
-            )
-            self._finish_mending()
-        copy.unlink(missing_ok=True)
 
 
 def _lock(path: Path) -> tuple[int, bool]:
@@ -183,25 +183,48 @@ def _in_use(directory: Path) -> StateError:
     )
 
 
-def _salvage(data: Path, target: Path) -> Verdict | None:
-    """Copy readable records in a subprocess, which may crash; None if there are none."""
-    command = [sys.executable, "-P", log_salvage.__file__, str(data), str(target)]
-    timeout_s = _SALVAGE_S + data.stat().st_size / _SALVAGE_BYTES_PER_S
+def damage_in(data: Path, copy: Path | None) -> str:
+    """Read a log in a child process, which may crash; return what is wrong, or nothing.
+
+    Args:
+        data: the log.
+        copy: where its records are written, if all can be read and there is room.
+
+    Raises:
+        StateError: the process did not do its work.
+    """
+    command = [sys.executable or "python3", "-P", log_reader.__file__, str(data)]
+    timeout_s = READING_S + data.stat().st_size / _READ_BYTES_PER_S
     try:
         done = subprocess.run(  # noqa: S603  (our own program and files)
-            command,
+            [*command, str(copy)] if copy is not None else command,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
+            text=True,
+            errors="replace",
             timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Verdict.DAMAGED
-    except OSError:
-        return None
-    if done.returncode < 0:
-        return Verdict.DAMAGED
-    return Verdict(done.returncode) if done.returncode in set(Verdict) else None
+        return f"it cannot be read within {timeout_s:.0f} s"
+    except OSError as error:
+        raise _unread(data, f"cannot be started: {error}") from error
+    if done.returncode in {0, log_reader.NO_COPY}:
+        return ""
+    last_words = done.stderr.strip().rpartition("\n")[2]
+    if done.returncode == log_reader.DAMAGED:
+        return last_words or "it cannot be read"
+    if -done.returncode in _CRASHES:
+        return f"reading it ends with {signal.Signals(-done.returncode).name}"
+    raise _unread(data, f"ended with status {done.returncode}: {last_words or 'it was killed'}")
+
+
+def _unread(data: Path, reason: str) -> StateError:
+    return StateError(
+        f"the log of generations {data} was not closed in order, and the process that reads it "
+        f"first {reason}; see to memory and permissions and start again, or choose another state "
+        "directory"
+    )
 
 
 def sync_path(path: Path) -> None:
@@ -230,29 +253,19 @@ def _checksum(path: Path) -> dict[str, int]:
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
+    """Raise StateError where the disk or LMDB refuse to have a state directory used."""
     try:
         yield
-    except OSError as error:
+    except REFUSALS as error:
         raise StateError(
-            f"cannot use the state directory {directory}: {error.strerror or error}; "
-            "choose another one, or free space and permissions"
+            f"cannot use the state directory {directory}: "
+            f"{getattr(error, 'strerror', None) or error}; choose another one, or free space and "
+            "permissions"
         ) from error
 
 
-REFUSALS: Final = (lmdb.Error, OSError)
-"""Errors of the disk and LMDB."""
-
-
-_DAMAGE: Final = (
-    lmdb.CorruptedError,
-    lmdb.InvalidError,
-    lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
-)
-
-
 def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[LogStore, str]:
-    """Open the store in locked files; a damaged one is renamed and a new one created.
+    """Open the store in locked files; a damaged one is set aside and a new one created.
 
     Args:
         files: of the store.
@@ -266,48 +279,33 @@ def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[
         StateError: the disk refuses, or the log is of another format version.
         VocabularyMismatchError: it holds outputs of another tokenizer.
     """
-    files.make_whole()
-    try:
-        store = _open_whole(files, options)
+    with _refusals(files.data.parent):
+        files.make_safe()
+        store = _opened(files, options)
         try:
             _check_format(store, files)
             if files.writable:
-                files.sync_names()
+                sync_path(files.data.parent)
             return store, _checked_fingerprint(store, files, fingerprint)
         except BaseException:
             store.close()
             raise
-    except REFUSALS as error:
-        raise StateError(
-            f"the log {files.data} cannot be opened: {error}; free space and permissions, or "
-            "choose another state directory"
-        ) from error
 
 
-def _open_whole(files: LogFiles, options: LogOptions) -> LogStore:
+def _opened(files: LogFiles, options: LogOptions) -> LogStore:
+    """Return the store; what LMDB or its first records show to be none of ours is set aside."""
+    store, damage = None, "it does not say of what tokenizer it is"
     try:
         store = LogStore(files.data, options, writable=files.writable)
-        if store.is_empty or _is_introduced(store):
+        introduced = (store.record(key) is not None for key in (FORMAT_KEY, FINGERPRINT_KEY))
+        if store.is_empty or all(introduced):
             return store
-        store.close()
-        reason = "it does not say of what tokenizer it is"
     except _DAMAGE as error:
-        if not files.writable:
-            raise
-        reason = str(error)
-    aside = files.set_aside()
-    _LOGGER.warning(
-        "the log of generations %s is damaged (%s) and was set aside as %s; drafts start cold",
-        files.data,
-        reason,
-        aside.name,
-    )
+        damage = str(error)
+    if store is not None:
+        store.close()
+    files.set_aside(damage)
     return LogStore(files.data, options)
-
-
-def _is_introduced(store: LogStore) -> bool:
-    keys = (FORMAT_KEY, FINGERPRINT_KEY)
-    return all(store.record(key) is not None for key in keys)
 
 
 def _check_format(store: LogStore, files: LogFiles) -> None:

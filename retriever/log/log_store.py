@@ -19,13 +19,12 @@ of their model's fingerprint (u8), it, and what a model found likely, opaque her
 """
 
 import math
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
@@ -35,16 +34,16 @@ from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from retriever.predict.stores import ring_capacity
 
+_Result = TypeVar("_Result")
+
 FORMAT_VERSION: Final = 1
 FORMAT_KEY: Final = b"format"
 FINGERPRINT_KEY: Final = b"fingerprint"
 NOTE_KEY: Final = b"note"
 
 OUTPUTS: Final = b"o"
-"""Prefix of the keys of all outputs."""
-
-_STATISTICS: Final = b"s"
-_FINDINGS: Final = b"r"
+STATISTICS: Final = b"s"
+FINDINGS: Final = b"r"
 _FINDINGS_HEAD: Final = struct.Struct("<dB")
 _CHECKSUM: Final = struct.Struct("<I")
 _NAME_LENGTH: Final = struct.Struct(">H")
@@ -58,35 +57,23 @@ _VERSION_OF: Final = struct.Struct("<Q")
 _MAX_U16: Final = 0xFFFF
 
 
-def output_prefix(tenant: str) -> bytes:
-    """Return the prefix of the keys of a tenant's outputs; unique to it."""
-    return OUTPUTS + _named(tenant)
+def tenant_key(kind: bytes, tenant: str) -> bytes:
+    """Return the key of a tenant's statistics, or the prefix of those of its outputs or findings.
+
+    No other tenant's keys begin like this.
+    """
+    name = tenant.encode()
+    return kind + _NAME_LENGTH.pack(len(name)) + name
 
 
-def output_key(prefix: bytes, number: int) -> bytes:
-    """Return the key of a tenant's output."""
+def numbered_key(prefix: bytes, number: int) -> bytes:
+    """Return the key of an output or of findings, from that of their tenant."""
     return prefix + _NUMBER.pack(number)
 
 
 def number_of(key: bytes) -> int:
-    """Return the number of an output from its key."""
-    number: int = _NUMBER.unpack_from(key, len(key) - _NUMBER.size)[0]
-    return number
-
-
-def tenant_prefix_of(key: bytes) -> bytes:
-    """Return the part of an output's key that names its tenant."""
-    return key[: -_NUMBER.size]
-
-
-def statistics_key(tenant: str) -> bytes:
-    """Return the key of a tenant's statistics."""
-    return _STATISTICS + _named(tenant)
-
-
-def findings_prefix(tenant: str) -> bytes:
-    """Return the prefix of the keys of a tenant's findings; unique to it."""
-    return _FINDINGS + _named(tenant)
+    """Return the number at the end of a key, which may be damaged."""
+    return int.from_bytes(key[-_NUMBER.size :], "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +192,11 @@ def _head(content: bytes) -> _Head | None:
     return _Head(time_s, form & ~(_HAS_ORIGIN | _HAS_VERSION), origin, version, size)
 
 
-def _named(tenant: str) -> bytes:
-    name = tenant.encode()
-    return _NAME_LENGTH.pack(len(name)) + name
-
-
 _INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles when full
 _READ_AT_ONCE: Final = 1 << 20  # bytes read in one go, about 2 ms: commits wait for it
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # prompts and outputs are private
+_NO_NUMBER: Final = 1 << 63  # only damaged keys have it or a higher one
 _AFTER_NUMBERS: Final = b"\xff" * 9
 
 
@@ -275,7 +258,7 @@ class LogStore:
 
         def put_all(transaction: Any) -> None:
             for key, content in contents.items():
-                transaction.put(key, seal(key, content))
+                _put(transaction, key, content)
 
         self._write(put_all)
 
@@ -301,24 +284,29 @@ class LogStore:
         Returns:
             Number of the next part's first output; None after the last part.
         """
-        prefix, num_bytes = output_prefix(tenant), 0
+        prefix, num_bytes = tenant_key(OUTPUTS, tenant), 0
+        length = len(prefix) + _NUMBER.size  # a damaged key may be longer or shorter
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
             for key in _keys(cursor, prefix, first):
-                if num_bytes >= _READ_AT_ONCE:
+                if num_bytes >= _READ_AT_ONCE and len(key) == length:
                     return number_of(key)
                 num_bytes += len(cursor.value())
-                content = unseal(key, cursor.value())
+                content = unseal(key, cursor.value()) if len(key) == length else None
                 output = None if content is None else decode_output(content)
                 if output is None:
                     found.num_damaged += 1
                 elif now_s - output.time_s <= self._options.max_age_s:
                     found.outputs.append(self._aging(output, now_s))
             self._extents[tenant] = _extent(cursor, prefix)
-            found.statistics = _content(transaction, statistics_key(tenant))
+            found.statistics = _content(transaction, tenant_key(STATISTICS, tenant))
         return None
 
-    def append(self, entries: Sequence[Entry], now_s: float) -> None:
-        """Write entries, and remove outputs beyond the capacity, in one transaction."""
+    def append(self, entries: Sequence[Entry], now_s: float) -> int:
+        """Write entries, and remove outputs beyond the capacity, in one transaction.
+
+        Returns:
+            How many entries it has written: all of them.
+        """
         extents: dict[str, _Extent] = {}
 
         def append_all(transaction: Any) -> None:
@@ -331,49 +319,40 @@ class LogStore:
         if len(self._extents) > _MAX_EXTENTS:  # of tenants evicted while their sessions are open
             self._extents.clear()
         self._extents.update(extents)
+        return len(entries)
 
-    def delete(self, tenant: str) -> None:
-        """Remove all records of a tenant."""
-
-        def delete_all(transaction: Any) -> None:
-            with transaction.cursor() as cursor:
-                for prefix in (output_prefix(tenant), findings_prefix(tenant)):
-                    for _ in _keys(cursor, prefix, delete=True):
-                        pass
-            transaction.delete(statistics_key(tenant))
-
-        # Removal needs some free pages too, even at the size limit.
-        self._write(delete_all, 2 * self._options.max_bytes)
-        self.evict(tenant)
-
-    def delete_origin(self, tenant: str, origin: bytes) -> int:
-        """Remove the outputs of an origin, and all findings of the tenant; return their number.
+    def delete(self, tenant: str, origin: bytes = b"") -> int:
+        """Remove all records of a tenant, or its outputs of an origin and all its findings.
 
         Findings of several sessions are one: none can be taken out.
+
+        Returns:
+            How many records it has removed.
         """
-        num_removed = 0
+        outputs, findings = tenant_key(OUTPUTS, tenant), tenant_key(FINDINGS, tenant)
 
-        def delete_all(transaction: Any) -> None:
-            nonlocal num_removed
-            num_removed = 0
+        def delete_all(transaction: Any) -> int:
             with transaction.cursor() as cursor:
-                prefix = output_prefix(tenant)
-                found = cursor.set_range(prefix)
-                while found and cursor.key().startswith(prefix):
-                    is_meant = origin_of(cursor.value()) == origin
-                    num_removed += is_meant
-                    found = cursor.delete() and bool(cursor.key()) if is_meant else cursor.next()
-                num_removed += sum(1 for _ in _keys(cursor, findings_prefix(tenant), delete=True))
+                keys = [
+                    key
+                    for key in _keys(cursor, outputs)
+                    if not origin or origin_of(cursor.value()) == origin
+                ]
+                keys.extend(_keys(cursor, findings))
+            if not origin:
+                keys.append(tenant_key(STATISTICS, tenant))
+            return sum(transaction.delete(key) for key in keys)
 
-        self._write(delete_all, 2 * self._options.max_bytes)
-        self.evict(tenant)
+        # Removal needs some free pages too, even at the size limit.
+        num_removed = self._write(delete_all, 2 * self._options.max_bytes)
+        self._extents.pop(tenant, None)
         return num_removed
 
     def findings(self, tenant: str) -> tuple[list[FoundRecord], list[int]]:
         """Return a tenant's findings, the oldest first, and the numbers of damaged ones."""
         found, damaged = [], []
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
-            for key in _keys(cursor, findings_prefix(tenant)):
+            for key in _keys(cursor, tenant_key(FINDINGS, tenant)):
                 number = number_of(key)
                 record = FoundRecord.decode(number, unseal(key, cursor.value()))
                 if record is None:
@@ -384,26 +363,22 @@ class LogStore:
 
     def found(self, tenant: str, number: int) -> FoundRecord | None:
         """Return the findings of a number; None where they are missing or damaged."""
-        return FoundRecord.decode(number, self.record(output_key(findings_prefix(tenant), number)))
+        key = numbered_key(tenant_key(FINDINGS, tenant), number)
+        return FoundRecord.decode(number, self.record(key))
 
     def put_findings(
         self, tenant: str, added: Sequence[FoundRecord], removed: Sequence[int]
     ) -> None:
         """Write findings of a tenant and remove others, in one transaction."""
-        prefix = findings_prefix(tenant)
+        prefix = tenant_key(FINDINGS, tenant)
 
         def put_all(transaction: Any) -> None:
             for number in removed:  # first: their pages serve
-                transaction.delete(output_key(prefix, number))
+                transaction.delete(numbered_key(prefix, number))
             for each in added:
-                key = output_key(prefix, each.number)
-                transaction.put(key, seal(key, each.encode()))
+                _put(transaction, numbered_key(prefix, each.number), each.encode())
 
         self._write(put_all)
-
-    def evict(self, tenant: str) -> None:
-        """Drop a tenant's entries in memory."""
-        self._extents.pop(tenant, None)
 
     def remove_expired(self, now_s: float) -> int:
         """Remove expired outputs and findings of all tenants; return their number."""
@@ -414,10 +389,16 @@ class LogStore:
             with transaction.cursor() as cursor:
                 found = cursor.set_range(OUTPUTS)
                 while found and cursor.key().startswith(OUTPUTS):
-                    prefix = tenant_prefix_of(cursor.key())
+                    # At least that of all outputs, even where a key is damaged and short.
+                    prefix = cursor.key()[: -_NUMBER.size] or OUTPUTS
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
-                self._remove_old_findings(cursor, now_s)
+                for key in [
+                    key
+                    for key in _keys(cursor, FINDINGS)
+                    if now_s - _time_of_findings(cursor.value()) > self._options.max_age_s
+                ]:
+                    transaction.delete(key)
 
         before = int(self._environment.stat()["entries"])
         self._write(remove, 2 * self._options.max_bytes)
@@ -425,13 +406,7 @@ class LogStore:
         return before - int(self._environment.stat()["entries"])
 
     def copy(self, path: Path) -> None:
-        """Write all records, without removed bytes, to a new file and sync it."""
-        self.copy_unsynced(path)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-
-    def copy_unsynced(self, path: Path) -> None:
-        """Write all records, without removed bytes, to a new file."""
+        """Write all records, without removed bytes, to a new file, which is not synced."""
         self._environment.copy(str(path), compact=True)
         path.chmod(_MODE)
 
@@ -446,25 +421,20 @@ class LogStore:
     def _append(
         self, transaction: Any, entry: Entry, known: _Extent | None, now_s: float
     ) -> _Extent:
-        prefix = output_prefix(entry.tenant)
+        prefix = tenant_key(OUTPUTS, entry.tenant)
         with transaction.cursor() as cursor:
             extent = known or _extent(cursor, prefix)
             if len(entry.output.tokens):
-                extent = self._append_output(cursor, entry, extent, now_s)
+                output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
+                _put(transaction, numbered_key(prefix, extent.next_number), encode_output(output))
+                num_tokens = extent.num_tokens + len(output.tokens) + 1
+                num_tokens = self._trim(cursor, prefix, num_tokens, now_s)
+                extent = _Extent(num_tokens, extent.next_number + 1)
         if entry.statistics is not None:
-            key = statistics_key(entry.tenant)
-            transaction.put(key, seal(key, entry.statistics))
+            _put(transaction, tenant_key(STATISTICS, entry.tenant), entry.statistics)
         if entry.note is not None:
-            transaction.put(NOTE_KEY, seal(NOTE_KEY, entry.note))
+            _put(transaction, NOTE_KEY, entry.note)
         return extent
-
-    def _append_output(self, cursor: Any, entry: Entry, extent: _Extent, now_s: float) -> _Extent:
-        prefix = output_prefix(entry.tenant)
-        key = output_key(prefix, extent.next_number)
-        output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
-        cursor.put(key, seal(key, encode_output(output)))
-        held = extent.num_tokens + len(output.tokens) + 1
-        return _Extent(self._trim(cursor, prefix, held, now_s), extent.next_number + 1)
 
     def _aging(self, output: Output, now_s: float) -> Output:
         """Return an output dated now at the latest: its clock may have been ahead."""
@@ -490,27 +460,18 @@ class LogStore:
             found = bool(cursor.key())
         return num_tokens
 
-    def _remove_old_findings(self, cursor: Any, now_s: float) -> None:
-        found = cursor.set_range(_FINDINGS)
-        while found and cursor.key().startswith(_FINDINGS):
-            time_s = _time_of_findings(cursor.value())
-            is_old = now_s - time_s > self._options.max_age_s
-            found = cursor.delete() and bool(cursor.key()) if is_old else cursor.next()
-
-    def _write(self, action: Callable[[Any], None], max_bytes: int | None = None) -> None:
-        """Run an action in one transaction; grow the map where it is full."""
+    def _write(self, action: Callable[[Any], _Result], max_bytes: int | None = None) -> _Result:
+        """Return what an action in one transaction returns; grow the map where it is full."""
         max_bytes = max_bytes or self._options.max_bytes
         while True:
             try:
                 with self._environment.begin(write=True) as transaction:
-                    action(transaction)
+                    return action(transaction)
             except lmdb.MapFullError:
                 size = int(self._environment.info()["map_size"])
                 if size >= max_bytes:
                     raise
                 self._environment.set_mapsize(min(2 * size, max_bytes))
-            else:
-                return
 
 
 def _time_of_findings(value: bytes) -> float:
@@ -521,12 +482,12 @@ def _time_of_findings(value: bytes) -> float:
     return time_s
 
 
-def _keys(cursor: Any, prefix: bytes, first: int = 0, *, delete: bool = False) -> Iterator[bytes]:
-    """Iterate over the keys with a prefix from a number on, optionally removing them."""
-    found = cursor.set_range(output_key(prefix, first) if first else prefix)
+def _keys(cursor: Any, prefix: bytes, first: int = 0) -> Iterator[bytes]:
+    """Iterate over the keys with a prefix from a number on; the cursor is at each."""
+    found = cursor.set_range(numbered_key(prefix, first) if first else prefix)
     while found and cursor.key().startswith(prefix):
         yield cursor.key()
-        found = (cursor.delete() and bool(cursor.key())) if delete else cursor.next()
+        found = cursor.next()
 
 
 def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
@@ -535,8 +496,12 @@ def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
         content = unseal(key, cursor.value())
         output = None if content is None else decode_output(content)
         if output is not None and output.time_s > now_s:
-            dated = encode_output(replace(output, time_s=now_s))
-            cursor.put(key, seal(key, dated))
+            _put(cursor, key, encode_output(replace(output, time_s=now_s)))
+
+
+def _put(writer: Any, key: bytes, content: bytes) -> None:
+    """Write a record in a transaction, or with its cursor, which is at the record then."""
+    writer.put(key, seal(key, content))
 
 
 def _content(transaction: Any, key: bytes) -> bytes | None:
@@ -549,5 +514,6 @@ def _extent(cursor: Any, prefix: bytes) -> _Extent:
     num_tokens, next_number = 0, 0
     for key in _keys(cursor, prefix):
         num_tokens += measure_output(cursor.value())[1] + 1
-        next_number = number_of(key) + 1
+        if number_of(key) < _NO_NUMBER:
+            next_number = number_of(key) + 1
     return _Extent(num_tokens, next_number)

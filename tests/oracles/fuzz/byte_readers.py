@@ -126,7 +126,6 @@ def read_log(data: bytes) -> None:
     key, value = data[:20], data[20:]
     if len(key) > 8:
         log_records.number_of(key)
-        log_records.tenant_prefix_of(key)
     log_records.unseal(key, value)
     time_s, num_tokens = log_records.measure_output(value)
     log_records.origin_of(value)

@@ -129,7 +129,7 @@ def _records() -> list[bytes]:
 
 
 def _log() -> list[bytes]:
-    key = log_records.output_key(log_records.output_prefix("acme"), 7)
+    key = log_records.numbered_key(log_records.tenant_key(log_records.OUTPUTS, "acme"), 7)
     content = log_records.encode_output(Output(_TOKENS, 1.7e9, session_origin(SESSION)))
     position = Position(unsent={Scope("acme"): 1.7e9}, outputs="1-0", numbers={b"r" * 16: 3})
     sealed = key.ljust(20, b"\0") + log_records.seal(key, content)

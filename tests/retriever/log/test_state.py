@@ -106,17 +106,17 @@ def test_a_drafter_forgets_what_is_too_old(tmp_path: Path) -> None:
 
 def test_statistics_are_kept_with_outputs_and_alone(tmp_path: Path) -> None:
     with log_on(tmp_path) as log:
-        assert log.statistics("a") is None
+        assert log.load("a").statistics is None
         log.put_statistics("a", b"first")
         log.append(Entry("b", Output(output(1), 0.0), b"with an output"))
         log.commit()
-        assert log.statistics("a") == b"first"
+        assert log.load("a").statistics == b"first"
         log.put_statistics("a", b"x" * 100_000)
     with log_on(tmp_path) as log:
-        assert log.statistics("a") == b"x" * 100_000
-        assert log.statistics("b") == b"with an output"
+        assert log.load("a").statistics == b"x" * 100_000
+        assert log.load("b").statistics == b"with an output"
         log.delete("b")
-        assert log.statistics("b") is None
+        assert log.load("b").statistics is None
 
 
 def test_outputs_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: Vocabulary) -> None:

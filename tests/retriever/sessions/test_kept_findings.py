@@ -331,7 +331,10 @@ def test_no_damaged_byte_is_ever_drafted_from(
     for number, record in whole.items():
         size = 4 + len(record.encode())
         for place in range(0, size, max(1, size // 40)):
-            damaged[records.output_key(records.findings_prefix(""), number)] = (place, 0x40)
+            damaged[records.numbered_key(records.tenant_key(records.FINDINGS, ""), number)] = (
+                place,
+                0x40,
+            )
             others = [each for at, each in enumerate(pieces, 1) if at != number]
             kept.forget("")
             assert rows(kept.fetch("", MODEL).findings) == rows(Findings.joined(others))
