@@ -263,7 +263,7 @@ def _recycled(
             )
         )
     elif drafts.recycled_bytes and drafts.state and isinstance(retrieval, EmbeddedDrafter):
-        store = retrieval
+        store = retrieval.state
     if store is not None:
         model, most = language_model.model, drafts.recycled_bytes
         opened.enter_context(kept_logits(recycled, store, model, vocabulary, max_bytes=most))

@@ -100,6 +100,7 @@ from retriever.limits import Limits as Limits
 from retriever.predict.phrases import ListedPhrases as ListedPhrases
 from retriever.replication.options import ReplicationOptions as ReplicationOptions
 from retriever.sessions.embedded import EmbeddedDrafter as EmbeddedDrafter
+from retriever.sessions.explaining import explain as explain
 from retriever.tree import (
     ROOT as ROOT,
     DocumentOccurrence as DocumentOccurrence,

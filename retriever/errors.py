@@ -59,12 +59,6 @@ class UnknownSessionError(RetrieverError):
     reason = "UNKNOWN_SESSION"
 
 
-class StaleClientError(InvalidRequestError):
-    """A later incarnation of this client has taken its sessions over."""
-
-    reason = "STALE_CLIENT"
-
-
 class SessionExistsError(RetrieverError):
     """A session of this name is open already."""
 

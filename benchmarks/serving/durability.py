@@ -129,7 +129,7 @@ def live(state: Path, number: int, pipe: int, durability: Durability, seed: int)
         number += 1
         if rng.random() < 0.02:  # noqa: PLR2004
             drafter.remember(output, tenant=_NEIGHBOUR)
-            drafter.delete_tenant(_NEIGHBOUR)
+            drafter.delete(_NEIGHBOUR)
         if rng.random() < 0.02:  # noqa: PLR2004
             drafter.shut_down()
             drafter = EmbeddedDrafter(limits=limits, state=state, durability=durability)

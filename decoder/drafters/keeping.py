@@ -44,7 +44,7 @@ def kept_logits(
 
     Args:
         recycled: what learns from the model's passes.
-        store: such as an `EmbeddedDrafter` with a state directory, or a `SharedFindings`.
+        store: such as the `state` of an `EmbeddedDrafter` with a directory, or a `SharedFindings`.
         model: whose logits they are, with the weights that it decodes with: what other weights
             found is neither taken nor replaced.
         vocabulary: of its tokenizer.
@@ -63,7 +63,7 @@ class KeptLogits:
 
     Args:
         recycled: what learns; a decoding loop may use it meanwhile.
-        store: such as an `EmbeddedDrafter` with a state directory, or a client of a service.
+        store: such as the `state` of an `EmbeddedDrafter` with a directory, or a service's client.
         model: its fingerprint; see `decoder.model.stamp`.
         vocabulary_size: tokens that the model knows; what names others is left out.
         max_bytes: most to take from the store, and to give to it at once; `0` for nothing.

@@ -166,7 +166,6 @@ class AsyncResilientDrafter(FailOpenClient):
         credentials: to send and to verify the server with; None for services that need none.
         pad_requests: pad messages to hide the size of sequences; see
             `docs/explanation/security.md`.
-        client: a name for this process that outlives it; see `ResilientDrafter`.
         open_channel: opens a channel to an address; replaces the default, which uses the
             credentials.
 
@@ -187,7 +186,6 @@ class AsyncResilientDrafter(FailOpenClient):
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
         pad_requests: bool = False,
-        client: str = "",
         open_channel: OpenAsyncChannel | None = None,
     ) -> None:
         super().__init__(
@@ -197,7 +195,6 @@ class AsyncResilientDrafter(FailOpenClient):
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
             pad_requests=pad_requests,
-            client=client,
         )
         self._streams: StreamTable[AsyncLinkStream] = StreamTable(self._planner, lost_after_s)
         self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)

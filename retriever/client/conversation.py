@@ -300,7 +300,6 @@ class Conversation:
         address: of the server, for the log.
         fingerprint: of the caller's tokenizer; empty if unknown.
         pads: whether messages are padded to hide their size.
-        client: that the stream belongs to; None for none.
         clock: seconds, monotonic, for pauses after refusals.
 
     Attributes:
@@ -316,7 +315,6 @@ class Conversation:
         fingerprint: str,
         *,
         pads: bool = False,
-        client: pb.Client | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_up = self.is_draining = False
@@ -324,7 +322,6 @@ class Conversation:
         self.missed: FailOpens = Counter()
         self._pads = pads
         self._clock = clock
-        self._client = client
         self._address = address
         self._fingerprint = fingerprint
         self._number = 0
@@ -569,8 +566,7 @@ class Conversation:
 
     def _message(self) -> pb.DraftStreamRequest:
         self._number += 1
-        client = self._client if self._number == 1 else None
-        return pb.DraftStreamRequest(sequence_number=self._number, client=client)
+        return pb.DraftStreamRequest(sequence_number=self._number)
 
     def _wire_name(self) -> str:
         return f"{self._prefix}/{next(self._names)}"

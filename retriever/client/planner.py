@@ -230,7 +230,6 @@ class Planner:
         fingerprint: of the caller's tokenizer; empty if unknown.
         local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
         pads: whether messages are padded to hide their size.
-        client: that all sequences belong to; None for none.
         clock: seconds, monotonic, for pauses after refusals.
 
     Attributes:
@@ -241,18 +240,17 @@ class Planner:
         InvalidRequestError: no address, or a duplicate.
     """
 
-    def __init__(  # noqa: PLR0913  (the last three are options)
+    def __init__(
         self,
         addresses: Iterable[str],
         fingerprint: str,
         local: Drafter | bool,  # noqa: FBT001  (or a drafter)
         *,
         pads: bool = False,
-        client: pb.Client | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.conversations = {
-            each: Conversation(each, fingerprint, pads=pads, client=client, clock=clock)
+            each: Conversation(each, fingerprint, pads=pads, clock=clock)
             for each in checked_addresses(addresses)
         }
         self._moving: set[str] = set()

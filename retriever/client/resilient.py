@@ -33,7 +33,6 @@ from retriever.drafter import (
     without_outcomes,
 )
 from retriever.tree import DraftTree
-from retriever.wire.messages import client_message
 
 SHARE: Final = 0.25
 """Share of the engine's time between two drafts that a step may wait: bounds the slowdown by a late
@@ -103,12 +102,9 @@ class FailOpenClient(OfOneProcess):
         vocabulary_fingerprint: str,
         credentials: Credentials | None,
         pad_requests: bool,
-        client: str,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        self._planner = Planner(
-            listed, vocabulary_fingerprint, local, pads=pad_requests, client=client_message(client)
-        )
+        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
         self._pace = Pace(deadline_s)
         if credentials is not None:
             credentials.check(listed)
@@ -168,8 +164,6 @@ class ResilientDrafter(FailOpenClient):
         credentials: to send and to verify the server with; None for services that need none.
         pad_requests: pad messages to hide the size of sequences; see
             `docs/explanation/security.md`.
-        client: a name for this process that outlives it, which no other has at the same time: a
-            service then ends the sessions that it left open when it crashed. Empty for none.
         open_channel: opens a channel to an address; replaces the default, which uses the
             credentials.
 
@@ -190,7 +184,6 @@ class ResilientDrafter(FailOpenClient):
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
         pad_requests: bool = False,
-        client: str = "",
         open_channel: OpenChannel | None = None,
     ) -> None:
         super().__init__(
@@ -200,7 +193,6 @@ class ResilientDrafter(FailOpenClient):
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
             pad_requests=pad_requests,
-            client=client,
         )
         self._lost_after_s = lost_after_s
         self._streams: StreamTable[LinkStream] = StreamTable(self._planner, lost_after_s)

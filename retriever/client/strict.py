@@ -46,7 +46,6 @@ from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.messages import (
     add_step,
     addition_message,
-    client_message,
     closing_message,
     context_to_message,
     explanation_from_message,
@@ -375,12 +374,9 @@ class RemoteDrafter(Calls):
         timeout_s: longest wait for any answer, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one refuses.
         credentials: to send and to verify the server with; None for a service that needs none.
-        client: a name for this process that outlives it, which no other has at the same time: a
-            service then ends the sessions that it left open when it crashed. Empty for none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: the client's name is too long.
     """
 
     takes_groups = True
@@ -392,7 +388,6 @@ class RemoteDrafter(Calls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
-        client: str = "",
     ) -> None:
         super().__init__(
             address,
@@ -400,7 +395,6 @@ class RemoteDrafter(Calls):
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
         )
-        self._client = client_message(client)
         self._prefix = f"{uuid.uuid4().hex}/"
         self._exchange: Exchange | None = None
         self._sessions: OpenSessions[str, _Told] = OpenSessions()
@@ -423,7 +417,6 @@ class RemoteDrafter(Calls):
             checked_tokens(prompt, None),
             remember=remember,
             fingerprint=self._fingerprint,
-            client=self._client,
             predictions=checked_predictions(predictions),
             kin=checked_kin(**kin),
         )
@@ -568,8 +561,6 @@ class RemoteDrafter(Calls):
         """Send one step and await its answer; after a failure the next step opens a new stream."""
         if self._exchange is None:
             self._exchange = Exchange(self._channel, self._timeout_s)
-            if self._client is not None:
-                message.client.CopyFrom(self._client)
         try:
             return self._exchange.ask(message)
         except RetrieverError:

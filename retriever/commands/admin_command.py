@@ -54,9 +54,6 @@ Tenant = Annotated[
         help='Of this tenant; "" for callers without. Default: of all.',
     ),
 ]
-Client = Annotated[
-    str, typer.Option(metavar="NAME", rich_help_panel="Filter", help="Of the client of this name.")
-]
 Name = Annotated[str, typer.Option(metavar="NAME", rich_help_panel="Filter", help="Of this name.")]
 Idle = Annotated[
     float,
@@ -74,7 +71,6 @@ Folder = Annotated[
 @with_flags
 def list_sessions(
     tenant: Tenant = None,
-    client: Client = "",
     name: Name = "",
     idle: Idle = 0.0,
     *,
@@ -85,14 +81,13 @@ def list_sessions(
 
     Options that are given together must all hold.
     """
-    request = pb.ListSessionsRequest(filter=_filter(tenant, client, name, idle))
+    request = pb.ListSessionsRequest(filter=_filter(tenant, name, idle))
     with _calling(plane) as (calls, timeout_s):
         answers = calls.ListSessions(request, timeout=timeout_s)
         found = [session for answer in answers for session in answer.sessions]
     columns: _Columns = {
         "TENANT": lambda each: each.tenant,
         "SESSION": lambda each: each.session_id,
-        "CLIENT": lambda each: each.client,
         "TOKENS": lambda each: each.num_tokens,
         "PROMPT": lambda each: each.num_prompt_tokens,
         "MEMORY": lambda each: _size(each.num_bytes),
@@ -107,7 +102,6 @@ def list_sessions(
 @with_flags
 def end_sessions(
     tenant: Tenant = None,
-    client: Client = "",
     name: Name = "",
     idle: Idle = 0.0,
     everything: Annotated[
@@ -124,10 +118,10 @@ def end_sessions(
 
     An engine whose session has ended is refused its next step and opens the session again.
 
-    Example: `foredraft admin end --client crashed-engine --idle 30`
+    Example: `foredraft admin end --tenant acme --idle 30`
     """
     request = pb.EndSessionsRequest(
-        filter=_filter(tenant, client, name, idle), forget=forget, all=everything
+        filter=_filter(tenant, name, idle), forget=forget, all=everything
     )
     with _calling(plane) as (calls, timeout_s):
         ended = calls.EndSessions(request, timeout=timeout_s)
@@ -371,8 +365,8 @@ def _calling(plane: PlaneSettings) -> Iterator[tuple[Any, float]]:
         yield calls, plane.timeout_s
 
 
-def _filter(tenant: str | None, client: str, name: str, idle_s: float) -> pb.SessionFilter:
-    return pb.SessionFilter(tenant=tenant, client=client, session_id=name, min_idle_s=idle_s)
+def _filter(tenant: str | None, name: str, idle_s: float) -> pb.SessionFilter:
+    return pb.SessionFilter(tenant=tenant, session_id=name, min_idle_s=idle_s)
 
 
 _Columns = Mapping[str, Callable[[Any], str | int]]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from retriever.sessions.options import (
     check_files,
     indexed_tokenizer,
@@ -183,7 +185,10 @@ def explain_draft(
                 source.index, vocabulary=encoder.vocabulary, phrases=phrases
             )
         stack.callback(drafter.shut_down)
-        explanation = drafter.explain(tokens, budget, max_documents=documents, predictions=expected)
+        explaining = (
+            drafter.explain if isinstance(drafter, RemoteDrafter) else partial(explain, drafter)
+        )
+        explanation = explaining(tokens, budget, max_documents=documents, predictions=expected)
     known = encoder.vocabulary is not None
     text_of = (lambda ids: str(encoder.tokenizer.decode(ids))) if known else None
     text_of_one = None if text_of is None else (lambda token: text_of([token]))

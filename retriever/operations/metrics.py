@@ -13,9 +13,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from retriever.operations.service_report import Service, installed_version
-from retriever.replication.replication_state import SKIPPED
-from retriever.sessions.draft_counts import BOUNDS_S, Latencies
+from retriever.operations.service_report import Service, installed_version, reports_of
+from retriever.replication.replication_state import SKIPPED, ReplicationCounts
+from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, DrafterStats, Latencies
 from retriever.sessions.eviction import EVICTED
 from retriever.tree import drafted_sources
 from retriever.v1 import retriever_pb2 as pb
@@ -42,15 +42,16 @@ class ServiceCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield all metrics of the service."""
+        stats = self._service.stats()
         yield from self._of_life()
-        yield from self._of_drafts()
-        yield from self._of_outcomes()
+        yield from _of_drafts(stats.draft_counts)
+        yield from _of_outcomes(stats.draft_counts)
         yield from self._of_calls()
-        yield from self._of_memory()
-        yield from self._of_indexes()
-        yield from self._of_failures()
-        yield from self._of_clients()
-        yield from self._of_replication()
+        yield from _of_memory(stats)
+        yield from _of_indexes(stats)
+        yield from _of_failures(stats)
+        yield from _of_clients(stats.draft_counts)
+        yield from _of_replication(stats.replication)
 
     def _of_life(self) -> Iterator[Metric]:
         ready = self._service.observer.lifecycle.is_ready
@@ -85,52 +86,6 @@ class ServiceCollector(Collector):
                 [((each.name,), value) for each, value in zip(files, values, strict=True)],
             )
 
-    def _of_drafts(self) -> Iterator[Metric]:
-        draft_counts = self._service.draft_counts
-        bare, all_drafts = draft_counts.num_bare, sum(draft_counts.drafts.counts)
-        yield _labelled(
-            CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
-            [(("session",), all_drafts - bare), (("bare",), bare)],
-        )
-        yield _histogram(
-            "step_seconds", "Time of a step of a stream, for all its sequences.", draft_counts.steps
-        )
-        yield _histogram(
-            "draft_seconds",
-            "Time of a draft: of a step, divided by its sequences.",
-            draft_counts.drafts,
-        )
-
-    def _of_outcomes(self) -> Iterator[Metric]:
-        draft_counts = self._service.draft_counts
-        nodes, accepted = draft_counts.by_source.tolist()
-        for name, text, counts in (
-            ("nodes", "Nodes of drafts whose outcome is known, by database.", nodes),
-            (
-                "accepted_tokens",
-                "Tokens that were committed and that the last draft had, by database.",
-                accepted,
-            ),
-        ):
-            yield _labelled(
-                CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
-                [((each.label,), counts[each]) for each in drafted_sources()],
-            )
-        yield _labelled(
-            CounterMetricFamily(
-                "foredraft_accepted_tokens_per_pos",
-                "Drafts whose token at a position was committed, 0 for the first.",
-                labels=["position"],
-            ),
-            [((str(at),), count) for at, count in enumerate(draft_counts.accepted_at())],
-        )
-        yield _counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
-        yield _counter(
-            "committed_tokens",
-            "Tokens that were committed after these.",
-            draft_counts.num_committed,
-        )
-
     def _of_calls(self) -> Iterator[Metric]:
         calls = self._service.observer.calls
         yield _labelled(
@@ -152,109 +107,153 @@ class ServiceCollector(Collector):
             [((method,), n) for method, n in calls.under_way.copy().items()],
         )
 
-    def _of_memory(self) -> Iterator[Metric]:
-        census = self._service.census()
-        yield _gauge("sessions", "Sessions that are open.", sum(census.sessions.values()))
-        yield _gauge("session_tokens", "Tokens of open sessions.", census.session_tokens)
-        yield _gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
-        yield _gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
-        yield _gauge(
-            "generations_tokens", "Tokens of generations in memory.", census.generations_tokens
-        )
-        yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
-        yield _gauge(
-            "recycled_bytes", "Memory of what decoders found likely.", census.recycled_bytes
-        )
-        yield _gauge(
-            "memory_bytes",
-            "Memory by the service's own count: what it keeps, and what it had when ready.",
-            census.memory_bytes,
-        )
-        yield _gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
-        evictions = self._service.evictions
+
+def _of_drafts(draft_counts: DraftCounts) -> Iterator[Metric]:
+    bare, all_drafts = draft_counts.num_bare, sum(draft_counts.drafts.counts)
+    yield _labelled(
+        CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
+        [(("session",), all_drafts - bare), (("bare",), bare)],
+    )
+    yield _histogram(
+        "step_seconds", "Time of a step of a stream, for all its sequences.", draft_counts.steps
+    )
+    yield _histogram(
+        "draft_seconds",
+        "Time of a draft: of a step, divided by its sequences.",
+        draft_counts.drafts,
+    )
+
+
+def _of_outcomes(draft_counts: DraftCounts) -> Iterator[Metric]:
+    nodes, accepted = draft_counts.by_source.tolist()
+    for name, text, counts in (
+        ("nodes", "Nodes of drafts whose outcome is known, by database.", nodes),
+        (
+            "accepted_tokens",
+            "Tokens that were committed and that the last draft had, by database.",
+            accepted,
+        ),
+    ):
         yield _labelled(
-            CounterMetricFamily(
-                "foredraft_evictions", "What has made room for others.", labels=["what"]
-            ),
-            [((what,), evictions.get(what, 0)) for what in EVICTED],
+            CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
+            [((each.label,), counts[each]) for each in drafted_sources()],
         )
+    yield _labelled(
+        CounterMetricFamily(
+            "foredraft_accepted_tokens_per_pos",
+            "Drafts whose token at a position was committed, 0 for the first.",
+            labels=["position"],
+        ),
+        [((str(at),), count) for at, count in enumerate(draft_counts.accepted_at())],
+    )
+    yield _counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
+    yield _counter(
+        "committed_tokens",
+        "Tokens that were committed after these.",
+        draft_counts.num_committed,
+    )
 
-    def _of_indexes(self) -> Iterator[Metric]:
-        reports = self._service.indexes()
-        for name, text, values in (
-            ("snapshot", "Number of the snapshot.", [each.snapshot for each in reports]),
-            (
-                "snapshot_age_seconds",
-                "Time since the snapshot was published.",
-                [each.age_s for each in reports],
-            ),
-            ("tokens", "Tokens in the index.", [each.num_tokens for each in reports]),
-            ("documents", "Documents in the index.", [each.num_documents for each in reports]),
-            ("bytes", "Size of the index on disk.", [each.num_bytes for each in reports]),
-        ):
-            yield _labelled(
-                GaugeMetricFamily(f"foredraft_index_{name}", text, labels=["index"]),
-                [((each.name,), value) for each, value in zip(reports, values, strict=True)],
-            )
 
-        yield _gauge(
-            "indexes_missing",
-            "Indexes that are to be drafted from and that cannot be opened.",
-            len(self._service.missing_indexes),
-        )
+def _of_memory(stats: DrafterStats) -> Iterator[Metric]:
+    census = stats.census
+    yield _gauge("sessions", "Sessions that are open.", sum(census.sessions.values()))
+    yield _gauge("session_tokens", "Tokens of open sessions.", census.session_tokens)
+    yield _gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
+    yield _gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
+    yield _gauge(
+        "generations_tokens", "Tokens of generations in memory.", census.generations_tokens
+    )
+    yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
+    yield _gauge("recycled_bytes", "Memory of what decoders found likely.", census.recycled_bytes)
+    yield _gauge(
+        "memory_bytes",
+        "Memory by the service's own count: what it keeps, and what it had when ready.",
+        census.memory_bytes,
+    )
+    yield _gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
+    yield _labelled(
+        CounterMetricFamily(
+            "foredraft_evictions", "What has made room for others.", labels=["what"]
+        ),
+        [((what,), stats.evictions.get(what, 0)) for what in EVICTED],
+    )
 
-    def _of_failures(self) -> Iterator[Metric]:
-        service = self._service
-        yield _counter(
-            "log_failures", "Outputs that could not be kept on disk.", service.log_failures
-        )
-        yield _counter(
-            "refresh_failures",
-            "Times that an index had changed and could not be opened.",
-            service.refresh_failures,
-        )
 
-    def _of_clients(self) -> Iterator[Metric]:
-        told = self._service.draft_counts.fail_opens
-        numbers = pb.FailOpenReason.values()
-        counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
+def _of_indexes(stats: DrafterStats) -> Iterator[Metric]:
+    reports = reports_of(stats.indexes)
+    for name, text, values in (
+        ("snapshot", "Number of the snapshot.", [each.snapshot for each in reports]),
+        (
+            "snapshot_age_seconds",
+            "Time since the snapshot was published.",
+            [each.age_s for each in reports],
+        ),
+        ("tokens", "Tokens in the index.", [each.num_tokens for each in reports]),
+        ("documents", "Documents in the index.", [each.num_documents for each in reports]),
+        ("bytes", "Size of the index on disk.", [each.num_bytes for each in reports]),
+    ):
         yield _labelled(
-            CounterMetricFamily(
-                "foredraft_client_fail_opens",
-                "Missed drafts that clients report, by reason.",
-                labels=["reason"],
-            ),
-            [((reason,), times) for reason, times in counts],
+            GaugeMetricFamily(f"foredraft_index_{name}", text, labels=["index"]),
+            [((each.name,), value) for each, value in zip(reports, values, strict=True)],
         )
 
-    def _of_replication(self) -> Iterator[Metric]:
-        counts = self._service.replication
-        for name, text, value in (
-            ("published", "Records of outputs that the server took.", counts.published),
-            ("dropped", "Records that were not sent: too many waited.", counts.dropped),
-            ("learned", "Records of other services that were remembered.", counts.learned),
-            ("failures", "Times that the server was away, or refused.", counts.failures),
-        ):
-            yield _counter(f"replication_{name}", text, value)
-        yield _labelled(
-            CounterMetricFamily(
-                "foredraft_replication_skipped",
-                "Records of other services that were not remembered, by reason.",
-                labels=["reason"],
-            ),
-            [((reason,), counts.skipped.get(reason, 0)) for reason in SKIPPED],
-        )
-        yield _gauge("replication_queued", "Records that wait to be sent.", counts.queued)
-        yield _gauge(
-            "replication_connected",
-            "Whether the server that outputs are shared through answered last: 1 or 0.",
-            float(counts.connected),
-        )
-        yield _gauge(
-            "replication_unsent_deletions",
-            "Deletions that the server does not know of yet.",
-            counts.unsent_deletions,
-        )
+    yield _gauge(
+        "indexes_missing",
+        "Indexes that are to be drafted from and that cannot be opened.",
+        len(stats.missing_indexes),
+    )
+
+
+def _of_failures(stats: DrafterStats) -> Iterator[Metric]:
+    yield _counter("log_failures", "Outputs that could not be kept on disk.", stats.log_failures)
+    yield _counter(
+        "refresh_failures",
+        "Times that an index had changed and could not be opened.",
+        stats.refresh_failures,
+    )
+
+
+def _of_clients(draft_counts: DraftCounts) -> Iterator[Metric]:
+    told = draft_counts.fail_opens
+    numbers = pb.FailOpenReason.values()
+    counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
+    yield _labelled(
+        CounterMetricFamily(
+            "foredraft_client_fail_opens",
+            "Missed drafts that clients report, by reason.",
+            labels=["reason"],
+        ),
+        [((reason,), times) for reason, times in counts],
+    )
+
+
+def _of_replication(counts: ReplicationCounts) -> Iterator[Metric]:
+    for name, text, value in (
+        ("published", "Records of outputs that the server took.", counts.published),
+        ("dropped", "Records that were not sent: too many waited.", counts.dropped),
+        ("learned", "Records of other services that were remembered.", counts.learned),
+        ("failures", "Times that the server was away, or refused.", counts.failures),
+    ):
+        yield _counter(f"replication_{name}", text, value)
+    yield _labelled(
+        CounterMetricFamily(
+            "foredraft_replication_skipped",
+            "Records of other services that were not remembered, by reason.",
+            labels=["reason"],
+        ),
+        [((reason,), counts.skipped.get(reason, 0)) for reason in SKIPPED],
+    )
+    yield _gauge("replication_queued", "Records that wait to be sent.", counts.queued)
+    yield _gauge(
+        "replication_connected",
+        "Whether the server that outputs are shared through answered last: 1 or 0.",
+        float(counts.connected),
+    )
+    yield _gauge(
+        "replication_unsent_deletions",
+        "Deletions that the server does not know of yet.",
+        counts.unsent_deletions,
+    )
 
 
 _Family = CounterMetricFamily | GaugeMetricFamily

@@ -265,7 +265,7 @@ class ServiceObserver:
         """
         under_way = self.calls.under_way
         answering = sum(count for method, count in under_way.items() if method != _STREAM)
-        return answering == 0 and (under_way[_STREAM] == 0 or drafter.num_sessions == 0)
+        return answering == 0 and (under_way[_STREAM] == 0 or len(drafter.state.sessions) == 0)
 
 
 def _reflect(server: aio.Server) -> None:

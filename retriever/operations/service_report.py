@@ -2,16 +2,13 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from indexer.reader import Index
 from retriever.operations.observer import ServiceObserver
-from retriever.replication.replication_state import ReplicationCounts
-from retriever.sessions.bindings import IndexOutcome
-from retriever.sessions.draft_counts import NOTHING_HELD, Census, DraftCounts
+from retriever.sessions.draft_counts import DrafterStats
 from retriever.sessions.embedded import EmbeddedDrafter
 
 
@@ -50,50 +47,15 @@ class Service:
     observer: ServiceObserver
     began_s: float
 
-    @property
-    def draft_counts(self) -> DraftCounts:
-        """Counts of drafts and their outcomes."""
-        return self.drafter.draft_counts if self.drafter is not None else DraftCounts()
+    def stats(self, *, census: bool = True) -> DrafterStats:
+        """Return what the drafter holds and has counted; see `EmbeddedDrafter.stats`."""
+        return DrafterStats() if self.drafter is None else self.drafter.stats(census=census)
 
-    @property
-    def log_failures(self) -> int:
-        """Outputs that could not be kept on disk."""
-        return self.drafter.log_failures if self.drafter is not None else 0
 
-    @property
-    def refresh_failures(self) -> int:
-        """Failed attempts to open a changed index."""
-        return self.drafter.refresh_failures if self.drafter is not None else 0
-
-    @property
-    def missing_indexes(self) -> list[Path]:
-        """Indexes that are to be drafted from and that cannot be opened."""
-        return self.drafter.missing_indexes if self.drafter is not None else []
-
-    @property
-    def replication(self) -> ReplicationCounts:
-        """Counts of replicated outputs."""
-        return self.drafter.replication if self.drafter is not None else ReplicationCounts()
-
-    @property
-    def evictions(self) -> Mapping[str, int]:
-        """How often what has made room."""
-        return self.drafter.evictions if self.drafter is not None else {}
-
-    @property
-    def index_outcomes(self) -> list[IndexOutcome]:
-        """What came of the nodes that indexes proposed, by the indexes drafted from together."""
-        return self.drafter.index_outcomes if self.drafter is not None else []
-
-    def census(self) -> Census:
-        """Return what is in memory now."""
-        return self.drafter.census() if self.drafter is not None else NOTHING_HELD
-
-    def indexes(self) -> list[IndexReport]:
-        """Return the indexes in their current snapshots."""
-        indexes = self.drafter.indexes if self.drafter is not None else ()
-        names = Counter(index.path.name for index in indexes)
-        return [_report(index, unique=names[index.path.name] == 1) for index in indexes]
+def reports_of(indexes: Sequence[Index]) -> list[IndexReport]:
+    """Return what is reported of indexes in their snapshots."""
+    names = Counter(index.path.name for index in indexes)
+    return [_report(index, unique=names[index.path.name] == 1) for index in indexes]
 
 
 def installed_version() -> str:

@@ -14,11 +14,13 @@ from typing import Final, Self
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from retriever.operations.design import hash_of, style_of
-from retriever.operations.service_report import Service, installed_version
+from retriever.operations.service_report import Service, installed_version, reports_of
+from retriever.sessions.bindings import IndexOutcome
 from retriever.sessions.draft_counts import (
     BOUNDS_S,
     Census,
     DraftCounts,
+    DrafterStats,
     Latencies,
     resident_bytes,
 )
@@ -270,14 +272,14 @@ def page(service: Service, history: History) -> str:
     SubElement(head, "meta", {"http-equiv": "refresh", "content": f"{SAMPLE_S:.0f}"})
     SubElement(head, "title").text = "foredraft"
     SubElement(head, "style").text = _STYLE
-    census = service.census()
+    stats = service.stats()
     _life(body, service)
-    _figures(body, service, census)
+    _figures(body, stats)
     _charts(body, history.rates())
-    _sources(body, service)
-    _indexes(body, service)
-    _by_index(body, service)
-    _memory(body, service, census)
+    _sources(body, stats.draft_counts)
+    _indexes(body, stats)
+    _by_index(body, stats.index_outcomes)
+    _memory(body, stats)
     _refusals(body, service)
     _say_none(body)
     _label_cells(body)
@@ -292,8 +294,8 @@ def _life(body: Element, service: Service) -> None:
     SubElement(body, "p", {"id": "life", "class": "soft"}).text = life
 
 
-def _figures(body: Element, service: Service, census: Census) -> None:
-    counts = service.draft_counts
+def _figures(body: Element, stats: DrafterStats) -> None:
+    counts, census = stats.draft_counts, stats.census
     steps = counts.num_committed / counts.num_outcomes if counts.num_outcomes else 0.0
     tail = _shown(quantile(counts.drafts, 0.99))
     memory = resident_bytes()[0]
@@ -333,9 +335,9 @@ def _charts(body: Element, rates: Sequence[Rates]) -> None:
             SubElement(axis, "span").text = text
 
 
-def _sources(body: Element, service: Service) -> None:
+def _sources(body: Element, counts: DraftCounts) -> None:
     SubElement(body, "h2").text = "Acceptance by database"
-    nodes, accepted = service.draft_counts.by_source.tolist()
+    nodes, accepted = counts.by_source.tolist()
     rows = _table(body, "sources", "database", "nodes", "accepted", "share")
     for source in drafted_sources():
         share = _share(accepted[source], nodes[source])
@@ -344,25 +346,23 @@ def _sources(body: Element, service: Service) -> None:
         row[0][0].tail = source.label
 
 
-def _indexes(body: Element, service: Service) -> None:
+def _indexes(body: Element, stats: DrafterStats) -> None:
     SubElement(body, "h2").text = "Indexes"
     rows = _table(body, "indexes", "index", "snapshot", "published", "documents", "tokens", "MB")
-    for each in service.indexes():
+    for each in reports_of(stats.indexes):
         ago = f"{duration(each.age_s)} ago"
         megabytes = f"{each.num_bytes / 1e6:,.1f}"
         _row(rows, each.name, each.snapshot, ago, each.num_documents, each.num_tokens, megabytes)
-    for path in service.missing_indexes:
+    for path in stats.missing_indexes:
         _row(rows, str(path), "cannot be opened: see the log", "", "", "", "")
-    failures = service.refresh_failures
-    failed = _counted(failures, "failure")
+    failed = _counted(stats.refresh_failures, "failure")
     SubElement(body, "p", id="refresh").text = f"{failed} to open a changed index"
 
 
-def _by_index(body: Element, service: Service) -> None:
+def _by_index(body: Element, outcomes: Sequence[IndexOutcome]) -> None:
     """Show the acceptance of indexes; those that are drafted from together have one row."""
     SubElement(body, "h2").text = "Acceptance by index"
     rows = _table(body, "outcomes", "index", "tenant", "nodes", "accepted", "share")
-    outcomes = service.index_outcomes
     for each in outcomes[:_MAX_TENANTS]:
         names = " + ".join(path.name for path in each.indexes)
         whose = "all" if each.tenant is None else each.tenant
@@ -375,14 +375,15 @@ def _by_index(body: Element, service: Service) -> None:
         _row(rows, _counted(len(left), "other"), "", drafted, accepted, _share(accepted, drafted))
 
 
-def _memory(body: Element, service: Service, census: Census) -> None:
+def _memory(body: Element, stats: DrafterStats) -> None:
+    census = stats.census
     SubElement(body, "h2").text = "Sessions"
     SubElement(body, "p", id="sessions").text = (
         f"{sum(census.sessions.values()):,} open, of {_tenants(census)}, "
         f"{_counted(census.session_tokens, 'token')}, {census.session_bytes / 1e6:,.1f} MB; "
         f"{_counted(census.generations_tokens, 'token')} of generations, "
         f"{census.generations_bytes / 1e6:,.1f} MB; "
-        f"{_counted(service.log_failures, 'output')} could not be kept on disk"
+        f"{_counted(stats.log_failures, 'output')} could not be kept on disk"
     )
     rows = _table(body, "tenants", "tenant", "sessions")
     by_count = sorted(census.sessions.items(), key=lambda each: (-each[1], each[0]))

@@ -110,7 +110,7 @@ class Web:
         self._service = service
         self._on_loopback = address.is_loopback
         self._has_page = self._on_loopback if status_page is None else status_page
-        self._history = History(lambda: service.draft_counts)
+        self._history = History(lambda: service.stats(census=False).draft_counts)
         self._metrics = _exposition(service)
         listening = bound(address)
         self.address = WebAddress(address.host, listening.getsockname()[1])

@@ -253,7 +253,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             raise DrafterUnavailableError(
                 "the service is starting: its health says when it is ready"
             )
-        return service.drafter.administration
+        return Administration(service.drafter.state)
 
     def _drain(self) -> tuple[bool, int]:
         """Begin to drain; return whether that was under way, and how many sessions are open."""
@@ -262,7 +262,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self._is_ended = True
         if not was_draining:
             os.kill(os.getpid(), signal.SIGTERM)
-        return was_draining, 0 if service.drafter is None else service.drafter.num_sessions
+        return was_draining, 0 if service.drafter is None else len(service.drafter.state.sessions)
 
     async def _look(self, look: Callable[[Administration], _Result]) -> _Result:
         """Return what may take some time to see."""
@@ -321,9 +321,16 @@ def _as_in_the_contract(error: RetrieverError | IndexerError) -> RetrieverError:
 
 
 def _filter_of(message: pb.SessionFilter) -> SessionFilter:
-    return SessionFilter(
-        _tenant_in(message), message.client, message.session_id, message.min_idle_s
-    )
+    """Return which sessions are meant.
+
+    Raises:
+        InvalidRequestError: they are named by their client, which is not known.
+    """
+    if message.client:  # ignored, it would mean all
+        raise InvalidRequestError(
+            "sessions are not known by their clients: name a tenant, a session or an idle time"
+        )
+    return SessionFilter(_tenant_in(message), message.session_id, message.min_idle_s)
 
 
 def _tenant_in(message: Any) -> str | None:
@@ -334,7 +341,6 @@ def _session_info(report: SessionReport) -> pb.SessionInfo:
     return pb.SessionInfo(
         tenant=report.tenant,
         session_id=report.name,
-        client=report.client,
         num_tokens=report.num_tokens,
         num_prompt_tokens=report.num_prompt_tokens,
         num_bytes=report.num_bytes,

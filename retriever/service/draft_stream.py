@@ -24,14 +24,12 @@ from retriever.service.allowances import work_of_steps, work_of_tokens
 from retriever.service.scheduler import (
     Lists,
     Scheduler,
-    client_of,
     tokens_in,
     tokens_of_addition,
     tokens_of_opening,
 )
 from retriever.service.turns import Line
-from retriever.sessions.client_lives import Client
-from retriever.sessions.embedded import LongCommit
+from retriever.sessions.service_face import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import ADDITIONS, CLOSINGS, OPENINGS, STEPS, lists_within
@@ -87,17 +85,17 @@ class DraftStream:
     ) -> None:
         self._scheduler = scheduler
         self._drafter = scheduler.drafter
+        self._state = self._drafter.state
         self._tenant = tenant
         self._line = line
         self._lifecycle = lifecycle or Lifecycle()
-        self._default_nodes = min(DEFAULT_BUDGET_NODES, self._drafter.limits.max_budget_nodes)
+        self._default_nodes = min(DEFAULT_BUDGET_NODES, self._state.limits.max_budget_nodes)
         self._lists: Lists = {}
         self._lasting: deque[asyncio.Task[None]] = deque()
         self._number = 0
         self._last = pb.DraftStreamResponse()
         # Weak: a session that ends otherwise leaves memory at once.
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
-        self._client: Client | None = None
         self._fates: list[Fate] = []  # of outputs that are still to be written
 
     async def answer(
@@ -107,13 +105,8 @@ class DraftStream:
 
         Raises:
             InvalidRequestError: the message has no number.
-            StaleClientError: a later incarnation of the stream's client has called.
         """
         read_at_s = time.monotonic()
-        if not self._number:
-            self._client = client_of(message)
-        if self._client is not None:
-            self._drafter.admit_client(self._tenant, self._client)
         num_drafts = sum(1 + len(step.outcomes) for step in message.steps)
         await self._line.take((1 + num_drafts) * _SEQUENCE_S, _MESSAGE_S)
         try:
@@ -152,12 +145,12 @@ class DraftStream:
             sequence_number=message.sequence_number, is_draining=self._lifecycle.is_draining
         )
         if message.fail_opens:
-            self._drafter.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
+            self._state.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
             requests = await self._line.work(
                 converting_requests(message, self._default_nodes, await self._long_steps())
             )
-            check_batch(requests, self._drafter.limits)
+            check_batch(requests, self._state.limits)
             self._check_counts(message)
             self._take_allowance(message, requests)
         except RetrieverError as error:
@@ -173,7 +166,7 @@ class DraftStream:
         await self._draft(steps, response, deadline_s)
         await self._draft_ahead(requests, steps, response, deadline_s)
         if steps:
-            self._drafter.count_step(len(steps), time.perf_counter() - began_s)
+            self._state.count_step(len(steps), time.perf_counter() - began_s)
         for place, closing in enumerate(message.closings):
             await self._close(closing, self._lists.get((CLOSINGS, place)), response)
         response.num_not_kept = self._count_not_kept()
@@ -218,7 +211,7 @@ class DraftStream:
         return refused
 
     def _check_counts(self, message: pb.DraftStreamRequest) -> None:
-        most = self._drafter.limits.max_batch
+        most = self._state.limits.max_batch
         counts = len(message.openings), len(message.predictions), len(message.closings)
         if max(counts) > most:
             raise LimitExceededError(
@@ -235,9 +228,7 @@ class DraftStream:
     ) -> None:
         try:
             self._lifecycle.check_opening()
-            session = await self._scheduler.open_session(
-                self._line, opening, self._tenant, lists, client=self._client
-            )
+            session = await self._scheduler.open_session(self._line, opening, self._tenant, lists)
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
         else:
@@ -320,7 +311,7 @@ class DraftStream:
             if not request.outcomes:
                 continue
             answer = response.outcome_trees.add()
-            for tree in self._drafter.drafting_ahead(step, until_s) if step is not None else ():
+            for tree in self._state.drafting_ahead(step, until_s) if step is not None else ():
                 answer.trees.append(tree_to_message(tree))
                 use.drafts += 1
                 use.nodes += len(tree.token_ids)
@@ -341,7 +332,7 @@ class DraftStream:
             _refuse(response, closing.session_id, error)
             return
         self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
-        if self._drafter.is_logged:
+        if self._state.pools.is_logged:
             self._fates.append(fate)
         if lasting is None:
             self._scheduler.flushing.request()

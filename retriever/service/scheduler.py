@@ -21,9 +21,10 @@ from retriever.sequences import SessionKey, checked_kin
 from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
 from retriever.service.turns import Line, Turns
-from retriever.sessions.client_lives import Client
 from retriever.sessions.draft_counts import TenantUses
-from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+from retriever.sessions.drafter_state import DrafterState
+from retriever.sessions.explaining import explaining
+from retriever.sessions.service_face import LongCommit, ServiceFace
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import converting_list, converting_long_tokens
@@ -48,12 +49,12 @@ class Flushing:
     """Flushes a drafter in a lane; one flush covers all sessions that ended during the last.
 
     Args:
-        drafter: to flush.
+        state: of the drafter to flush.
         disk: the lane for it.
     """
 
-    def __init__(self, drafter: EmbeddedDrafter, disk: Lane) -> None:
-        self._drafter = drafter
+    def __init__(self, state: DrafterState, disk: Lane) -> None:
+        self._state = state
         self._disk = disk
         self._task: asyncio.Task[None] | None = None
         self._is_needed = False
@@ -77,7 +78,7 @@ class Flushing:
             self._is_needed = False
             covered, self._waiting = self._waiting, []
             try:
-                await self._disk.run("", self._drafter.flush)
+                await self._disk.run("", self._state.flush)
             except Exception as error:
                 for each in covered:
                     if not each.done():
@@ -104,13 +105,14 @@ class Scheduler:
         flushing: flushes the outputs of ended sessions.
     """
 
-    def __init__(self, drafter: EmbeddedDrafter) -> None:
+    def __init__(self, drafter: ServiceFace) -> None:
         self.drafter = drafter
-        self.uses: TenantUses = drafter.uses
+        self._state = state = drafter.state
+        self.uses: TenantUses = state.uses
         self.turns = Turns(self.uses)
-        self.lanes = Lanes(drafter.limits, self.uses)
-        self.allowances = Allowances(drafter.limits.max_tenant_work)
-        self.flushing = Flushing(drafter, self.lanes.disk)
+        self.lanes = Lanes(state.limits, self.uses)
+        self.allowances = Allowances(state.limits.max_tenant_work)
+        self.flushing = Flushing(state, self.lanes.disk)
         self._num_calls: Counter[str] = Counter()
         self._lasting: set[asyncio.Task[Any]] = set()
 
@@ -121,7 +123,7 @@ class Scheduler:
         Raises:
             LimitExceededError: the tenant has too many.
         """
-        if self._num_calls[tenant] >= self.drafter.limits.max_tenant_waiting:
+        if self._num_calls[tenant] >= self._state.limits.max_tenant_waiting:
             self.uses.of(tenant).refused += 1
             raise LimitExceededError(
                 f"{self._num_calls[tenant]} calls of the tenant are under way, which is the limit: "
@@ -164,7 +166,7 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         context = await self._context(line, tenant, request, lists, budget_nodes)
-        tree = self.drafter.draft_prepared(context, budget_nodes, request.min_probability)
+        tree = self._state.draft_prepared(context, budget_nodes, request.min_probability)
         use = self.uses.of(tenant)
         use.drafts += 1
         use.nodes += len(tree)
@@ -185,10 +187,10 @@ class Scheduler:
         """
         context = await self._context(line, tenant, request, lists, budget_nodes)
         line.leave()
-        explaining = self.drafter.explaining(
-            context, budget_nodes, request.min_probability, request.max_documents
+        pieces = explaining(
+            self._state, context, budget_nodes, request.min_probability, request.max_documents
         )
-        return await self.lanes.explaining.work(tenant, _told(explaining))
+        return await self.lanes.explaining.work(tenant, _told(pieces))
 
     async def open_session(
         self,
@@ -196,10 +198,8 @@ class Scheduler:
         opening: pb.OpenSessionRequest,
         tenant: str,
         lists: Lists,
-        *,
-        client: Client | None = None,
     ) -> Session:
-        """Open a session of a tenant, and of a client if it has one, in a turn.
+        """Open a session of a tenant, in a turn.
 
         Long lists are given by their bytes.
 
@@ -211,9 +211,9 @@ class Scheduler:
         session = await self._prepared(
             line, tenant, opening.prompt, lists, predicted, remember=not opening.forget
         )
-        session.client, session.kin = client, kin
+        session.kin = kin
         # `begin` runs on the loop: a call cancelled before leaves no session.
-        self.drafter.begin(SessionKey(tenant, opening.session_id), session)
+        self._state.begin(SessionKey(tenant, opening.session_id), session)
         return session
 
     async def add_predictions(
@@ -230,7 +230,7 @@ class Scheduler:
         predictions = await self._predictions(line, tenant, predicted, lists)
         key = SessionKey(tenant, addition.session_id)
         line.leave()
-        adding = self.drafter.adding_predictions(key, predictions)
+        adding = self._state.adding_predictions(key, predictions)
         try:
             await self.lanes.reading.work(tenant, adding)
         finally:
@@ -256,7 +256,7 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         tokens = await self._tokens(line, tenant, closing.new_token_ids, long)
-        fate, pieces = self.drafter.ending(
+        fate, pieces = self._state.ending(
             SessionKey(tenant, closing.session_id), tokens, remember=not closing.forget
         )
         self._read_by(tenant, len(tokens))
@@ -335,7 +335,7 @@ class Scheduler:
         pool = await self._loaded(line, tenant)
         tokens = await self._tokens(line, tenant, prompt, long)
         predictions = await self._predictions(line, tenant, predicted, lists)
-        preparing = self.drafter.preparing(
+        preparing = self._state.preparing(
             tokens, remember=remember, tenant=tenant, charge=charge, predictions=predictions
         )
         num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
@@ -418,13 +418,6 @@ class Scheduler:
 
     def _read_by(self, tenant: str, num_tokens: int) -> None:
         self.uses.of(tenant).tokens += num_tokens
-
-
-def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client | None:
-    """Return the client that a message names; None if it names none."""
-    if not message.HasField("client"):
-        return None
-    return Client(message.client.name, message.client.incarnation)
 
 
 _DONE: Final = object()

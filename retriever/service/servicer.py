@@ -30,11 +30,11 @@ from retriever.service.draft_stream import DraftStream
 from retriever.service.open_streams import OpenStreams
 from retriever.service.scheduler import (
     Scheduler,
-    client_of,
     tokens_of_addition,
     tokens_of_opening,
 )
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.wire.long_messages import opened
 from retriever.wire.messages import (
@@ -165,9 +165,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     def answer_with(self, drafter: EmbeddedDrafter) -> None:
         """Set the drafter; no call may come before."""
-        self._drafter = self._known = drafter
+        self._known = drafter
+        self._drafter = ServiceFace(drafter.state)
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
-        self._scheduler = Scheduler(drafter)
+        self._scheduler = Scheduler(self._drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
     def close(self) -> None:
@@ -180,7 +181,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant = tenant_of(context)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             budget_nodes = budget_in(request, self._default_nodes)
-            check_draft(budget_nodes, request.min_probability, self._drafter.limits)
+            check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
             with self._scheduler.call(tenant) as line:
                 tree = await self._scheduler.draft(line, tenant, request, lists, budget_nodes)
             response = pb.DraftResponse(tree=tree)
@@ -194,7 +195,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant = tenant_of(context)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             budget_nodes = budget_in(request, self._default_nodes)
-            check_draft(budget_nodes, request.min_probability, self._drafter.limits)
+            check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
             with self._scheduler.call(tenant) as line:
                 return await self._scheduler.explain(line, tenant, request, lists, budget_nodes)
 
@@ -203,14 +204,12 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
             request, lists = opened(request)
-            tenant, client = tenant_of(context), client_of(request)
-            if client is not None:
-                self._drafter.admit_client(tenant, client)
+            tenant = tenant_of(context)
             num_tokens = tokens_of_opening(request, lists)
             self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                await self._scheduler.open_session(line, request, tenant, lists, client=client)
+                await self._scheduler.open_session(line, request, tenant, lists)
             return pb.OpenSessionResponse()
 
     async def AddPredictions(
@@ -271,7 +270,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             findings = findings_from_message(request.findings)
             self._scheduler.take_allowance(tenant, work_of_tokens(len(findings)))
             share = partial(
-                self._drafter.share_findings, request.model_fingerprint, findings, tenant=tenant
+                self._drafter.state.share_findings,
+                request.model_fingerprint,
+                findings,
+                tenant=tenant,
             )
             await self._scheduler.lanes.disk.run(tenant, share)
             return pb.ShareFindingsResponse()
@@ -284,7 +286,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             self._scheduler.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
             fetch = partial(
-                self._drafter.fetch_findings,
+                self._drafter.state.fetch_findings,
                 request.model_fingerprint,
                 request.before,
                 tenant=tenant,
@@ -301,7 +303,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant = tenant_of(context)
             key = SessionKey(tenant, request.session_id)
             async with self._deleting.turn(tenant):
-                delete = partial(self._drafter.delete_session, key, tenant=tenant)
+                delete = partial(self._drafter.state.delete, tenant, key)
                 await self._scheduler.lanes.disk.run(tenant, delete)
             return pb.DeleteSessionDataResponse()
 
@@ -312,7 +314,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tenant = tenant_of(context)
             async with self._deleting.turn(tenant):
-                await self._scheduler.lanes.disk.run(tenant, self._drafter.delete_tenant, tenant)
+                await self._scheduler.lanes.disk.run(tenant, self._drafter.state.delete, tenant)
             return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(

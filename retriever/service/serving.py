@@ -30,6 +30,7 @@ from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.addresses import OWNER_ALONE, UNIX, SocketAccess, check_address, listen
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire import long_messages
 from retriever.wire.channels import server_options
@@ -100,7 +101,7 @@ async def _sweep(drafter: EmbeddedDrafter) -> None:
     while True:  # the limit can change meanwhile
         period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
         await asyncio.sleep(max(period_s, _SHORTEST_PERIOD_S))
-        drafter.end_idle()
+        ServiceFace(drafter.state).end_idle()
 
 
 async def _give_back() -> None:
@@ -304,8 +305,8 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         await stopped.wait()
         await _drain(drafter, observer, drain_s)
     watching.cancel()
-    left = drafter.num_sessions
-    remembered = await asyncio.to_thread(drafter.remember_open)
+    left = len(drafter.state.sessions)
+    remembered = await asyncio.to_thread(ServiceFace(drafter.state).remember_open)
     listening.servicer.streams.end()
     await listening.server.stop(_GRACE_S)
     listening.servicer.close()
@@ -342,7 +343,7 @@ async def _listen(  # noqa: PLR0913  (what a service consists of)
 
 
 async def _drain(drafter: EmbeddedDrafter, observer: ServiceObserver, drain_s: float) -> None:
-    sessions = drafter.num_sessions
+    sessions = len(drafter.state.sessions)
     log_event(_logger, logging.INFO, "draining", "no new sessions", sessions=sessions)
     await observer.lifecycle.drain(lambda: observer.is_idle(drafter), drain_s)
 

@@ -9,25 +9,22 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final, TypeVar
 
-from indexer.reader import Index, Vocabulary
-from retriever.drafter import Fate
+from indexer.reader import Index
 from retriever.errors import InvalidRequestError, NotPossibleError, StateError
-from retriever.limits import Limits, check_session_name, check_tenant_name
+from retriever.limits import check_session_name, check_tenant_name
 from retriever.log.log_files import sync_path
-from retriever.log.pools import Pools
 from retriever.sequences import SessionKey
-from retriever.sessions.bindings import Attached, Bindings
-from retriever.sessions.draft_counts import TenantUse, TenantUses
-from retriever.sessions.kept_findings import KeptFindings
-from retriever.sessions.session_table import Session, Sessions
+from retriever.sessions.bindings import Attached
+from retriever.sessions.draft_counts import TenantUse
+from retriever.sessions.drafter_state import DrafterState
+from retriever.sessions.session_table import Session
 
 SLICE: Final = 64
 """Sessions or tenants that are reported at once: 0.2 ms, less than a slice of a long step."""
@@ -63,7 +60,6 @@ class SessionFilter:
 
     Attributes:
         tenant: of the session; None: of any.
-        client: its name; empty: any or none.
         session: its name; empty: any.
         min_idle_s: idle for at least this long, in seconds.
 
@@ -72,7 +68,6 @@ class SessionFilter:
     """
 
     tenant: str | None = None
-    client: str = ""
     session: str = ""
     min_idle_s: float = 0.0
 
@@ -80,8 +75,8 @@ class SessionFilter:
         if not 0.0 <= self.min_idle_s < math.inf:
             raise InvalidRequestError(f"an idle time is 0 or more seconds, not {self.min_idle_s}")
         check_tenant_name(self.tenant or "")
-        for name in filter(None, (self.session, self.client)):
-            check_session_name(name)
+        if self.session:
+            check_session_name(self.session)
 
     @property
     def is_empty(self) -> bool:
@@ -93,7 +88,6 @@ class SessionFilter:
         return (
             self.tenant in {None, session.tenant}
             and self.session in {"", key.name}
-            and self.client in {"", client_of(session)}
             and idle_s >= self.min_idle_s
         )
 
@@ -104,7 +98,6 @@ class SessionReport:
 
     tenant: str
     name: str
-    client: str
     num_tokens: int
     num_prompt_tokens: int
     num_bytes: int
@@ -165,48 +158,15 @@ class StateCopy:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What a drafter owns and its administration works on.
-
-    Attributes:
-        sessions: the open ones.
-        pools: of the tenants.
-        findings: what their decoders found likely.
-        bindings: indexes by tenant.
-        lock: held while sessions or pools are used.
-        remembering: returns what becomes of an ended session's output, and the pieces in which it
-            joins the generations; it and each piece with the lock held.
-        flush: writes remembered outputs to the log.
-        vocabulary: returns the vocabulary of the tokens; None if it is unknown.
-        take_limits: puts limits in force, with the lock held.
-        uses: what each tenant has used.
-        hold: whether indexes are held in memory.
-    """
-
-    sessions: Sessions
-    pools: Pools
-    findings: KeptFindings
-    bindings: Bindings
-    lock: Lock
-    remembering: Callable[[SessionKey, Session], tuple[Fate, Iterator[None]]]
-    flush: Callable[[], None]
-    vocabulary: Callable[[], Vocabulary | None]
-    take_limits: Callable[[Limits], None]
-    uses: TenantUses
-    hold: bool
-
-
 class Administration:
     """What an operator does with one drafter.
 
     Args:
-        owned: by the drafter.
+        state: of the drafter.
     """
 
-    def __init__(self, owned: Owned) -> None:
-        self._owned = owned
-        self._copying = Lock()
+    def __init__(self, state: DrafterState) -> None:
+        self._state = state
 
     def sessions(self, wanted: SessionFilter) -> Iterator[list[SessionReport]]:
         """Yield the sessions that are meant, the longest idle first, in slices of `SLICE`.
@@ -217,7 +177,7 @@ class Administration:
             yield [
                 _report(key, session, idle_s)
                 for key, session in part
-                if wanted.fits(key, session, idle_s := self._owned.sessions.idle_s(session))
+                if wanted.fits(key, session, idle_s := self._state.sessions.idle_s(session))
             ]
 
     def end(self, wanted: SessionFilter, *, forget: bool) -> EndedReport:
@@ -229,7 +189,7 @@ class Administration:
             wanted: which.
             forget: keep nothing of their outputs.
         """
-        failures = self._owned.pools.log_failures
+        failures = self._state.pools.log_failures
         num_ended = num_kept = 0
         for begin in range(0, len(held := self._held()), _ENDED_AT_ONCE):
             for key, session in held[begin : begin + _ENDED_AT_ONCE]:
@@ -237,8 +197,8 @@ class Administration:
                 num_ended += is_ended
                 num_kept += is_kept
             time.sleep(_PAUSE_S)
-        self._owned.flush()
-        return EndedReport(num_ended, num_kept, self._owned.pools.log_failures - failures)
+        self._state.flush()
+        return EndedReport(num_ended, num_kept, self._state.pools.log_failures - failures)
 
     def tenants(self) -> list[TenantReport]:
         """Return what is held of each tenant, by name; blocks for some pauses."""
@@ -250,15 +210,15 @@ class Administration:
                 report.session_tokens += len(session.databases.context)
                 report.session_bytes += session.databases.num_bytes
             time.sleep(_PAUSE_S)
-        for pool in self._owned.pools.all():
+        for pool in self._state.pools.all():
             report = found[pool.tenant]
             report.is_in_memory = True
             report.generations_bytes = pool.num_bytes
-            with self._owned.lock:
+            with self._state.lock:
                 report.generations_tokens = pool.generations.num_tokens
-        for name, num_bytes in self._owned.findings.bytes_by_tenant().items():
+        for name, num_bytes in self._state.findings.bytes_by_tenant().items():
             found[name].recycled_bytes = num_bytes
-        own = Counter(each.tenant for each in self._owned.bindings.attached())
+        own = Counter(each.tenant for each in self._state.bindings.attached())
         for tenant, num_own in own.items():
             if tenant is not None:
                 found[tenant].num_own_indexes = num_own
@@ -273,7 +233,7 @@ class Administration:
         if tenant is not None:
             check_tenant_name(tenant)
         held = {each.tenant: each for each in self.tenants()}
-        uses = self._owned.uses.copy()
+        uses = self._state.uses.copy()
         named = sorted({*held, *uses}) if tenant is None else [tenant]
         return [
             UseReport(
@@ -285,7 +245,7 @@ class Administration:
     @property
     def other_use(self) -> TenantUse:
         """What tenants have used that are no longer counted apart."""
-        return self._owned.uses.others
+        return self._state.uses.others
 
     def evict(self, tenant: str, *, lose: bool) -> tuple[bool, int]:
         """Let a tenant's generations and findings leave memory; those on disk stay.
@@ -301,7 +261,7 @@ class Administration:
             NotPossibleError: they would be lost.
         """
         check_tenant_name(tenant)
-        pools, findings = self._owned.pools, self._owned.findings
+        pools, findings = self._state.pools, self._state.findings
         would_be_lost = tenant in pools or tenant in findings.bytes_by_tenant()
         if would_be_lost and not (pools.is_logged or lose):
             raise NotPossibleError(
@@ -311,14 +271,14 @@ class Administration:
         was_there = tenant in pools
         pools.evict(tenant)
         findings.forget(tenant)
-        self._owned.flush()  # writes its weights
+        self._state.flush()  # writes its weights
         return was_there, sum(session.tenant == tenant for _, session in self._held())
 
     def indexes(self, tenant: str | None = None) -> list[Attached]:
         """Return the indexes, or those that a tenant drafts from."""
         if tenant is not None:
             check_tenant_name(tenant)
-        attached = self._owned.bindings.attached()
+        attached = self._state.bindings.attached()
         return [each for each in attached if tenant is None or each.tenant in {None, tenant}]
 
     def attach(self, path: str, tenant: str | None = None) -> Attached:
@@ -334,15 +294,15 @@ class Administration:
             indexer.errors.IndexerError: it cannot be opened, or is of another tokenizer.
         """
         checked = _checked_path(path, tenant)
-        vocabulary = self._owned.vocabulary()
+        vocabulary = self._state.vocabulary
         if vocabulary is None:
             # Tokens of open sessions were not checked against any: a search could leave its tables.
             raise NotPossibleError(
                 "this service began without an index and without --tokenizer, so that nobody knows "
                 "which tokens it was sent: start it with either"
             )
-        opened = partial(Index.open, vocabulary=vocabulary, hold=self._owned.hold)
-        return self._owned.bindings.attach(checked, tenant, opened)
+        opened = partial(Index.open, vocabulary=vocabulary, hold=self._state.hold)
+        return self._state.bindings.attach(checked, tenant, opened)
 
     def detach(self, path: str, tenant: str | None = None) -> Attached:
         """Draft from an index no longer; its files stay.
@@ -351,7 +311,7 @@ class Administration:
             InvalidRequestError: path or tenant are none.
             UnknownIndexError: it is not attached to this tenant, or to all.
         """
-        return self._owned.bindings.detach(_checked_path(path, tenant), tenant)
+        return self._state.bindings.detach(_checked_path(path, tenant), tenant)
 
     def change_limits(self, changes: Mapping[str, float]) -> None:
         """Put other limits in force; what is open stays, even beyond them.
@@ -365,13 +325,13 @@ class Administration:
         fixed = sorted(changes.keys() - CHANGEABLE_LIMITS)
         if fixed:
             raise NotPossibleError(f"{', '.join(fixed)} cannot change while this runs: restart")
-        with self._owned.lock:
-            before: Any = self._owned.sessions.limits
-            self._owned.take_limits(replace(before, **changes))
+        with self._state.lock:
+            before: Any = self._state.limits
+            self._state.take_limits(replace(before, **changes))
 
     def refresh_every(self, refresh_s: float) -> None:
         """Look for changed indexes with this period from now on, in seconds; 0: never."""
-        self._owned.bindings.watch(refresh_s)
+        self._state.bindings.watch(refresh_s)
 
     def snapshot(self, folder: Path, name: str = "") -> StateCopy:
         """Copy the state directory as it is now to a new folder; blocks until it is on disk.
@@ -391,14 +351,14 @@ class Administration:
                 "a copy's name has 1 to 128 letters, digits, `.`, `_` and `-`, and begins with a "
                 "letter or a digit"
             )
-        if not self._copying.acquire(blocking=False):
+        if not self._state.copying.acquire(blocking=False):
             raise NotPossibleError("a copy is being made: ask again when it is done")
         try:
             began_s = time.monotonic()
             num_bytes = self._copy(folder, name)
             return StateCopy(folder / name, num_bytes, time.monotonic() - began_s)
         finally:
-            self._copying.release()
+            self._state.copying.release()
 
     def _copy(self, folder: Path, name: str) -> int:
         """Copy to a hidden folder, which gets its name once it is whole."""
@@ -410,7 +370,7 @@ class Administration:
             if partial.exists():  # of a process that was killed
                 shutil.rmtree(partial)
             try:
-                num_bytes = self._owned.pools.snapshot(partial, self._owned.lock)
+                num_bytes = self._state.pools.snapshot(partial, self._state.lock)
                 partial.rename(whole)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -424,8 +384,8 @@ class Administration:
         return num_bytes
 
     def _held(self) -> list[tuple[SessionKey, Session]]:
-        with self._owned.lock:
-            return self._owned.sessions.items()
+        with self._state.lock:
+            return self._state.sessions.items()
 
     def _end(
         self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool
@@ -434,8 +394,8 @@ class Administration:
 
         One with a long commit under way is not kept: its tokens are being written.
         """
-        sessions = self._owned.sessions
-        with self._owned.lock:
+        sessions = self._state.sessions
+        with self._state.lock:
             if not wanted.fits(key, session, sessions.idle_s(session)):
                 return False, False
             is_whole = not session.is_committing
@@ -444,17 +404,12 @@ class Administration:
             num_output = len(session.databases.context) - session.prompt_length
             if not (keep and session.remember and is_whole and num_output):
                 return True, False
-            _, pieces = self._owned.remembering(key, session)
+            _, pieces = self._state.remembering(key, session)
         while True:
-            with self._owned.lock:
+            with self._state.lock:
                 if next(pieces, _DONE) is _DONE:
                     return True, True
             time.sleep(0)  # lets others draft
-
-
-def client_of(session: Session) -> str:
-    """Return the name of a session's client; empty if none was given."""
-    return session.client.name if session.client is not None else ""
 
 
 def _sliced(items: Sequence[_Item]) -> Iterator[list[_Item]]:
@@ -475,7 +430,6 @@ def _report(key: SessionKey, session: Session, idle_s: float) -> SessionReport:
     return SessionReport(
         tenant=session.tenant,
         name=key.name,
-        client=client_of(session),
         num_tokens=len(context),
         num_prompt_tokens=session.prompt_length,
         num_bytes=session.databases.num_bytes,

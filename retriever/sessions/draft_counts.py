@@ -6,15 +6,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
+from indexer.reader import Index
 from retriever.predict.draft import Counted
 from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
+from retriever.replication.replication_state import ReplicationCounts
+from retriever.sessions.bindings import IndexOutcome
 from retriever.sessions.session_table import Session
 
 BOUNDS_S: Final = (
@@ -158,6 +161,38 @@ class Census:
 
 NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0, 0, 0)
 """The census before the drafter is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterStats:
+    """What a drafter holds, and what it has counted since it was opened.
+
+    Attributes:
+        indexes: the shared ones, in their current snapshots.
+        missing_indexes: indexes that some tenant is to draft from and that cannot be opened.
+        index_outcomes: what came of the nodes that indexes proposed, by the indexes drafted from
+            together.
+        refresh_failures: failed attempts to open a changed or missing index.
+        num_sessions: open sessions.
+        draft_counts: of drafts and their outcomes; these go on rising.
+        is_logged: whether there is a state directory.
+        log_failures: outputs that could not be written to that.
+        replication: counts of replicated outputs.
+        evictions: how often what has made room; see `EVICTED`.
+        census: what is in memory; `NOTHING_HELD` where it was not asked for.
+    """
+
+    indexes: tuple[Index, ...] = ()
+    missing_indexes: Sequence[Path] = ()
+    index_outcomes: Sequence[IndexOutcome] = ()
+    refresh_failures: int = 0
+    num_sessions: int = 0
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    is_logged: bool = False
+    log_failures: int = 0
+    replication: ReplicationCounts = field(default_factory=ReplicationCounts)
+    evictions: Mapping[str, int] = field(default_factory=dict)
+    census: Census = NOTHING_HELD
 
 
 def census_of(

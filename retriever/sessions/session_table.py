@@ -14,7 +14,6 @@ from retriever.predict.databases import Databases
 from retriever.predict.pool import Pool
 from retriever.predict.searched_corpus import Corpus
 from retriever.sequences import OpenSessions, SessionKey
-from retriever.sessions.client_lives import Client, ClientLives
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -26,7 +25,6 @@ class Session:
         prompt_length: tokens of the prompt.
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
-        client: that it belongs to; None without one.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
         kin: the running sequences that it belongs to.
@@ -36,7 +34,6 @@ class Session:
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
-    client: Client | None = None
     is_open: bool = True
     is_committing: bool = False
     kin: Kin = ALONE
@@ -76,7 +73,6 @@ class Sessions:
         self._clock = clock
         self._open: OpenSessions[SessionKey, Session] = OpenSessions()
         self._tenant_sessions: Counter[str] = Counter()
-        self._clients = ClientLives()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -92,10 +88,7 @@ class Sessions:
         Raises:
             SessionExistsError: the name is taken.
             LimitExceededError: the number of sessions is at its limit, and none is idle.
-            StaleClientError: its client has come back meanwhile.
         """
-        if session.client is not None:
-            self.admit(session.tenant, session.client)
         self._open.check_free(key)
         self.end_idle()
         self._make_place(session.tenant)
@@ -165,26 +158,6 @@ class Sessions:
         for key in gone:
             self.remove(key)
         return len(gone)
-
-    def admit(self, tenant: str, client: Client) -> int:
-        """Note that a client calls, and end the sessions of its earlier lives; return how many.
-
-        Raises:
-            StaleClientError: a later life of it has called.
-        """
-        if not self._clients.begins(tenant, client):
-            return 0
-        earlier = [
-            key
-            for key, session in self._open.items()
-            if session.tenant == tenant
-            and session.client is not None
-            and session.client.name == client.name
-            and session.client.incarnation < client.incarnation
-        ]
-        for key in earlier:
-            self.remove(key)
-        return len(earlier)
 
     def end_idle(self) -> int:
         """End sessions idle for longer than `idle_session_s`; return how many."""

@@ -3,7 +3,6 @@
 All other modules use `DraftRequest` and `DraftTree`.
 """
 
-import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -16,7 +15,6 @@ from numpy.typing import ArrayLike, NDArray
 from retriever.drafter import ALONE, DraftRequest, Findings, Kin, Prediction, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
 from retriever.limits import (
-    MAX_NAME_BYTES,
     MAX_OUTCOMES,
     check_num_findings,
     checked_tokens,
@@ -95,26 +93,12 @@ def tokens_to_wire(tokens: ArrayLike) -> list[int]:
     return token_ids
 
 
-def client_message(name: str) -> pb.Client | None:
-    """Return the message that names a client, in a life that begins now; None without a name.
-
-    Raises:
-        InvalidRequestError: the name is too long.
-    """
-    if not name:
-        return None
-    if len(name.encode()) > MAX_NAME_BYTES:
-        raise InvalidRequestError(f"a client's name has at most {MAX_NAME_BYTES} bytes")
-    return pb.Client(name=name, incarnation=time.time_ns())
-
-
 def opening_message(  # noqa: PLR0913  (what a message holds)
     session_id: str,
     prompt: TokenIds,
     *,
     remember: bool,
     fingerprint: str,
-    client: pb.Client | None = None,
     predictions: Iterable[Prediction] = (),
     kin: Kin = ALONE,
 ) -> pb.OpenSessionRequest:
@@ -125,7 +109,6 @@ def opening_message(  # noqa: PLR0913  (what a message holds)
         prompt: of the sequence.
         remember: whether its output joins the generations.
         fingerprint: of the caller's tokenizer; empty if unknown.
-        client: that the session belongs to; None for none, and within a stream.
         predictions: what its output is expected to contain, checked.
         kin: which sequences it is like, checked.
     """
@@ -134,7 +117,6 @@ def opening_message(  # noqa: PLR0913  (what a message holds)
         prompt=prompt.tolist(),
         forget=not remember,
         vocabulary_fingerprint=fingerprint,
-        client=client,
         predictions=prediction_messages(predictions),
         group=kin.group,
         policy_version=kin.policy_version,

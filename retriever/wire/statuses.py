@@ -27,7 +27,6 @@ from retriever.errors import (
     OutOfSequenceError,
     RetrieverError,
     SessionExistsError,
-    StaleClientError,
     StorageError,
     UnknownIndexError,
     UnknownSessionError,
@@ -53,7 +52,6 @@ _DETAILS: Final = "grpc-status-details-bin"
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
-    (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
     (NotPossibleError, grpc.StatusCode.FAILED_PRECONDITION),
     (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),

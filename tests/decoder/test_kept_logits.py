@@ -54,7 +54,7 @@ def kept_on(
     """Keep recycled logits in a state directory during the block."""
     drafter = EmbeddedDrafter(state=state)
     try:
-        with KeptLogits(recycled, drafter, model, VOCABULARY):
+        with KeptLogits(recycled, drafter.state, model, VOCABULARY):
             yield drafter
     finally:
         drafter.shut_down()
@@ -102,7 +102,7 @@ def test_only_what_was_learned_since_is_kept_again(
 ) -> None:
     recycled = RecycledLogits(1 << 16)
     drafter = EmbeddedDrafter(state=tmp_path)
-    kept = KeptLogits(recycled, drafter, MODEL, VOCABULARY)
+    kept = KeptLogits(recycled, drafter.state, MODEL, VOCABULARY)
     assert kept.save() == 0
     run(model, recycled, prompt)
     assert kept.save() == len(_content(recycled)) > 0
@@ -110,12 +110,12 @@ def test_only_what_was_learned_since_is_kept_again(
     before = len(_content(recycled))
     run(model, recycled, prompt_of(12, seed=5))
     assert 0 < len(_content(recycled)) - before <= kept.save()
-    held, found = _content(recycled), rows(all_of(drafter, MODEL))
+    held, found = _content(recycled), rows(all_of(drafter.state, MODEL))
     assert held.items() <= found.items()
     assert len(found) - len(held) <= 2  # the table has few places for some contexts
     again = RecycledLogits(1 << 16)
-    once = KeptLogits(again, drafter, MODEL, VOCABULARY)
-    assert once.load() == len(all_of(drafter, MODEL))
+    once = KeptLogits(again, drafter.state, MODEL, VOCABULARY)
+    assert once.load() == len(all_of(drafter.state, MODEL))
     assert once.save() == 0  # what was taken in is kept already
     drafter.shut_down()
 
@@ -130,7 +130,7 @@ def test_nothing_is_kept_of_what_is_not_remembered(
             pass
         assert _content(recycled)
     with kept_on(tmp_path, RecycledLogits()) as drafter:
-        assert not len(all_of(drafter, MODEL))
+        assert not len(all_of(drafter.state, MODEL))
 
 
 def test_bounds_keep_the_newest(model: PreTrainedModel, prompt: list[int]) -> None:
@@ -140,19 +140,19 @@ def test_bounds_keep_the_newest(model: PreTrainedModel, prompt: list[int]) -> No
     assert len(learned) > 50
     drafter = EmbeddedDrafter()
     bound = 50 * FINDING_BYTES
-    kept = KeptLogits(recycled, drafter, MODEL, VOCABULARY, max_bytes=bound)
+    kept = KeptLogits(recycled, drafter.state, MODEL, VOCABULARY, max_bytes=bound)
     assert kept.save() == 50
-    assert rows(all_of(drafter, MODEL)) == rows(learned.part(slice(-50, None)))
-    nothing = KeptLogits(recycled, drafter, MODEL, VOCABULARY, max_bytes=0)
+    assert rows(all_of(drafter.state, MODEL)) == rows(learned.part(slice(-50, None)))
+    nothing = KeptLogits(recycled, drafter.state, MODEL, VOCABULARY, max_bytes=0)
     assert (nothing.load(), nothing.save()) == (0, 0)
 
 
 def test_the_newest_stay_where_a_table_is_smaller_than_what_is_kept() -> None:
     drafter = EmbeddedDrafter()
     for number in range(4):
-        drafter.share_findings(MODEL, findings(1000 * number, 1000, number))
+        drafter.state.share_findings(MODEL, findings(1000 * number, 1000, number))
     recycled = RecycledLogits(1 << 8)
-    assert KeptLogits(recycled, drafter, MODEL, 50).load() == 4000
+    assert KeptLogits(recycled, drafter.state, MODEL, 50).load() == 4000
     held = _content(recycled)
     assert len(held) > 200
     last = rows(findings(3000, 1000, 3))
@@ -221,8 +221,8 @@ def test_findings_that_are_not_true_change_no_output(
     lies = Findings(learned.contexts, tokens, np.full_like(learned.log_odds, 16))
     recycled = RecycledLogits(1 << 16)
     store = EmbeddedDrafter()
-    store.share_findings(MODEL, lies)
-    assert KeptLogits(recycled, store, MODEL, VOCABULARY).load() == len(lies)
+    store.state.share_findings(MODEL, lies)
+    assert KeptLogits(recycled, store.state, MODEL, VOCABULARY).load() == len(lies)
     run(model, recycled, prompt)
 
 
@@ -247,21 +247,21 @@ def test_padded_logits_are_not_kept() -> None:
     verified = Verified(1, DraftTree.empty(), logits, np.zeros(0, np.int64), 40)
     recycled.learn(verified, np.array([1, 2, -1], np.int32))
     drafter = EmbeddedDrafter()
-    KeptLogits(recycled, drafter, MODEL, 40).save()
-    assert not len(all_of(drafter, MODEL))
-    KeptLogits(recycled, drafter, MODEL, VOCABULARY).save()
-    assert len(all_of(drafter, MODEL)) == 2
+    KeptLogits(recycled, drafter.state, MODEL, 40).save()
+    assert not len(all_of(drafter.state, MODEL))
+    KeptLogits(recycled, drafter.state, MODEL, VOCABULARY).save()
+    assert len(all_of(drafter.state, MODEL)) == 2
 
 
 def test_it_is_kept_while_it_runs(tmp_path: Path, model: PreTrainedModel) -> None:
     """A thread keeps what was learned, while the loop goes on learning."""
     drafter, recycled = EmbeddedDrafter(state=tmp_path), RecycledLogits(1 << 16)
-    kept = KeptLogits(recycled, drafter, MODEL, VOCABULARY, period_s=0.01)
+    kept = KeptLogits(recycled, drafter.state, MODEL, VOCABULARY, period_s=0.01)
     with kept:
         for seed in range(6):
             run(model, recycled, prompt_of(12, seed), 20)
-        assert len(all_of(drafter, MODEL))
-    found = rows(all_of(drafter, MODEL))
+        assert len(all_of(drafter.state, MODEL))
+    found = rows(all_of(drafter.state, MODEL))
     assert all(found[context] == row for context, row in _content(recycled).items())
     kept.close()
     drafter.shut_down()

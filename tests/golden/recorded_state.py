@@ -12,7 +12,6 @@ import numpy as np
 from indexer.reader import Vocabulary
 from retriever.drafter import DraftRequest
 from retriever.limits import Limits
-from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.golden.record import Step, exact, tree_step
 from tests.golden.sections import Scope
@@ -36,8 +35,8 @@ def steps(scope: Scope) -> Iterator[Step]:
     with _drafter(folder) as drafter:
         for tenant in _TENANTS:
             yield _draft(drafter, f"state/drafts after a restart/{tenant or 'no tenant'}", tenant)
-        drafter.delete_tenant("umbrella")
-        drafter.delete_session(SessionKey("", "acme-1"), tenant="acme")
+        drafter.delete("umbrella")
+        drafter.delete("acme", "acme-1")
     yield from _records("state/after deletions", folder, scope)
     with _drafter(folder) as drafter:
         for tenant in _TENANTS:

@@ -207,9 +207,6 @@ _TIMES: Final = frozenset(
         "UseInfo.work_s",
     }
 )
-_FIRST_OF_CLOCKS: Final = 1 << 40
-"""Incarnations that a client takes from its clock are above."""
-
 _TEN_S: Final = 10_000_000
 
 
@@ -275,8 +272,6 @@ class Stable:
             return 1  # in pages of the system's size
         if name == "GetServerInfoResponse.version":
             return "version"
-        if name == "Client.incarnation" and value > _FIRST_OF_CLOCKS:
-            return self._number(value)
         if name == "DraftStreamRequest.timeout_us":
             return -(-value // _TEN_S) * _TEN_S
         return self._plain(value)
@@ -548,7 +543,6 @@ def _strict(stage: Stage) -> None:
             stage.serve().address,
             timeout_s=LONG_S,
             vocabulary_fingerprint="ab" * 32,
-            client="engine",
         )
     )
     _decode(client)
@@ -576,7 +570,7 @@ def _strict_calls(client: RemoteDrafter) -> None:
 
 def _resilient(stage: Stage) -> None:
     """The client that never fails."""
-    named: dict[str, Any] = {"client": "engine", "vocabulary_fingerprint": "ab" * 32}
+    named: dict[str, Any] = {"vocabulary_fingerprint": "ab" * 32}
     client = _ready(stage, stage.serve().address, **named)
     _decode(client, partial(_settle, client))
 
@@ -615,7 +609,6 @@ def _awaited(stage: Stage) -> None:
         async with AsyncResilientDrafter(
             "name",
             **PATIENT,
-            client="engine",
             open_channel=lambda _: remote_async_channel(served.address, shown),
         ) as client:
             assert await client.wait(LONG_S)
@@ -637,7 +630,7 @@ def _reconnecting(stage: Stage) -> None:
         client.open(name, PROMPT[:20])
         client.draft([_request(name, [], 20, 4)])
     served.proxy.cut()
-    _until(lambda: not client.wait(0) and not served.drafter.num_sessions)
+    _until(lambda: not client.wait(0) and not len(served.drafter.state.sessions))
     client.draft([_request("s", PROMPT[20:22], 22, 4), _request("t", [1], 21, 4)])
     client.close("s", _ids(PROMPT[22:24]))
     served.proxy.mend()

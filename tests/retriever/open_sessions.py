@@ -29,11 +29,13 @@ class WatchedDrafter(EmbeddedDrafter):
         )
         options["predictor"] = self.predictor
         super().__init__(indexes, **options)
+        begin, begun = self.state.begin, self._begun
 
-    def begin(self, key: SessionKey, prepared: Session) -> None:
-        """Begin a sequence."""
-        super().begin(key, prepared)
-        self._begun[key] = prepared
+        def noting(key: SessionKey, prepared: Session) -> None:
+            begin(key, prepared)
+            begun[key] = prepared
+
+        self.state.begin = noting  # type: ignore[method-assign]
 
     def session(self, name: str) -> Session:
         """Return the session that was last begun under a name."""

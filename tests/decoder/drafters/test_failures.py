@@ -185,7 +185,7 @@ def test_a_sequence_beyond_the_drafters_limit_leaves_no_session_behind(prompt: l
     decoder = decoder_with(model, drafter)
     for count in (3, NEW_TOKENS):
         assert decoded(decoder, prompt, count) == plainly(model, prompt, count)
-        assert drafter.num_sessions == 0
+        assert len(drafter.state.sessions) == 0
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, 2**31 - 1, -1])

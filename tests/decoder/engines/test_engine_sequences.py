@@ -298,9 +298,9 @@ def test_what_ended_warms_the_embedded_drafter() -> None:
     sequences.step([row(again, 4)])  # in its stead: the first has ended
     chain = sequences.step([row([*again, output[4]])])[0].best_chain(5)
     assert chain.token_ids.tolist() == output[5:10]
-    assert drafter.num_sessions == 1
+    assert len(drafter.state.sessions) == 1
     sequences.abandon()
-    assert drafter.num_sessions == 0
+    assert len(drafter.state.sessions) == 0
     drafter.shut_down()
 
 

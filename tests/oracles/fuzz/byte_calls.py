@@ -31,6 +31,7 @@ from retriever.service.servicer import RetrieverServicer
 from retriever.service.serving import Reading
 from retriever.sessions.bindings import Bound
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from tests.oracles.fuzz.call_context import (
     DOCUMENT,
@@ -168,7 +169,7 @@ class CalledService:
         Raises:
             LeakError: it has not.
         """
-        sessions = dict(self.drafter._sessions.items())
+        sessions = dict(self.drafter.state.sessions.items())
         session = sessions.get(SessionKey(VICTIM, SESSION))
         if session is None or len(session.databases.context) != len(PROMPT) + len(SECRETS):
             raise LeakError("the victim's session is not as it was")
@@ -183,18 +184,18 @@ class CalledService:
         self._loop.close()
 
     def _stream(self, tenant: str, contents: list[bytes]) -> None:
-        before = self.drafter.num_sessions
+        before = len(self.drafter.state.sessions)
         self.call("DraftStream", contents, self.headers[tenant])
-        if self.drafter.num_sessions > before:
+        if len(self.drafter.state.sessions) > before:
             raise CrashError("a stream left sessions behind")
 
     def _empty(self) -> None:
         """End the sessions of all but the victim; what is counted must be what there was."""
-        sessions = self.drafter._sessions
+        sessions = self.drafter.state.sessions
         if len(sessions) > LIMITS.max_sessions:
             raise CrashError(f"{len(sessions)} sessions are open, beyond the limit")
         others = [item for tenant in TENANTS for item in sessions.of(tenant)]
-        self.drafter.discard(others)
+        ServiceFace(self.drafter.state).discard(others)
         num_tokens = sum(len(session.databases.context) for session in sessions.all())
         if len(sessions) != 1 or num_tokens != len(PROMPT) + len(SECRETS):
             raise CrashError(f"{len(sessions)} sessions of {num_tokens} tokens are left")
@@ -251,5 +252,5 @@ def _drafter_with_a_victim(folder: Path) -> EmbeddedDrafter:
     drafter = EmbeddedDrafter(vocabulary=vocabulary, limits=LIMITS, bound=bound)
     drafter.warm()
     drafter.remember(secret, tenant=VICTIM)
-    drafter.begin(SessionKey(VICTIM, SESSION), drafter.prepare(secret, tenant=VICTIM))
+    drafter.state.begin(SessionKey(VICTIM, SESSION), drafter.state.prepare(secret, tenant=VICTIM))
     return drafter

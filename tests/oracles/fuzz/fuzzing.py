@@ -186,14 +186,16 @@ class Fuzzer:
         drafter = self.drafter
         secret = np.array([*_PREFIX, *SECRETS[:40]], np.int32)
         drafter.remember(secret, tenant=VICTIM)
-        drafter.begin(SessionKey(VICTIM, SESSION), drafter.prepare(secret, tenant=VICTIM))
+        drafter.state.begin(
+            SessionKey(VICTIM, SESSION), drafter.state.prepare(secret, tenant=VICTIM)
+        )
 
     def _check_victim(self) -> None:
         """See that the victim is served as if it were alone."""
         tree = self.drafter.draft_context(_PREFIX, 8, tenant=VICTIM)
         if _SECRETS.isdisjoint(tree.token_ids.tolist()):
             raise LeakError("the victim's own outputs are gone")
-        sessions = dict(self.drafter._sessions.items())
+        sessions = dict(self.drafter.state.sessions.items())
         if SessionKey(VICTIM, SESSION) not in sessions:
             raise LeakError("the victim's session is gone")
 

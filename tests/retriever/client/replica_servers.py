@@ -33,8 +33,8 @@ class Replica:
 
     @property
     def num_sessions(self) -> int:
-        return self.drafter.num_sessions
+        return len(self.drafter.state.sessions)
 
     @property
     def generated_tokens(self) -> int:
-        return self.drafter.census().generations_tokens
+        return self.drafter.state.census().generations_tokens

@@ -13,7 +13,7 @@ import grpc
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.errors import RetrieverError
-from retriever.sessions.administration import SessionFilter
+from retriever.sessions.administration import Administration, SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.wire import messages as wire
@@ -78,7 +78,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
         return pb.ListIndexesResponse(
             indexes=[
                 pb.IndexInfo(vocabulary_fingerprint=index.vocabulary.fingerprint)
-                for index in self.drafter.indexes
+                for index in self.drafter.stats().indexes
             ]
         )
 
@@ -115,7 +115,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
 
     def lengths(self) -> list[int]:
         """Return the lengths of the open sessions' sequences."""
-        slices = self.drafter.administration.sessions(SessionFilter())
+        slices = Administration(self.drafter.state).sessions(SessionFilter())
         return [each.num_tokens for part in slices for each in part]
 
     @staticmethod

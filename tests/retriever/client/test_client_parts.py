@@ -29,6 +29,7 @@ from retriever.limits import Limits
 from retriever.sequences import TokenSequence
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.sessions.session_table import CheckedRequest
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
@@ -205,21 +206,14 @@ def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
     assert LocalSide(False).draft([], 0.0) == {}
 
 
-class Stuck(EmbeddedDrafter):
-    """A drafter that answers no step until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.released = Event()
-
-    def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
-        assert self.released.wait(60)
-        return super().draft_each(steps)
-
-
 def test_cancelled_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that was planned is finished, too."""
     plan, finish, under_way = Planner.plan, Planner.finish, list[Plan]()
+    draft_each, released = ServiceFace.draft_each, Event()
+
+    def stuck(face: ServiceFace, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
+        assert released.wait(60)
+        return draft_each(face, steps)
 
     def planned(planner: Planner, *arguments: Any) -> Plan:
         under_way.append(plan(planner, *arguments))
@@ -231,17 +225,17 @@ def test_cancelled_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Planner, "plan", planned)
     monkeypatch.setattr(Planner, "finish", finished)
+    monkeypatch.setattr(ServiceFace, "draft_each", stuck)
 
     async def run() -> None:
-        service = Stuck()
-        with serving(service) as address:
+        with serving(EmbeddedDrafter()) as address:
             async with AsyncResilientDrafter(address, deadline_s=30) as drafter:
                 assert await drafter.wait(60)
                 await drafter.open("s", [1, 2])
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.1):
                         await drafter.draft([DraftRequest("s", ids(), 2, 4)])
-                service.released.set()
+                released.set()
                 assert under_way == []
                 await drafter.draft([DraftRequest("s", ids(), 2, 4)])
 
@@ -280,11 +274,11 @@ def test_session_that_the_service_has_no_room_for_is_drafted_locally() -> None:
         assert done.tokens == plain(300)
         assert sum(done.accepted) > 100
         assert set(drafter.fail_opens) == {FailOpen.LIMIT}
-        assert service.num_sessions == 1  # and it is not asked again at every step
+        assert len(service.state.sessions) == 1  # and it is not asked again at every step
         service.close("other")
         decode(drafter, "t", 300)
         assert drafter.fail_opens.total() == len(done.waits_s)
-        assert wait_until(lambda: service.num_sessions == 0)
+        assert wait_until(lambda: len(service.state.sessions) == 0)
 
 
 def test_outputs_reach_the_service_unless_they_are_to_be_forgotten() -> None:
@@ -295,7 +289,7 @@ def test_outputs_reach_the_service_unless_they_are_to_be_forgotten() -> None:
             drafter.open(name, PROMPT, remember=remember)
             drafter.draft([DraftRequest(name, ids(token, token), len(PROMPT) + 2, 0)])
             drafter.close(name, ids(token, token + 10))
-    assert wait_until(lambda: service.num_sessions == 0)
+    assert wait_until(lambda: len(service.state.sessions) == 0)
     assert Source.GENERATIONS in service.draft_context(ids(1), 4).sources
     assert Source.GENERATIONS not in service.draft_context(ids(2), 4).sources
     with serving(service) as address, ResilientDrafter(address, deadline_s=5) as drafter:

@@ -50,7 +50,11 @@ def test_what_a_client_went_without_its_server_is_told_once(client: Client) -> N
             for length in range(len(PROMPT) + 5, len(PROMPT) + 8):
                 drafter.draft([DraftRequest("s", ids(1), length, 4)])
         assert drafter.fail_opens == {FailOpen.DOWN: 5}
-    assert service.draft_counts.fail_opens[DOWN] == service.draft_counts.fail_opens.total() == 5
+    assert (
+        service.state.draft_counts.fail_opens[DOWN]
+        == service.state.draft_counts.fail_opens.total()
+        == 5
+    )
     service.shut_down()
 
 
@@ -147,7 +151,7 @@ def test_steps_of_a_padding_client_have_one_size(client: Client) -> None:
 def test_an_own_index_drafts_while_the_server_is_away(client: Client, index: Path) -> None:
     local, address = EmbeddedDrafter.open_indexes([index]), free_address()
     local.warm()
-    tokens = local.indexes[0].segments[0].tokens[:16].astype(np.int32)
+    tokens = local.stats().indexes[0].segments[0].tokens[:16].astype(np.int32)
     process, _ = start_service("--address", address)
     with client(address, deadline_s=DEADLINE_S, local=local) as drafter:
 

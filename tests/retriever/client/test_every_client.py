@@ -46,7 +46,7 @@ class Both:
 
     def __init__(self, client: Any, path: Path) -> None:
         self.client, self.local = client, EmbeddedDrafter.open_indexes([path])
-        tokens = self.local.indexes[0].segments[0].tokens
+        tokens = self.local.stats().indexes[0].segments[0].tokens
         self.corpus: TokenIds = tokens[tokens < 50].astype(np.int32)
         self.lengths: dict[str, int] = {}
         self.sources: set[int] = set()

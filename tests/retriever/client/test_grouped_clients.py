@@ -78,7 +78,7 @@ def test_a_service_refuses_them_too(kin: dict[str, Any]) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             stub.OpenSession(pb.OpenSessionRequest(session_id="s", prompt=PROMPT, **kin))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert service.num_sessions == 0
+        assert len(service.state.sessions) == 0
         stub.OpenSession(pb.OpenSessionRequest(session_id="s", prompt=PROMPT, group="g"))
 
 
@@ -93,8 +93,8 @@ def test_a_stream_that_ends_leaves_nothing_of_its_lanes() -> None:
         message = pb.DraftStreamRequest(sequence_number=1, openings=[opening], steps=steps)
         (response,) = stub.DraftStream(iter([message]))
         assert not response.statuses
-        assert service.num_sessions == 1
-        running = service.load("").running
+        assert len(service.state.sessions) == 1
+        running = service.state.pool("").running
         assert running is not None
         assert (running.num_lanes, running.num_tokens) == (1, 0)
         assert not np.isin(running.tokens, [1, 2, 3]).any()

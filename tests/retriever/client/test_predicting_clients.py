@@ -21,6 +21,7 @@ from retriever.limits import Limits
 from retriever.sequences import SessionKey, TokenSequence
 from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -186,7 +187,7 @@ def test_bare_contexts_are_drafted_for_and_explained_with_predictions() -> None:
     with serving(service) as address, RemoteDrafter(address, timeout_s=LONG_S) as drafter:
         assert begins(drafter.draft_context(PROMPT, 8, predictions=expected), FILE)
         explained = drafter.explain(PROMPT, 8, predictions=expected)
-        assert explained == service.explain(PROMPT, 8, predictions=expected) or begins(
+        assert explained == explain(service, PROMPT, 8, predictions=expected) or begins(
             explained.tree, FILE
         )
         assert [node.predictions[0].label for node in explained.nodes] == ["the file"] * 8
@@ -196,9 +197,9 @@ def test_bare_contexts_are_drafted_for_and_explained_with_predictions() -> None:
 
 def test_nobody_adds_predictions_to_sessions_of_others() -> None:
     drafter = EmbeddedDrafter()
-    drafter.begin(SessionKey("a", "s"), drafter.prepare(PROMPT, tenant="a"))
+    drafter.state.begin(SessionKey("a", "s"), drafter.state.prepare(PROMPT, tenant="a"))
     with pytest.raises(UnknownSessionError):
-        for _ in drafter.adding_predictions(SessionKey("b", "s"), [Prediction(ids(1))]):
+        for _ in drafter.state.adding_predictions(SessionKey("b", "s"), [Prediction(ids(1))]):
             pass
 
 

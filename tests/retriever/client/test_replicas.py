@@ -21,7 +21,7 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import tree_to_message
 from retriever.wire.statuses import session_status
 from tests.patience import can_be_kept, free_address, must_hold
-from tests.retriever.client.kinds_of_clients import Awaited, Client, both, ready
+from tests.retriever.client.kinds_of_clients import Client, both
 from tests.retriever.client.replica_servers import Replica
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.token_ids import ids
@@ -232,9 +232,9 @@ def test_strict_clients_see_the_drain_as_its_own_error() -> None:
 class Wire:
     """A planner whose servers are played by the test."""
 
-    def __init__(self, client: pb.Client | None = None) -> None:
+    def __init__(self) -> None:
         self.now_s = 0.0
-        self.planner = Planner(["a", "b"], "", local=False, client=client, clock=lambda: self.now_s)
+        self.planner = Planner(["a", "b"], "", local=False, clock=lambda: self.now_s)
         self.home, self.other = ranked("s", ["a", "b"])
         self.sent: list[tuple[str, pb.DraftStreamRequest]] = []
 
@@ -377,33 +377,6 @@ def test_a_draining_server_is_left_within_deadlines() -> None:
     told += [closing.forget for closing in rest.closings] if rest is not None else []
     assert told
     assert all(told)
-
-
-def test_a_client_is_named_in_the_first_message_of_each_stream() -> None:
-    client = pb.Client(name="engine-1", incarnation=7)
-    wire = Wire(client)
-    for _ in range(2):
-        wire.begin("a", "b")
-        wire.planner.conversations[wire.other].is_draining = False
-        if not wire.sent:
-            wire.planner.open("s", PROMPT, remember=True)
-        for _ in range(2):
-            wire.step({"s": len(PROMPT)})
-    assert [message.client == client for _, message in wire.sent] == [True, False, True, False]
-
-
-@pytest.mark.parametrize("client", [RemoteDrafter, ResilientDrafter, Awaited])
-def test_later_lives_of_a_client_have_higher_incarnations(client: Client) -> None:
-    seen: list[Any] = []
-    replica = Replica()
-    for _ in range(2):
-        with ready(client(replica.address, client="engine-1")) as drafter:
-            drafter.open("s", PROMPT)
-            drafter.draft([DraftRequest("s", ids(), len(PROMPT), BUDGET)])
-            seen += [each.client for each in replica.drafter.open_sessions()]
-    assert [each.name for each in seen] == ["engine-1"] * 2
-    assert 0 < seen[0].incarnation < seen[1].incarnation
-    replica.shut_down()
 
 
 def test_replicas_can_be_named_in_one_address() -> None:

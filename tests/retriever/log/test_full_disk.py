@@ -21,6 +21,7 @@ from retriever.log.log_store import LogStore
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
+from retriever.sessions.administration import Administration
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -42,13 +43,13 @@ def test_a_full_log_stops_logging_and_not_drafting(
         drafter.open("s", output(number)[:1])
         drafter.draft([DraftRequest("s", output(number)[1:2], 2, 4)])
         drafter.close("s", output(number)[2:])
-    assert 0 < drafter.log_failures < 1000
+    assert 0 < drafter.stats().log_failures < 1000
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "drafting goes on" in caplog.text
     last = output(999)
     tree = drafter.draft_context(last[:9], 4)
     assert tree.token_ids.tolist() == last[9:13].tolist()
-    num_kept = 1000 - drafter.log_failures
+    num_kept = 1000 - drafter.stats().log_failures
     drafter.shut_down()
     assert len(kept_outputs(tmp_path)) == num_kept
 
@@ -58,7 +59,7 @@ def test_callers_are_told_where_their_outputs_are_kept(
 ) -> None:
     """By a call at once; in a stream with the next response once the disk has answered."""
     with drafter_on(tmp_path / "state") as drafter, serving(drafter) as address:
-        snapshot = drafter.administration.snapshot
+        snapshot = Administration(drafter.state).snapshot
         with grpc.insecure_channel(address) as channel:
             stub = RetrieverServiceStub(channel)
 
@@ -82,7 +83,7 @@ def test_callers_are_told_where_their_outputs_are_kept(
                 full.setattr(LogStore, "delete", refuse)
                 assert close("d", [2, 3]) == pb.KEEPING_DISK_REFUSED
                 told = stream_close(1) + stream_close(2)
-                assert wait_until(lambda: drafter.log_failures == 3)
+                assert wait_until(lambda: drafter.stats().log_failures == 3)
                 assert told + exchange(3).num_not_kept == 2
                 assert exchange(4).num_not_kept == 0
                 drafter.remember(output(7))
@@ -140,7 +141,7 @@ for number in range(1000):
 tree = drafter.draft_context(np.arange(999, 1009), 4)
 assert tree.token_ids.tolist() == [1009, 1010, 1011, 1012]
 drafter.shut_down()
-print(drafter.log_failures)
+print(drafter.stats().log_failures)
 """
 
 
@@ -179,7 +180,7 @@ drafter = EmbeddedDrafter(state=state)
 drafter.remember(np.arange(200))
 tokens = np.array(sys.argv[2].split(","), np.int32)
 print(np.array_equal(drafter.draft_context(tokens[:8], 4).token_ids, tokens[8:12]))
-print(drafter.log_failures)
+print(drafter.stats().log_failures)
 drafter.shut_down()
 """
 

@@ -15,6 +15,7 @@ from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from tests.retriever.log.state_folders import (
     drafter_on,
     keep,
@@ -127,13 +128,13 @@ def test_outputs_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: Vo
         EmbeddedDrafter(state=tmp_path, vocabulary=other)
     with drafter_on(tmp_path) as drafter:  # takes the tokenizer of the directory
         with pytest.raises(VocabularyMismatchError):
-            drafter.check_vocabulary(other.fingerprint)
-        drafter.check_vocabulary(vocabulary.fingerprint)
+            ServiceFace(drafter.state).check_vocabulary(other.fingerprint)
+        ServiceFace(drafter.state).check_vocabulary(vocabulary.fingerprint)
 
 
 def test_the_tokenizer_that_is_named_first_is_that_of_the_directory(tmp_path: Path) -> None:
     with drafter_on(tmp_path) as drafter:
-        drafter.check_vocabulary("ab" * 32)
+        ServiceFace(drafter.state).check_vocabulary("ab" * 32)
         drafter.remember(ids(1, 2, 3))
     with pytest.raises(VocabularyMismatchError, match="a directory of its own"):
         EmbeddedDrafter(state=tmp_path, vocabulary=Vocabulary(50, "cd" * 32))
@@ -165,7 +166,7 @@ def test_threads_that_close_sessions_at_once_lose_nothing(tmp_path: Path) -> Non
             thread.join()
         contexts = [output(number)[:9] for number in range(400)]
         before = [tree_of(drafter, context) for context in contexts]
-        assert drafter.log_failures == 0
+        assert drafter.stats().log_failures == 0
     with drafter_on(tmp_path) as drafter:
         assert [tree_of(drafter, context) for context in contexts] == before
         for worker in range(4):
@@ -201,6 +202,6 @@ def test_shutting_down_twice_is_well_and_what_comes_later_is_counted(tmp_path: P
     drafter.shut_down()
     drafter.remember(output(1))
     assert knows(drafter, 1)
-    assert drafter.log_failures == 1
+    assert drafter.stats().log_failures == 1
     with drafter_on(tmp_path) as reopened:
         assert not knows(reopened, 1)

@@ -15,6 +15,7 @@ from retriever.service.draft_stream import DraftStream
 from retriever.service.scheduler import Scheduler
 from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -64,7 +65,7 @@ def test_nodes_and_accepted_tokens_equal_the_twins() -> None:
 def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
     """Each step commits the first path of the tree before, and one token that it did not have."""
     drafter = EmbeddedDrafter.open_indexes([index])
-    corpus = drafter.indexes[0].segments[0].tokens[:12].astype(np.int32)
+    corpus = drafter.stats().indexes[0].segments[0].tokens[:12].astype(np.int32)
     drafter.open("s", corpus)
     length, new, expected = len(corpus), np.empty(0, np.int32), 0
     for _ in range(5):
@@ -73,10 +74,10 @@ def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
         expected += len(chain)
         new = np.append(chain.token_ids, 49).astype(np.int32)
         length += len(new)
-    assert drafter.draft_counts.by_source[1].sum() < expected  # the last is pending
+    assert drafter.state.draft_counts.by_source[1].sum() < expected  # the last is pending
     drafter.close("s", new)
     drafter.draft_context(corpus, 4)
-    draft_counts = drafter.draft_counts
+    draft_counts = drafter.state.draft_counts
     assert expected > 5
     assert draft_counts.by_source[1].sum() >= expected
     assert draft_counts.by_source[0].sum() == 5 * 8
@@ -96,13 +97,16 @@ def test_numbered_message_is_one_step_of_all_its_sequences(index: Path) -> None:
     )
 
     async def answer() -> pb.DraftStreamResponse:
-        scheduler = Scheduler(drafter)
+        scheduler = Scheduler(ServiceFace(drafter.state))
         with scheduler.turns.stream("") as line:
             return await DraftStream(scheduler, "", line).answer(message)
 
     response = asyncio.run(answer())
     assert not response.statuses
-    assert (sum(drafter.draft_counts.steps.counts), sum(drafter.draft_counts.drafts.counts)) == (
+    assert (
+        sum(drafter.state.draft_counts.steps.counts),
+        sum(drafter.state.draft_counts.drafts.counts),
+    ) == (
         1,
         3,
     )
@@ -127,7 +131,7 @@ def test_a_census_counts_what_is_held() -> None:
     drafter.open("b", [1, 2], tenant="one")
     drafter.open("c", [1], tenant="two")
     drafter.remember([1, 2, 3, 4], tenant="two")
-    census = drafter.census()
+    census = drafter.state.census()
     assert (census.sessions, census.session_tokens) == ({"one": 2, "two": 1}, 6)
     assert (census.tenants, census.generations_tokens) == (
         3,
@@ -136,7 +140,7 @@ def test_a_census_counts_what_is_held() -> None:
     assert census.session_bytes > 6 * 4
     assert census.generations_bytes > 5 * 24
     drafter.close("a")
-    assert drafter.census().sessions == {"one": 1, "two": 1}
+    assert drafter.state.census().sessions == {"one": 1, "two": 1}
     drafter.shut_down()
 
 

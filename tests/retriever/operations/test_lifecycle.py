@@ -165,8 +165,13 @@ def test_an_interrupt_while_nobody_is_there_ends_with_status_0() -> None:
 class Faulty(EmbeddedDrafter):
     """A drafter with a fault, whose error shows what somebody sent."""
 
-    def draft_prepared(self, prepared: Session, *_: Any, **__: Any) -> DraftTree:
-        raise ValueError(f"cannot cope with {prepared.databases.context.last(1)!r}")
+    def __init__(self) -> None:
+        super().__init__()
+
+        def fail(prepared: Session, *_: Any, **__: Any) -> DraftTree:
+            raise ValueError(f"cannot cope with {prepared.databases.context.last(1)!r}")
+
+        self.state.draft_prepared = fail  # type: ignore[method-assign]
 
 
 async def _fail(folder: Path) -> ServiceObserver:

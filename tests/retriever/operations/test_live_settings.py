@@ -12,6 +12,7 @@ from retriever.errors import NotPossibleError, SettingsError
 from retriever.operations.live_settings import CHANGEABLE, LiveSettings
 from retriever.operations.resolving import resolve
 from retriever.operations.settings import Settings
+from retriever.sessions.administration import Administration
 from retriever.sessions.embedded import EmbeddedDrafter
 
 
@@ -43,9 +44,9 @@ def _logging() -> Iterator[None]:
 def test_what_can_change_is_in_force_after_a_reload(file: Path, drafter: EmbeddedDrafter) -> None:
     live = live_from(file, idle_session_s=5.0)
     file.write_text('max_sessions = 20\nlog_level = "debug"\nidle_session_s = 1\nmax_batch = 9\n')
-    planned = live.reload(drafter.administration, check_only=True)
+    planned = live.reload(Administration(drafter.state), check_only=True)
     assert live.settings.max_sessions == 10
-    changes = live.reload(drafter.administration)
+    changes = live.reload(Administration(drafter.state))
     assert changes == planned
     assert [(each.name, each.before, each.after) for each in changes] == [
         ("max_sessions", 10, 20),
@@ -55,7 +56,7 @@ def test_what_can_change_is_in_force_after_a_reload(file: Path, drafter: Embedde
     assert logging.getLogger("retriever").level == logging.DEBUG
     assert live.settings.max_sessions == 20
     assert live.origins["max_sessions"] == str(file)
-    assert live.reload(drafter.administration) == []
+    assert live.reload(Administration(drafter.state)) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_where_anything_else_has_changed_nothing_does(
     file.write_text(f"max_sessions = 20\n{text}\n")
     for check_only in (True, False):
         with pytest.raises(NotPossibleError, match="nothing was changed") as refused:
-            live.reload(drafter.administration, check_only=check_only)
+            live.reload(Administration(drafter.state), check_only=check_only)
         assert named in str(refused.value)
     assert drafter.limits is before
     assert live.settings.max_sessions == 10
@@ -92,10 +93,10 @@ def test_a_file_that_is_none_changes_nothing(
     live = live_from(file)
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(SettingsError):
-        live.reload(drafter.administration)
+        live.reload(Administration(drafter.state))
     file.unlink()
     with pytest.raises(SettingsError):
-        live.reload(drafter.administration)
+        live.reload(Administration(drafter.state))
     assert live.settings.max_sessions == 10
 
 
@@ -106,14 +107,14 @@ def test_indexes_may_be_listed_as_they_are_attached(
     live = live_from(file)
     file.write_text(f'tenant_index = ["acme={index}"]\nmax_sessions = 3\n')
     with pytest.raises(NotPossibleError, match="admin attach"):
-        live.reload(drafter.administration)
-    drafter.administration.attach(str(index), "acme")
-    changes = live.reload(drafter.administration)
+        live.reload(Administration(drafter.state))
+    Administration(drafter.state).attach(str(index), "acme")
+    changes = live.reload(Administration(drafter.state))
     assert [each.name for each in changes] == ["max_sessions", "tenant_index"]
     assert drafter.limits.max_sessions == 3
-    drafter.administration.detach(str(index), "acme")
+    Administration(drafter.state).detach(str(index), "acme")
     file.write_text("max_sessions = 3\n")
-    assert [each.name for each in live.reload(drafter.administration)] == ["tenant_index"]
+    assert [each.name for each in live.reload(Administration(drafter.state))] == ["tenant_index"]
 
 
 def test_each_changeable_setting_is_one() -> None:

@@ -14,7 +14,7 @@ from retriever.drafter import DraftRequest
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.lifecycle import Phase
 from retriever.operations.observer import ServiceObserver
-from retriever.operations.service_report import Service
+from retriever.operations.service_report import Service, reports_of
 from retriever.operations.status_page import (
     MAX_SAMPLES,
     SAMPLE_S,
@@ -50,7 +50,7 @@ def value(found: Samples, name: str, **labels: str) -> float:
 def test_metrics_are_what_the_drafter_did(index: Path, tmp_path: Path) -> None:
     with watched(index, tmp_path) as (service, web):
         status, headers, text = asked(web, "/metrics")
-        draft_counts = service.draft_counts
+        draft_counts = service.stats().draft_counts
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain")
     found = samples(text)
@@ -70,7 +70,10 @@ def test_metrics_are_what_the_drafter_did(index: Path, tmp_path: Path) -> None:
     assert value(found, "sessions") == 1
     assert value(found, "session_tokens") >= 12
     assert value(found, "index_documents", index="corpus") == 40
-    assert value(found, "index_snapshot", index="corpus") == service.indexes()[0].snapshot
+    assert (
+        value(found, "index_snapshot", index="corpus")
+        == reports_of(service.stats().indexes)[0].snapshot
+    )
     assert 0 < value(found, "index_snapshot_age_seconds", index="corpus") < 3600
     assert value(found, "ready") == 1
     assert value(found, "log_failures_total") == 0
@@ -143,11 +146,11 @@ def test_the_page_tells_the_state_and_escapes_what_others_wrote(
 def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) -> None:
     with watched(index, tmp_path) as (service, _):
         now = 0.0
-        history = History(lambda: service.draft_counts, lambda: now)
+        history = History(lambda: service.stats(census=False).draft_counts, lambda: now)
         assert "polygon" not in page(service, history)
         for _ in range(3):
             now += SAMPLE_S
-            service.draft_counts.by_source[1] += 20
+            service.stats().draft_counts.by_source[1] += 20
             history.sample()
         text = page(service, history)
         assert [each.per_second[Source.CORPUS] for each in history.rates()] == [2.0] * 3
@@ -307,7 +310,7 @@ def test_the_history_tells_steps_latencies_and_memory() -> None:
 def test_the_page_tells_what_came_of_each_index(index: Path, tmp_path: Path) -> None:
     with watched(index, tmp_path) as (service, web):
         found = Page(asked(web, "/")[2])
-        nodes, accepted = service.draft_counts.by_source[:, Source.CORPUS].tolist()
+        nodes, accepted = service.stats().draft_counts.by_source[:, Source.CORPUS].tolist()
     assert nodes > 0
     shares = [f"{nodes:,}", f"{accepted:,}", f"{accepted / nodes:.1%}"]
     assert found.cells["outcomes"][5:] == ["corpus", "all", *shares]
@@ -330,4 +333,4 @@ def test_the_page_counts_in_words_that_fit_and_says_where_there_is_nothing() -> 
 
 
 def _length(drafter: EmbeddedDrafter) -> int:
-    return drafter.census().session_tokens
+    return drafter.state.census().session_tokens

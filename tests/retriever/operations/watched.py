@@ -39,7 +39,7 @@ class SlowToWarm(EmbeddedDrafter):
 def drafted(index: Path) -> EmbeddedDrafter:
     """A drafter that has drafted four times, three of them for what then came true."""
     drafter = EmbeddedDrafter.open_indexes([index])
-    corpus = drafter.indexes[0].segments[0].tokens[:12].astype(np.int32)
+    corpus = drafter.stats().indexes[0].segments[0].tokens[:12].astype(np.int32)
     drafter.open(HIDDEN, corpus, tenant=NASTY)
     length, new = len(corpus), np.empty(0, np.int32)
     for _ in range(4):

@@ -41,11 +41,11 @@ def learn_something(drafter: EmbeddedDrafter, session: str, tenant: str = "") ->
 def test_what_came_next_is_learned_once() -> None:
     drafter = EmbeddedDrafter()
     learn_something(drafter, "s")
-    learned = drafter.load("").weights.copy()
+    learned = drafter.state.pool("").weights.copy()
     assert not is_prior(learned)
-    assert drafter.load("").learned == 3
+    assert drafter.state.pool("").learned == 3
     draft(drafter, "s", ids(1, 2), len(PROMPT) + 5, budget=0)  # of no draft
-    assert np.array_equal(drafter.load("").weights, learned)
+    assert np.array_equal(drafter.state.pool("").weights, learned)
 
 
 def test_the_end_of_a_sequence_is_learned_from() -> None:
@@ -53,7 +53,7 @@ def test_the_end_of_a_sequence_is_learned_from() -> None:
     drafter.open("s", PROMPT)
     draft(drafter, "s", ids(), len(PROMPT))
     drafter.close("s", ids(3, 4))
-    assert drafter.load("").learned == 2
+    assert drafter.state.pool("").learned == 2
 
 
 def test_only_the_last_draft_is_learned_from() -> None:
@@ -62,9 +62,9 @@ def test_only_the_last_draft_is_learned_from() -> None:
         drafter.open(session, PROMPT, tenant=session)
         draft(drafter, session, ids(), len(PROMPT))
     drafter.close("first", ids(3, 4))
-    assert is_prior(drafter.load("first").weights)
+    assert is_prior(drafter.state.pool("first").weights)
     drafter.close("last", ids(3, 4))  # what others committed since does not matter
-    assert not is_prior(drafter.load("last").weights)
+    assert not is_prior(drafter.state.pool("last").weights)
 
 
 def test_a_step_of_several_sequences_learns_from_the_last_of_them() -> None:
@@ -74,7 +74,7 @@ def test_a_step_of_several_sequences_learns_from_the_last_of_them() -> None:
         drafter.open(session, PROMPT, tenant=session)
     for new, length in ((ids(), len(PROMPT)), (ids(3), len(PROMPT) + 1)):
         drafter.draft([DraftRequest(session, new, length, 8) for session in sessions])
-    assert [drafter.load(session).learned for session in sessions] == [0, 0, 1]
+    assert [drafter.state.pool(session).learned for session in sessions] == [0, 0, 1]
 
 
 def test_a_bare_context_takes_the_place_of_the_last_draft() -> None:
@@ -83,7 +83,7 @@ def test_a_bare_context_takes_the_place_of_the_last_draft() -> None:
     draft(drafter, "s", ids(), len(PROMPT))
     drafter.draft_context(ids(7, 8, 7), 8)
     drafter.close("s", ids(3, 4))
-    assert is_prior(drafter.load("").weights)
+    assert is_prior(drafter.state.pool("").weights)
 
 
 def test_sequences_that_opted_out_teach_nothing() -> None:
@@ -92,28 +92,28 @@ def test_sequences_that_opted_out_teach_nothing() -> None:
     draft(drafter, "s", ids(), len(PROMPT))
     draft(drafter, "s", ids(3), len(PROMPT) + 1)
     drafter.close("s", ids(4))
-    assert is_prior(drafter.load("").weights)
-    assert drafter.load("").learned == 0
+    assert is_prior(drafter.state.pool("").weights)
+    assert drafter.state.pool("").learned == 0
 
 
 def test_no_tenant_learns_from_another() -> None:
     drafter = EmbeddedDrafter()
     learn_something(drafter, "one", "a")
-    learned = drafter.load("a").weights.copy()
-    assert is_prior(drafter.load("b").weights)
+    learned = drafter.state.pool("a").weights.copy()
+    assert is_prior(drafter.state.pool("b").weights)
     learn_something(drafter, "two", "b")
     drafter.close("two", ids(5))
-    assert np.array_equal(drafter.load("a").weights, learned)
+    assert np.array_equal(drafter.state.pool("a").weights, learned)
 
 
 def test_sessions_of_a_deleted_tenant_teach_nothing() -> None:
     drafter = EmbeddedDrafter()
     drafter.open("s", PROMPT, tenant="a")
-    pool = drafter.load("a")
+    pool = drafter.state.pool("a")
     draft(drafter, "s", ids(), len(PROMPT))
     draft(drafter, "s", ids(3), len(PROMPT) + 1)
     assert not is_prior(pool.weights)
-    drafter.delete_tenant("a")
+    drafter.delete("a")
     draft(drafter, "s", ids(4), len(PROMPT) + 2)
     drafter.close("s", ids(1))
     assert is_prior(pool.weights)
@@ -122,7 +122,7 @@ def test_sessions_of_a_deleted_tenant_teach_nothing() -> None:
 def test_learning_changes_what_is_drafted() -> None:
     """A copy that never goes on as drafted is trusted less and less."""
     drafter = EmbeddedDrafter()
-    drafter.load("").weights[:] = blank_weights()
+    drafter.state.pool("").weights[:] = blank_weights()
     first = []
     for number in range(30):
         drafter.open(str(number), PROMPT)
@@ -135,22 +135,22 @@ def test_learning_changes_what_is_drafted() -> None:
 def test_warming_teaches_and_remembers_nothing() -> None:
     drafter = EmbeddedDrafter()
     drafter.warm()
-    assert is_prior(drafter.load("").weights)
-    assert drafter.load("").generations.num_tokens == 0
+    assert is_prior(drafter.state.pool("").weights)
+    assert drafter.state.pool("").generations.num_tokens == 0
 
 
 def test_weights_come_back_with_outputs_and_alone(tmp_path: Path) -> None:
     with drafter_on(tmp_path) as drafter:
         learn_something(drafter, "s", "a")
         drafter.close("s")
-        with_output = drafter.load("a").weights.copy()
+        with_output = drafter.state.pool("a").weights.copy()
         learn_something(drafter, "t", "b")  # still open at the end
-        alone = drafter.load("b").weights.copy()
+        alone = drafter.state.pool("b").weights.copy()
         drafter.remember(output(1), tenant="c")
     with drafter_on(tmp_path) as drafter:
-        assert np.array_equal(drafter.load("a").weights, with_output)
-        assert np.array_equal(drafter.load("b").weights, alone)
-        assert is_prior(drafter.load("c").weights)
+        assert np.array_equal(drafter.state.pool("a").weights, with_output)
+        assert np.array_equal(drafter.state.pool("b").weights, alone)
+        assert is_prior(drafter.state.pool("c").weights)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_cannot_be_kept_weights_begins_anew(tmp_path: Path, kept: bytes | N
         with log_on(tmp_path) as log:
             log.put_statistics("a", kept)
         with drafter_on(tmp_path) as drafter:
-            assert is_prior(drafter.load("a").weights)
+            assert is_prior(drafter.state.pool("a").weights)
 
 
 def test_kept_weights_are_the_same() -> None:

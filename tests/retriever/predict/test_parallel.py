@@ -16,6 +16,7 @@ from retriever.predict.databases import Run
 from retriever.predict.draft import LEAST_SEQUENCES
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.question import Question
+from retriever.sessions.service_face import ServiceFace
 from retriever.tree import DraftTree
 from tests.retriever import repeating
 from tests.retriever.open_sessions import WatchedDrafter
@@ -87,17 +88,17 @@ def test_trees_and_weights_are_those_of_one_draft_after_the_other(
     num_nodes = 0
     for asked in steps():
         requests = [DraftRequest(*each) for each in asked]
-        committed: Any = alone.commit_each(requests, "")
-        expected = [as_lists(alone.draft_each([step])[0]) for step in committed]
+        committed: Any = ServiceFace(alone.state).commit_each(requests, "")
+        expected = [as_lists(ServiceFace(alone.state).draft_each([step])[0]) for step in committed]
         num_nodes += sum(len(tokens) for tokens, *_ in expected)
         for drafter in several:
             assert [as_lists(tree) for tree in drafter.draft(requests)] == expected
     assert num_nodes > 3000
     for tenant in ("a", "b"):
-        pool = alone.load(tenant)
+        pool = alone.state.pool(tenant)
         assert pool.learned > 0
         for drafter in several:
-            other = drafter.load(tenant)
+            other = drafter.state.pool(tenant)
             assert other.learned == pool.learned
             assert other.weights.tobytes() == pool.weights.tobytes()
 
@@ -118,8 +119,8 @@ def test_a_step_of_one_sequence_is_its_commit_and_its_draft(
     for asked in steps():
         for each in asked:
             request = DraftRequest(*each)
-            committed: Any = parts.commit_each([request], "")
-            (expected,) = parts.draft_each(committed)
+            committed: Any = ServiceFace(parts.state).commit_each([request], "")
+            (expected,) = ServiceFace(parts.state).draft_each(committed)
             calls.clear()
             (tree,) = whole.draft([request])
             assert len(calls) == 1
@@ -130,24 +131,27 @@ def test_a_step_of_one_sequence_is_its_commit_and_its_draft(
         for new in (text(session, 1000), [1, 2]):
             done = len(whole.session(str(session)).databases.context)
             request = DraftRequest(str(session), np.array(new, np.int32), done + len(new), 8)
-            committed = parts.commit_each([request], "")
-            (expected,), (tree,) = parts.draft_each(committed), whole.draft([request])
+            committed = ServiceFace(parts.state).commit_each([request], "")
+            (expected,), (tree,) = (
+                ServiceFace(parts.state).draft_each(committed),
+                whole.draft([request]),
+            )
             assert as_lists(tree) == as_lists(expected)
     assert counted(whole) == counted(parts)
 
 
 def counted(drafter: WatchedDrafter) -> list[Any]:
     """Return all that steps leave behind."""
-    counts = drafter.draft_counts
-    pools = [drafter.load(tenant) for tenant in ("a", "b")]
+    counts = drafter.state.draft_counts
+    pools = [drafter.state.pool(tenant) for tenant in ("a", "b")]
     sequences = [each.databases for each in drafter.open_sessions()]
     return [
         counts.by_source.tolist(),
         counts.by_accepted.tolist(),
         counts.num_outcomes,
         counts.num_committed,
-        [each.num_accepted for each in drafter.index_outcomes],
-        [each.num_drafted for each in drafter.index_outcomes],
+        [each.num_accepted for each in drafter.stats().index_outcomes],
+        [each.num_drafted for each in drafter.stats().index_outcomes],
         [(pool.learned > 0, pool.learned, pool.weights.tobytes()) for pool in pools],
         [each.context.last(2000).tolist() for each in sequences],
         drafter.predictor.num_rows,

@@ -18,8 +18,9 @@ from retriever.predict.databases import DATABASES, Databases
 from retriever.predict.predictions import Predictions
 from retriever.predict.question import Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
-from retriever.sequences import SessionKey, checked_predictions
+from retriever.sequences import checked_predictions
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from retriever.tree import DraftTree, PredictedPlace, Source
 from tests.retriever.kernels.edited_files import (
     AHEAD,
@@ -169,7 +170,7 @@ def test_no_other_session_or_tenant_drafts_from_a_prediction() -> None:
     drafter.close("s", ids(9, 9, 9))
     drafter.open("later", text[10:19])
     assert len(draft(drafter, [], 9, "later")) == 0
-    outputs = [each.tokens.tolist() for each in drafter.load("").generations.outputs()]
+    outputs = [each.tokens.tolist() for each in drafter.state.pool("").generations.outputs()]
     assert outputs == [[*text[:3], 9, 9, 9]]
 
 
@@ -226,7 +227,7 @@ def test_ten_million_tokens_are_refused_before_they_are_read() -> None:
     drafter = EmbeddedDrafter()
     with pytest.raises(LimitExceededError, match=r"10000000 tokens.*max_sequence_tokens"):
         drafter.open("s", PROMPT, predictions=[Prediction(np.zeros(10_000_000, np.int32))])
-    assert drafter.census().session_bytes == 0
+    assert drafter.state.census().session_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -255,9 +256,9 @@ def test_a_label_is_bounded() -> None:
 def test_memory_of_predictions_is_charged_and_given_back() -> None:
     drafter = EmbeddedDrafter(limits=Limits(max_bytes=20 << 20, max_tenant_bytes=10 << 20))
     drafter.open("plain", PROMPT)
-    without = drafter.census()
+    without = drafter.state.census()
     drafter.open("s", PROMPT, predictions=predicted(range(100_000)))
-    held = drafter.census()
+    held = drafter.state.census()
     assert held.reserved_bytes - without.reserved_bytes > 28 * 100_000
     assert held.session_bytes - without.session_bytes > 28 * 100_000
     with pytest.raises(LimitExceededError) as refused:
@@ -266,7 +267,7 @@ def test_memory_of_predictions_is_charged_and_given_back() -> None:
     drafter.close("s", remember=False)
     del refused
     gc.collect()
-    assert drafter.census().reserved_bytes == without.reserved_bytes
+    assert drafter.state.census().reserved_bytes == without.reserved_bytes
 
 
 def test_a_deleted_session_leaves_no_prediction_in_memory() -> None:
@@ -276,14 +277,14 @@ def test_a_deleted_session_leaves_no_prediction_in_memory() -> None:
     assert databases.predictions is not None
     tokens = databases.predictions.texts()[0].tokens
     assert 150 in tokens
-    drafter.delete_session(SessionKey("", "s"))
+    drafter.delete(session="s")
     assert not tokens.any()
 
 
 def test_explanations_name_the_prediction_and_the_place() -> None:
     drafter = EmbeddedDrafter()
     texts = predicted(range(100, 120), range(300, 320))
-    explained = drafter.explain([7, *range(300, 312)], 4, predictions=texts)
+    explained = explain(drafter, [7, *range(300, 312)], 4, predictions=texts)
     assert explained.tree.token_ids.tolist()[:3] == [312, 313, 314]
     for place, (source, node) in enumerate(
         zip(explained.tree.sources[:3], explained.nodes[:3], strict=True)
@@ -326,11 +327,11 @@ def test_what_is_learned_of_predictions_is_kept(tmp_path: Path) -> None:
         draft(drafter, range(begin, begin + 10), length + 10)
         length += 10
     drafter.close("s", ids(5))
-    learned = drafter.load("").weights["escape"][0, Source.PREDICTIONS].copy()
+    learned = drafter.state.pool("").weights["escape"][0, Source.PREDICTIONS].copy()
     drafter.shut_down()
     again = EmbeddedDrafter(state=tmp_path)
-    assert np.array_equal(again.load("").weights["escape"][0, Source.PREDICTIONS], learned)
-    (output,) = again.load("").generations.outputs()
+    assert np.array_equal(again.state.pool("").weights["escape"][0, Source.PREDICTIONS], learned)
+    (output,) = again.state.pool("").generations.outputs()
     assert output.tokens.tolist() == [*range(100, 200), 5]
     again.shut_down()
 

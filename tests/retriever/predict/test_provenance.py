@@ -23,6 +23,7 @@ from retriever.errors import InvalidRequestError, LimitExceededError, Vocabulary
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.provenance import find_ngram
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service
 from tests.suite_parts import cases
@@ -98,7 +99,7 @@ def licensed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("licensed")
 def test_planted_documents_are_named_with_licence_and_place(library: tuple[Path, Path]) -> None:
     drafter = EmbeddedDrafter.open_indexes(library)
-    explanation = drafter.explain([8, *BEGINNING], 4)
+    explanation = explain(drafter, [8, *BEGINNING], 4)
     assert explanation.tree.token_ids[:2].tolist() == [20, 21]
     for node, (first, second) in enumerate([(7, 21), (8, 22)]):
         provenance = explanation.nodes[node]
@@ -110,9 +111,9 @@ def test_planted_documents_are_named_with_licence_and_place(library: tuple[Path,
     last = {t.text[-1]: t.provenance for t in told(explanation, [8, *BEGINNING]) if t.depth == 3}
     assert [d.name for d in last[22].documents] == ["poem"]
     assert [d.name for d in last[23].documents] == ["novel"]
-    (only,) = drafter.explain([8, *BEGINNING], 1, max_documents=1).nodes
+    (only,) = explain(drafter, [8, *BEGINNING], 1, max_documents=1).nodes
     assert (only.count, len(only.documents)) == (2, 1)
-    assert drafter.explain([8, *BEGINNING], 1, max_documents=0).nodes[0].documents == ()
+    assert explain(drafter, [8, *BEGINNING], 1, max_documents=0).nodes[0].documents == ()
 
 
 def check(explanation: Explanation, context: list[int], documents: dict[str, list[int]]) -> None:
@@ -161,9 +162,9 @@ def test_every_document_holds_match_and_token_where_it_says(
             options = BuildOptions(max_segment_tokens=split, deduplicate=False)
             build_from_tokens(part, path, vocabulary, options)
         drafter = EmbeddedDrafter.open_indexes(paths)
-        explanation = drafter.explain(context, 40, max_documents=4)
+        explanation = explain(drafter, context, 40, max_documents=4)
         check(explanation, context, documents)
-        for index in drafter.indexes:
+        for index in drafter.stats().indexes:
             for segment in index.segments:
                 tokens = segment.tokens.tolist()
                 for ngram in ([0], [1, 2], context[-3:], [5, 5, 5, 5], [6], [0] * 40):
@@ -178,7 +179,7 @@ def test_recent_outputs_are_counted_and_not_shown() -> None:
     outputs = [[1, 2, 3, 4, 5, 6, 7], [9, 2, 3, 4, 5, 6, 8], [2, 3, 4, 5, 6, 7]]
     for output in outputs:
         drafter.remember(output)
-    explanation = drafter.explain([3, 4, 5], 12)
+    explanation = explain(drafter, [3, 4, 5], 12)
     seen = set()
     for each in told(explanation, [3, 4, 5]):
         if each.source == Source.GENERATIONS:
@@ -187,17 +188,17 @@ def test_recent_outputs_are_counted_and_not_shown() -> None:
             assert not each.provenance.context_positions
             seen.add(each.text[-1])
     assert {6, 7} <= seen
-    (first, *_) = told(drafter.explain([2, 3, 4, 5, 6], 1), [2, 3, 4, 5, 6])
+    (first, *_) = told(explain(drafter, [2, 3, 4, 5, 6], 1), [2, 3, 4, 5, 6])
     assert (first.text[-1], first.ngram, first.provenance.count) == (7, [2, 3, 4, 5, 6, 7], 2)
 
 
 def test_outputs_of_another_tenant_are_neither_shown_nor_counted() -> None:
     drafter = EmbeddedDrafter()
     drafter.remember([1, 2, 3, 4, 5, 6, 7], tenant="a")
-    assert len(drafter.explain([2, 3, 4, 5], 8, tenant="a").tree) > 0
-    assert len(drafter.explain([2, 3, 4, 5], 8, tenant="b").tree) == 0
+    assert len(explain(drafter, [2, 3, 4, 5], 8, tenant="a").tree) > 0
+    assert len(explain(drafter, [2, 3, 4, 5], 8, tenant="b").tree) == 0
     drafter.remember([2, 3, 4, 5, 6], tenant="b")
-    explanation = drafter.explain([2, 3, 4, 5], 8, tenant="b")
+    explanation = explain(drafter, [2, 3, 4, 5], 8, tenant="b")
     assert explanation.tree.token_ids.tolist() == [6]
     assert explanation.nodes[0].count == 1
 
@@ -205,19 +206,19 @@ def test_outputs_of_another_tenant_are_neither_shown_nor_counted() -> None:
 def test_listed_phrases_are_in_no_document(library: tuple[Path, Path]) -> None:
     phrases = ListedPhrases([(11, 12, 13, 14)])
     drafter = EmbeddedDrafter.open_indexes(library, phrases=phrases)
-    explanation = drafter.explain([11, 12], 2)
+    explanation = explain(drafter, [11, 12], 2)
     assert explanation.tree.sources.tolist() == [Source.PHRASES] * 2
     assert explanation.nodes == (NodeProvenance(2, 1), NodeProvenance(3, 1))
 
 
 def test_explained_is_what_is_drafted(index: Path) -> None:
     drafter = EmbeddedDrafter.open_indexes([index])
-    context = drafter.indexes[0].segments[0].tokens[:9].astype(np.int32)
-    explanation, tree = drafter.explain(context, 30), drafter.draft_context(context, 30)
+    context = drafter.stats().indexes[0].segments[0].tokens[:9].astype(np.int32)
+    explanation, tree = explain(drafter, context, 30), drafter.draft_context(context, 30)
     assert explanation.tree.token_ids.tolist() == tree.token_ids.tolist()
     assert explanation.tree.probabilities.tolist() == tree.probabilities.tolist()
-    assert drafter.explain([], 30).nodes == ()
-    assert drafter.explain(context, 0).nodes == ()
+    assert explain(drafter, [], 30).nodes == ()
+    assert explain(drafter, context, 0).nodes == ()
 
 
 def test_service_explains_as_the_embedded_drafter(library: tuple[Path, Path], index: Path) -> None:
@@ -228,7 +229,7 @@ def test_service_explains_as_the_embedded_drafter(library: tuple[Path, Path], in
     embedded = EmbeddedDrafter.open_indexes(paths)
     with RemoteDrafter(address) as remote:
         for context in ([8, *BEGINNING], [7, 7], [3], list(range(10)) * 2):
-            one, other = remote.explain(context, 40, 0.001), embedded.explain(context, 40, 0.001)
+            one, other = remote.explain(context, 40, 0.001), explain(embedded, context, 40, 0.001)
             assert one.nodes == other.nodes
             assert one.tree.token_ids.tolist() == other.tree.token_ids.tolist()
             assert len(one.nodes) > 0
@@ -258,11 +259,11 @@ def test_service_explains_as_the_embedded_drafter(library: tuple[Path, Path], in
 def test_embedded_refuses_numbers_that_cannot_be() -> None:
     drafter = EmbeddedDrafter()
     with pytest.raises(InvalidRequestError, match="negative"):
-        drafter.explain([1], 4, max_documents=-1)
+        explain(drafter, [1], 4, max_documents=-1)
     with pytest.raises(LimitExceededError):
-        drafter.explain([1], 4, max_documents=65)
+        explain(drafter, [1], 4, max_documents=65)
     with pytest.raises(LimitExceededError):
-        drafter.explain([1], 4000)
+        explain(drafter, [1], 4000)
 
 
 @pytest.mark.seeds
@@ -280,7 +281,7 @@ def test_damage_misleads_but_does_not_crash(
         file.write_bytes(rng.bytes(len(whole)))
         drafter = EmbeddedDrafter.open_indexes([path])
         for _, text in texts:
-            explanation = drafter.explain(text[:30], 40)
+            explanation = explain(drafter, text[:30], 40)
             for node in explanation.nodes:
                 assert node.count >= 0
         drafter.shut_down()

@@ -28,7 +28,9 @@ from retriever.predict.running import (
     running_bytes,
 )
 from retriever.sequences import SessionKey, checked_kin
-from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+from retriever.sessions.administration import Administration
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import LongCommit, ServiceFace
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.stages import collect_running
 from tests.retriever.kernels.twins.lane_twin import LaneTwin, RunningTwin
@@ -109,7 +111,7 @@ def test_a_sequence_to_forget_serves_its_group_alone() -> None:
     assert len(talk.step("other")) == 0
     talk.drafter.close("a", ids(5))
     assert len(talk.step("kin")) == 0
-    assert tokens_held(talk.drafter.load("")) <= {*PROMPT.tolist()}
+    assert tokens_held(talk.drafter.state.pool("")) <= {*PROMPT.tolist()}
 
 
 def test_groups_of_one_name_do_not_cross_tenants() -> None:
@@ -125,7 +127,7 @@ def test_groups_of_one_name_do_not_cross_tenants() -> None:
 @pytest.mark.parametrize("ends", ["discarded", "idle", "deleted", "forgotten"])
 def test_a_lane_that_dies_leaves_nothing(ends: str) -> None:
     drafter = WatchedDrafter(limits=Limits(idle_session_s=3600.0))
-    talk, empty = Talk(drafter), drafter.census().reserved_bytes
+    talk, empty = Talk(drafter), drafter.state.census().reserved_bytes
     talk.open("a", group="g")
     talk.open("kin", group="g", remember=False)
     talk.step("a", list(range(100, 200)))
@@ -133,21 +135,21 @@ def test_a_lane_that_dies_leaves_nothing(ends: str) -> None:
     key = SessionKey("", "a")
     session = drafter.session("a")
     if ends == "discarded":
-        drafter.discard([(key, session)])
+        ServiceFace(drafter.state).discard([(key, session)])
     elif ends == "idle":
         session.last_used_s -= 7200.0
-        drafter.end_idle()
+        ServiceFace(drafter.state).end_idle()
     elif ends == "deleted":
-        drafter.delete_session(key)
+        drafter.delete(session=key.name)
     else:
         drafter.close("a", remember=False)
-    assert drafter.num_sessions == 1
-    assert not tokens_held(drafter.load("")) & set(range(100, 200))
+    assert len(drafter.state.sessions) == 1
+    assert not tokens_held(drafter.state.pool("")) & set(range(100, 200))
     assert len(talk.step("kin", [100, 101, 102])) == 0
     drafter.close("kin")
     del session
-    assert drafter.load("").running is None
-    assert drafter.census().reserved_bytes == empty
+    assert drafter.state.pool("").running is None
+    assert drafter.state.census().reserved_bytes == empty
 
 
 def test_an_output_is_a_generation_once_its_sequence_is_closed() -> None:
@@ -166,12 +168,12 @@ def test_deleting_a_tenant_takes_what_runs_too() -> None:
     talk.open("a", group="g")
     talk.open("kin", group="g")
     talk.step("a", list(range(100, 200)))
-    talk.drafter.delete_tenant("")
-    assert not tokens_held(talk.drafter.load(""))
+    talk.drafter.delete("")
+    assert not tokens_held(talk.drafter.state.pool(""))
     assert len(talk.step("kin", [100, 101, 102])) == 0
     talk.step("a", list(range(300, 400)))  # which goes on, and serves its group alone
-    assert tokens_held(talk.drafter.load("")) >= set(range(300, 400))
-    assert not tokens_held(talk.drafter.load("")) & set(range(103, 200))
+    assert tokens_held(talk.drafter.state.pool("")) >= set(range(300, 400))
+    assert not tokens_held(talk.drafter.state.pool("")) & set(range(103, 200))
     talk.open("other")
     assert holds(talk.step("kin", [300, 301]), [302, 303])
     assert len(talk.step("other", [300, 301, 302, 303])) == 0
@@ -184,9 +186,9 @@ def test_a_long_commit_is_noted_afterwards() -> None:
     talk.open("kin", group="g")
     new = np.arange(100_000, 150_000, dtype=np.int32)
     request = DraftRequest("a", new, len(PROMPT) + len(new), 8)
-    (commit,) = talk.drafter.commit_each([request], "")
+    (commit,) = ServiceFace(talk.drafter.state).commit_each([request], "")
     assert isinstance(commit, LongCommit)
-    for _ in talk.drafter.committing(commit):
+    for _ in ServiceFace(talk.drafter.state).committing(commit):
         assert len(talk.step("kin")) == 0
     talk.lengths["a"] = request.length
     talk.step("a", [1, 2, 3])
@@ -197,19 +199,19 @@ def test_a_long_commit_is_noted_afterwards() -> None:
 def test_a_group_of_thousands_stays_within_its_memory() -> None:
     limits = Limits(max_sessions=20_000, max_tenant_sessions=20_000)
     drafter = EmbeddedDrafter(limits=limits)
-    talk, empty = Talk(drafter), drafter.census().reserved_bytes
+    talk, empty = Talk(drafter), drafter.state.census().reserved_bytes
     number = cases(2500, of=10_000)
     tokens_each = 60_000 // number
     for each in range(number):
         talk.open(f"s{each}", PROMPT, group="g", remember=False)
-    before = drafter.census().reserved_bytes
+    before = drafter.state.census().reserved_bytes
     for each in range(number):
         talk.step(f"s{each}", [each % 50, *range(1000 + each, 1000 + each + tokens_each)], nodes=0)
-    running = drafter.load("").running
+    running = drafter.state.pool("").running
     assert running is not None
     assert running.num_bytes == running_bytes(len(running.tokens))
     assert len(running.tokens) <= MOST_TOKENS
-    assert drafter.census().reserved_bytes - before <= 2 * running_bytes(MOST_TOKENS)
+    assert drafter.state.census().reserved_bytes - before <= 2 * running_bytes(MOST_TOKENS)
     began = time.perf_counter()
     for each in range(200):
         talk.step(f"s{each}", [7])
@@ -217,8 +219,8 @@ def test_a_group_of_thousands_stays_within_its_memory() -> None:
     for each in range(number):
         drafter.close(f"s{each}")
     del running
-    assert drafter.load("").running is None
-    assert drafter.census().reserved_bytes == empty
+    assert drafter.state.pool("").running is None
+    assert drafter.state.census().reserved_bytes == empty
 
 
 def test_warming_compiles_what_groups_need() -> None:
@@ -237,10 +239,10 @@ def test_warming_compiles_what_groups_need() -> None:
 def test_where_there_is_no_room_sequences_run_as_without_a_group(beyond: int) -> None:
     drafter = EmbeddedDrafter()
     talk, room = Talk(drafter), running_bytes(FEWEST_TOKENS) + beyond
-    drafter.administration.change_limits({"max_tenant_bytes": room})
+    Administration(drafter.state).change_limits({"max_tenant_bytes": room})
     talk.open("a", group="g")
     talk.step("a", list(range(100, 110)))
-    assert (drafter.load("").running is None) == (beyond < 0)
+    assert (drafter.state.pool("").running is None) == (beyond < 0)
 
 
 def test_an_older_version_counts_less_and_can_be_dropped() -> None:
@@ -288,14 +290,14 @@ def test_evidence_fades_at_the_stated_rate() -> None:
 
 def test_versions_survive_the_ring_and_a_deletion() -> None:
     drafter = EmbeddedDrafter(limits=Limits(generations_tokens=1024))
-    generations = drafter.load("").generations
+    generations = drafter.state.pool("").generations
     for version in range(1, 400):
         drafter.open(f"w{version}", ids(), policy_version=version)
         drafter.close(f"w{version}", np.arange(version, version + 19, dtype=np.int32))
     versions = [each.version for each in generations.outputs()]
     assert versions == list(range(versions[0], 400))
     assert len(generations.versions) < 400
-    drafter.delete_session(SessionKey("", "w390"))
+    drafter.delete(session="w390")
     kept = generations.outputs()
     assert [each.version for each in kept] == [each for each in versions if each != 390]
     for output in kept:
@@ -309,7 +311,7 @@ def test_versions_are_kept_on_disk(tmp_path: Path) -> None:
         first.close("w", ids(1, 2, 3, number))
     first.shut_down()
     again = EmbeddedDrafter(state=tmp_path)
-    outputs = again.load("").generations.outputs()
+    outputs = again.state.pool("").generations.outputs()
     assert [(each.tokens.tolist()[3], each.version) for each in outputs] == [
         (0, 0),
         (1, 7),
@@ -338,7 +340,7 @@ def test_what_is_no_group_or_version_is_refused(kin: dict[str, object]) -> None:
         checked_kin(**kin)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError):
         drafter.open("s", PROMPT, **kin)  # type: ignore[arg-type]
-    assert drafter.num_sessions == 0
+    assert len(drafter.state.sessions) == 0
 
 
 class Sides:

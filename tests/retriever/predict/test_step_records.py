@@ -59,15 +59,18 @@ def test_of_a_step_with_one_request_that_does_not_fit_nothing_is_kept(
         each.draft(step_of(lambda _: ids(), 60))
     requests = step_of(lambda n: text(n, 61)[60:], 61)
     requests[40] = requests[40]._replace(**wrong)
-    before = drafter.draft_counts.by_accepted.tolist()
+    before = drafter.state.draft_counts.by_accepted.tolist()
     with pytest.raises(error, match=says):
         drafter.draft(requests)
-    assert drafter.draft_counts.by_accepted.tolist() == before
+    assert drafter.state.draft_counts.by_accepted.tolist() == before
     for each in (drafter, whole):
         each.draft(step_of(lambda n: text(n, 61)[60:], 61))
     found, expected = (each.draft(step_of(lambda _: ids(), 61)) for each in (drafter, whole))
     assert [*map(as_bytes, found)] == [*map(as_bytes, expected)]
-    assert drafter.draft_counts.by_accepted.tolist() == whole.draft_counts.by_accepted.tolist()
+    assert (
+        drafter.state.draft_counts.by_accepted.tolist()
+        == whole.state.draft_counts.by_accepted.tolist()
+    )
 
 
 @pytest.mark.parametrize(("wrong", "error", "says"), WRONG[:-1])
@@ -85,10 +88,10 @@ def test_a_tree_larger_than_any_before_leaves_the_last_ones_outcome_to_be_counte
     drafter = opened()
     (small,) = drafter.draft([DraftRequest("1", ids(), 60, 8)])
     (large,) = drafter.draft([DraftRequest("1", small.token_ids[:1], 61, 200)])
-    assert drafter.draft_counts.by_accepted[1] == 1
+    assert drafter.state.draft_counts.by_accepted[1] == 1
     kept = as_bytes(large)
     (again,) = drafter.draft([DraftRequest("1", large.token_ids[:1], 62, 8)])
-    assert drafter.draft_counts.by_accepted[1] == 2
+    assert drafter.state.draft_counts.by_accepted[1] == 2
     assert as_bytes(large) == kept  # a tree is a value: later steps leave it as it is
     assert len(again) == 8 < len(large)
 

@@ -16,6 +16,7 @@ from retriever.predict.databases import DatabaseKind, register
 from retriever.predict.question import Occurrence, Question, write_row
 from retriever.predict.weights import from_bytes, prior_weights, to_bytes
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from retriever.tree import DraftTree, Source, drafted_sources
 from retriever.wire.messages import tree_from_message, tree_to_message
 
@@ -47,7 +48,7 @@ def sources_of(tree: DraftTree) -> list[str]:
 def main(kept: Path) -> None:
     """Print what a drafter makes of it, and of weights that were kept before it was there."""
     drafter = EmbeddedDrafter()
-    explanation = drafter.explain([90, 91], 4)
+    explanation = explain(drafter, [90, 91], 4)
     tree = drafter.draft_context([90, 91], 4)
     drafter.open("counting", [90, 91])
     drafter.draft([DraftRequest("counting", np.empty(0, np.int32), 2, 4)])
@@ -64,7 +65,7 @@ def main(kept: Path) -> None:
         "shown": [source.label for source in drafted_sources()],
         "colour": colours()[COUNTING.label],
         "swatch": swatch(COUNTING).get("class"),
-        "counted": drafter.draft_counts.by_source[:, COUNTING].tolist(),
+        "counted": drafter.state.draft_counts.by_source[:, COUNTING].tolist(),
         "known": weights["escape"][0, :COUNTING].ravel().tolist(),
         "network": weights["evidence"].ravel().tolist(),
         "default": (weights["escape"][0, COUNTING] - 1 - prior["escape"][0, databases].mean(axis=0))

@@ -71,16 +71,17 @@ def test_outputs_travel_both_ways_and_open_sessions_draft_from_them(server: Redi
         soon(lambda: knows(other, 2) and knows(one, 3))
         tree = other.draft([DraftRequest("s", ids(), 8, 4)])[0]
         assert tree.token_ids.tolist() == output(2)[8:12].tolist()
-        assert other.census().session_tokens == 8
+        assert other.state.census().session_tokens == 8
         soon(
             lambda: (
-                one.replication.skipped == {"own": 1} and other.replication.skipped == {"own": 1}
+                one.stats().replication.skipped == {"own": 1}
+                and other.stats().replication.skipped == {"own": 1}
             )
         )
         assert (
-            one.replication.learned,
-            one.replication.learned_tokens,
-            one.replication.published,
+            one.stats().replication.learned,
+            one.stats().replication.learned_tokens,
+            one.stats().replication.published,
         ) == (1, 20, 1)
 
 
@@ -88,7 +89,7 @@ def test_long_outputs_and_large_ids_travel_whole(server: RedisServer) -> None:
     long = np.arange(1 << 19, (1 << 19) + 10_000, dtype=np.int32)
     with sharing(server.url) as one, sharing(server.url) as other:
         one.remember(long)
-        soon(lambda: other.replication.learned_tokens == len(long))
+        soon(lambda: other.stats().replication.learned_tokens == len(long))
         for start in (100, 4090, 9_000):
             if start != 4090:  # the parts meet there
                 tree = other.draft_context(long[start : start + 8], 4)
@@ -100,7 +101,7 @@ def test_tenants_stay_apart(server: RedisServer) -> None:
     with sharing(server.url) as one, sharing(server.url) as other:
         for number, tenant in enumerate(tenants):
             one.remember(output(number), tenant=tenant)
-        soon(lambda: other.replication.learned == len(tenants))
+        soon(lambda: other.stats().replication.learned == len(tenants))
         assert leaks(other, tenants) == []
 
 
@@ -117,7 +118,7 @@ def test_a_planted_leak_between_tenants_is_caught(
         )
         for number, tenant in enumerate(["", "a"]):
             one.remember(output(number), tenant=tenant)
-        soon(lambda: other.replication.learned == 2)
+        soon(lambda: other.stats().replication.learned == 2)
         assert leaks(other, ["", "a"]) == [("", 0), ("a", 0)]
 
 
@@ -138,11 +139,12 @@ def test_other_vocabularies_share_nothing(server: RedisServer) -> None:
         other.remember(output(2))
         soon(
             lambda: (
-                one.replication.skipped == {"own": 1} and other.replication.skipped == {"own": 1}
+                one.stats().replication.skipped == {"own": 1}
+                and other.stats().replication.skipped == {"own": 1}
             )
         )
         assert not knows(other, 1)
-        assert (one.replication.learned, other.replication.learned) == (0, 0)
+        assert (one.stats().replication.learned, other.stats().replication.learned) == (0, 0)
 
 
 def test_nothing_is_published_of_what_is_forgotten(server: RedisServer) -> None:
@@ -152,10 +154,10 @@ def test_nothing_is_published_of_what_is_forgotten(server: RedisServer) -> None:
         one.open("closed", ids(9))
         one.close("closed", output(2), remember=False)
         one.remember(output(3))
-        soon(lambda: one.replication.published == 1)
+        soon(lambda: one.stats().replication.published == 1)
     with server.client() as client, sharing(server.url) as other:
         assert client.xlen(OUTPUTS) == 1
-        soon(lambda: other.replication.learned == 1)
+        soon(lambda: other.stats().replication.learned == 1)
         assert [number for number in (1, 2, 3) if knows(other, number)] == [3]
 
 
@@ -166,14 +168,19 @@ def test_one_that_was_away_catches_up_from_where_it_was(
         with sharing(server.url, tmp_path / "state") as away:
             one.remember(output(1))
             away.remember(output(2))
-            soon(lambda: away.replication.learned == 1 and away.replication.skipped == {"own": 1})
+            soon(
+                lambda: (
+                    away.stats().replication.learned == 1
+                    and away.stats().replication.skipped == {"own": 1}
+                )
+            )
         for number in (3, 4):
             one.remember(output(number))
-        soon(lambda: one.replication.published == 3)
+        soon(lambda: one.stats().replication.published == 3)
         with sharing(server.url, tmp_path / "state") as away:
-            soon(lambda: away.replication.learned == 2)
+            soon(lambda: away.stats().replication.learned == 2)
             assert all(knows(away, number) for number in (1, 2, 3, 4))
-            assert away.replication.skipped == {}  # nothing was read twice
+            assert away.stats().replication.skipped == {}  # nothing was read twice
             away.remember(output(5))
             soon(lambda: knows(one, 5))
     with log_on(tmp_path / "state") as log:
@@ -186,17 +193,17 @@ def test_a_new_one_reads_back_what_its_ring_holds(server: RedisServer) -> None:
         for number in range(400):
             one.remember(output(number))
             one.remember(output(number + 1000, 1000), tenant="large")
-        soon(lambda: one.replication.published == 800)
+        soon(lambda: one.stats().replication.published == 800)
         # Of tenants that were heard of last each fills its ring: 48 outputs, and 1 of the large.
         with sharing(server.url, limits=Limits(generations_tokens=1024)) as new:
-            soon(lambda: new.replication.learned >= 98)
-            assert new.replication.learned <= 102
+            soon(lambda: new.stats().replication.learned >= 98)
+            assert new.stats().replication.learned <= 102
             assert knows(new, 399)
             assert knows(new, 353)
             assert knows(new, 1399, "large")
         # One tenant alone cannot have filled what the other's ring holds.
         with sharing(server.url, limits=Limits(generations_tokens=1 << 20)) as new:
-            soon(lambda: new.replication.learned == 800)
+            soon(lambda: new.stats().replication.learned == 800)
             assert knows(new, 0)
 
 
@@ -211,10 +218,11 @@ def test_tenants_beyond_the_limit_are_learned_by_the_log_or_not_at_all(
     ):
         for number in range(5):
             one.remember(output(number), tenant=str(number))
-        soon(lambda: logged.replication.learned == 5)
+        soon(lambda: logged.stats().replication.learned == 5)
         soon(
             lambda: (
-                without.replication.learned == 1 and without.replication.skipped == {"no-room": 4}
+                without.stats().replication.learned == 1
+                and without.stats().replication.skipped == {"no-room": 4}
             )
         )
         assert all(knows(logged, number, str(number)) for number in range(5))
@@ -225,7 +233,7 @@ def test_the_stream_is_bounded(server: RedisServer) -> None:
     with sharing(server.url, max_records=100) as one:
         for number in range(1000):
             one.remember(output(number))
-        soon(lambda: one.replication.published == 1000)
+        soon(lambda: one.stats().replication.published == 1000)
     with server.client() as client:
         assert 100 <= client.xlen(OUTPUTS) <= 200  # "about": whole nodes of 100 entries leave
 
@@ -241,9 +249,13 @@ def test_services_without_the_server_start_and_share_later(
     ):
         for number in range(30):
             one.remember(output(number))
-        soon(lambda: one.replication.failures > 3)
+        soon(lambda: one.stats().replication.failures > 3)
         assert knows(one, 7)
-        assert (one.replication.queued, one.replication.dropped, one.replication.connected) == (
+        assert (
+            one.stats().replication.queued,
+            one.stats().replication.dropped,
+            one.stats().replication.connected,
+        ) == (
             10,
             20,
             False,
@@ -251,7 +263,7 @@ def test_services_without_the_server_start_and_share_later(
         late.arguments = ("--user", "me", "on", ">secret-word", "~*", "&*", "+@all")
         late.start()
         try:
-            soon(lambda: other.replication.learned == 10)
+            soon(lambda: other.stats().replication.learned == 10)
             assert [number for number in range(30) if knows(other, number)] == [*range(20, 30)]
             warnings = [record for record in caplog.records if record.levelname == "WARNING"]
         finally:
@@ -276,11 +288,11 @@ def test_a_password_is_never_shown(
     for mark in "/?#":
         assert "12" not in without_credentials(f"redis://:12{mark}3@host/0")
     with sharing(server.url.replace("//", "//:wrong-word@")) as one:
-        soon(lambda: one.replication.failures > 1)
+        soon(lambda: one.stats().replication.failures > 1)
     monkeypatch.setenv("FOREDRAFT_REDIS_PASSWORD", "secret-word")
     with sharing(server.url) as one:
         one.remember(output(1))
-        soon(lambda: one.replication.published == 1)
+        soon(lambda: one.stats().replication.published == 1)
     assert "not learned" in caplog.text
     assert "-word" not in caplog.text
 
@@ -310,8 +322,16 @@ def test_outputs_are_replicated_over_tls(tmp_path: Path) -> None:
     try:
         with sharing(f"{url}?ssl_ca_certs={certificate}") as one, sharing(url) as stranger:
             one.remember(output(1))
-            soon(lambda: one.replication.published == 1 and stranger.replication.failures > 0)
-            assert (one.replication.failures, stranger.replication.connected) == (0, False)
+            soon(
+                lambda: (
+                    one.stats().replication.published == 1
+                    and stranger.stats().replication.failures > 0
+                )
+            )
+            assert (one.stats().replication.failures, stranger.stats().replication.connected) == (
+                0,
+                False,
+            )
     finally:
         started.kill()
 

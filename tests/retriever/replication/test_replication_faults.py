@@ -46,14 +46,16 @@ def test_a_server_that_is_killed_costs_replication_alone(server: RedisServer) ->
         server.kill()
         for number in (2, 3):
             one.remember(output(number))
-        soon(lambda: one.replication.failures > 0 and other.replication.failures > 0)
+        soon(
+            lambda: one.stats().replication.failures > 0 and other.stats().replication.failures > 0
+        )
         assert knows(other, 1)
-        assert not one.replication.connected
+        assert not one.stats().replication.connected
         server.start()
         soon(lambda: knows(other, 2) and knows(other, 3))
         one.remember(output(4))
         soon(lambda: knows(other, 4))
-        assert (other.replication.learned, one.replication.dropped) == (4, 0)
+        assert (other.stats().replication.learned, one.stats().replication.dropped) == (4, 0)
 
 
 def test_a_server_that_lost_its_time_is_read_from_its_beginning(
@@ -62,14 +64,14 @@ def test_a_server_that_lost_its_time_is_read_from_its_beginning(
     """What it gives again was learned already; ids that are lower than before are noticed."""
     with sharing(server.url, tmp_path / "state") as away, server.client() as client:
         publish(client, Record(OTHER, 1, "", time.time(), output(1)))
-        soon(lambda: away.replication.learned == 1)
+        soon(lambda: away.stats().replication.learned == 1)
     with server.client() as client:
         client.flushall()
         for number in (1, 2):
             publish(client, Record(OTHER, number, "", time.time(), output(number)), f"{number}-0")
         with sharing(server.url, tmp_path / "state") as away:
-            soon(lambda: away.replication.learned == 1)
-            assert away.replication.skipped == {"repeated": 1}
+            soon(lambda: away.stats().replication.learned == 1)
+            assert away.stats().replication.skipped == {"repeated": 1}
             assert knows(away, 2)
 
 
@@ -79,19 +81,25 @@ def test_a_paused_server_slows_neither_a_draft_nor_a_close(server: RedisServer) 
     with sharing(server.url) as one, sharing(server.url) as other:
         one.warm()
         one.remember(output(1))
-        soon(lambda: other.replication.learned == 1)
+        soon(lambda: other.stats().replication.learned == 1)
         usual = step_times(one, 1.0)
         server.pause()
         try:
             paused = step_times(one, 3.0)
         finally:
             server.go_on()
-        assert one.replication.failures > 0
+        assert one.stats().replication.failures > 0
         # A wait for the server would take a second, its time limit.
         assert max(paused) < max(0.25, 2 * max(usual))
         assert median(paused) < 2 * median(usual)
-        soon(lambda: one.replication.queued == 0 and one.replication.connected)
-        soon(lambda: other.replication.learned + other.replication.skipped.get("repeated", 0) > 100)
+        soon(lambda: one.stats().replication.queued == 0 and one.stats().replication.connected)
+        soon(
+            lambda: (
+                other.stats().replication.learned
+                + other.stats().replication.skipped.get("repeated", 0)
+                > 100
+            )
+        )
 
 
 def step_times(drafter: EmbeddedDrafter, for_s: float) -> list[float]:
@@ -134,11 +142,11 @@ def test_what_is_no_record_is_counted_and_skipped(server: RedisServer) -> None:
         publish(client, Record(OTHER, 6, "", now, output(6)))
         publish(client, Record(OTHER, 6, "", now, output(6)))
     with sharing(server.url, limits=Limits(generations_age_s=50)) as one:
-        soon(lambda: one.replication.learned == 1)
-        soon(lambda: sum(one.replication.skipped.values()) == 12)
+        soon(lambda: one.stats().replication.learned == 1)
+        soon(lambda: sum(one.stats().replication.skipped.values()) == 12)
         expected = {"foreign": 1, "damaged": 5, "newer": 1, "oversized": 1}
         expected |= {"vocabulary": 1, "expired": 1, "repeated": 2}
-        assert one.replication.skipped == expected
+        assert one.stats().replication.skipped == expected
         assert [number for number in range(7) if knows(one, number)] == [6]
 
 
@@ -147,9 +155,9 @@ def test_a_key_of_another_kind_is_a_server_that_refuses(server: RedisServer) -> 
         client.set(OUTPUTS, "a string")
         with sharing(server.url) as one:
             one.remember(output(1))
-            soon(lambda: one.replication.failures > 2)
+            soon(lambda: one.stats().replication.failures > 2)
             client.delete(OUTPUTS)
-            soon(lambda: one.replication.published == 1)
+            soon(lambda: one.stats().replication.published == 1)
 
 
 def knows_by_now(drafter: EmbeddedDrafter, number: int, tenant: str) -> bool:
@@ -167,13 +175,18 @@ def test_a_deleted_tenant_is_gone_everywhere(server: RedisServer, tmp_path: Path
         with sharing(server.url, tmp_path / "away") as away:
             for number in range(10):
                 one.remember(output(number), tenant="gone" if number % 2 else "kept")
-            soon(lambda: away.replication.learned == 10)
+            soon(lambda: away.stats().replication.learned == 10)
         with sharing(server.url, tmp_path / "other") as other, server.client() as client:
-            soon(lambda: other.replication.learned == 10)
+            soon(lambda: other.stats().replication.learned == 10)
             other.open("open", ids(9), tenant="gone")
             assert planted in client.dump(OUTPUTS)
-            one.delete_tenant("gone")
-            soon(lambda: one.replication.unsent_deletions == 0 and other.replication.deletions == 1)
+            one.delete("gone")
+            soon(
+                lambda: (
+                    one.stats().replication.unsent_deletions == 0
+                    and other.stats().replication.deletions == 1
+                )
+            )
             assert client.xlen(OUTPUTS) == 5
             assert planted not in client.dump(OUTPUTS)
             other.close("open", output(20))
@@ -185,7 +198,7 @@ def test_a_deleted_tenant_is_gone_everywhere(server: RedisServer, tmp_path: Path
             soon(lambda: knows_by_now(away, 11, "gone"))
             assert what_is_known(away) == ([11], [0, 2, 4, 6, 8])
         with sharing(server.url) as new:
-            soon(lambda: new.replication.learned == 6)
+            soon(lambda: new.stats().replication.learned == 6)
             assert what_is_known(new) == ([11], [0, 2, 4, 6, 8])
 
 
@@ -200,14 +213,19 @@ def test_a_deleted_sessions_outputs_are_gone_everywhere(
                 session, tenant = ("gone" if number % 2 else "kept"), ("a" if number < 6 else "b")
                 one.open(session, ids(9), tenant=tenant)
                 one.close(session, output(number))
-            soon(lambda: away.replication.learned == 8)
+            soon(lambda: away.stats().replication.learned == 8)
         with sharing(server.url, tmp_path / "other") as other:
-            soon(lambda: other.replication.learned == 8)
+            soon(lambda: other.stats().replication.learned == 8)
             for session in ("gone", "kept"):
                 other.open(session, ids(9), tenant="a")
             assert planted in client.dump(OUTPUTS)
-            one.delete_session(SessionKey("", "gone"), tenant="a")
-            soon(lambda: one.replication.unsent_deletions == 0 and other.replication.deletions == 1)
+            one.delete("a", "gone")
+            soon(
+                lambda: (
+                    one.stats().replication.unsent_deletions == 0
+                    and other.stats().replication.deletions == 1
+                )
+            )
             assert client.xlen(OUTPUTS) == 5
             assert planted not in client.dump(OUTPUTS)
             assert planted not in (tmp_path / "other" / "generations.mdb").read_bytes()
@@ -238,14 +256,14 @@ def test_what_comes_late_of_a_deleted_tenant_is_not_learned(
     """Another drafter generated it before the deletion, and published it afterwards."""
     with sharing(server.url, tmp_path / "state") as one, server.client() as client:
         before = time.time()
-        one.delete_tenant("gone")
+        one.delete("gone")
         soon(lambda: client.xlen(DELETIONS) == 1)
     with sharing(server.url, tmp_path / "state") as one, server.client() as client:
-        soon(lambda: one.replication.connected)
+        soon(lambda: one.stats().replication.connected)
         publish(client, Record(OTHER, 1, "gone", before, output(1)))
         publish(client, Record(OTHER, 2, "kept", before, output(2)))
-        soon(lambda: one.replication.learned == 1)
-        assert one.replication.skipped == {"deleted": 1}
+        soon(lambda: one.stats().replication.learned == 1)
+        assert one.stats().replication.skipped == {"deleted": 1}
         soon(lambda: client.xlen(OUTPUTS) == 1)
 
 
@@ -257,20 +275,33 @@ def test_a_tenant_of_many_deletions_pushes_out_none_of_anothers(
     with server.client() as client:
         with sharing(server.url) as one:
             for number in range(2):
-                one.delete_session(SessionKey("", f"s{number}"), tenant="few")
+                one.delete("few", f"s{number}")
             for number in range(30):
-                one.delete_session(SessionKey("", f"s{number}"), tenant="many")
-            soon(lambda: one.replication.unsent_deletions == 0 and client.xlen(DELETIONS) == 6)
+                one.delete("many", f"s{number}")
+            soon(
+                lambda: (
+                    one.stats().replication.unsent_deletions == 0 and client.xlen(DELETIONS) == 6
+                )
+            )
         # It has ended: of what comes it would take out, unseen by others, what was deleted.
         with sharing(server.url) as other:
-            soon(lambda: other.replication.connected)
+            soon(lambda: other.stats().replication.connected)
             for number, tenant in enumerate(("few", "few", "many", "many"), 1):
                 name = "s0" if number % 2 else "s29"
                 name = name if tenant == "many" else f"s{number - 1}"
                 origin = session_origin(name)
                 publish(client, Record(OTHER, number, tenant, before, output(number), origin))
-            soon(lambda: other.replication.learned + sum(other.replication.skipped.values()) == 4)
-            assert [knows(other, 3, "many"), other.replication.skipped] == [True, {"deleted": 3}]
+            soon(
+                lambda: (
+                    other.stats().replication.learned
+                    + sum(other.stats().replication.skipped.values())
+                    == 4
+                )
+            )
+            assert [knows(other, 3, "many"), other.stats().replication.skipped] == [
+                True,
+                {"deleted": 3},
+            ]
 
 
 def test_a_deletion_waits_for_a_server_that_is_away(server: RedisServer, tmp_path: Path) -> None:
@@ -280,14 +311,22 @@ def test_a_deletion_waits_for_a_server_that_is_away(server: RedisServer, tmp_pat
             one.remember(output(1), tenant="gone")
             soon(lambda: knows(other, 1, "gone"))
             server.kill()
-            soon(lambda: not one.replication.connected)
+            soon(lambda: not one.stats().replication.connected)
             one.remember(output(2), tenant="gone")
-            one.delete_tenant("gone")
-            one.delete_session(SessionKey("", "s"), tenant="kept")
-            assert (one.replication.unsent_deletions, one.replication.queued) == (2, 0)
+            one.delete("gone")
+            one.delete("kept", "s")
+            assert (one.stats().replication.unsent_deletions, one.stats().replication.queued) == (
+                2,
+                0,
+            )
         server.start()
         with sharing(server.url, tmp_path / "state") as one:
-            soon(lambda: one.replication.unsent_deletions == 0 and other.replication.deletions == 2)
+            soon(
+                lambda: (
+                    one.stats().replication.unsent_deletions == 0
+                    and other.stats().replication.deletions == 2
+                )
+            )
             assert not knows(other, 1, "gone")
 
 
@@ -296,10 +335,10 @@ def test_what_was_remembered_before_a_deletion_is_not_published_after_it() -> No
     with sharing("redis://127.0.0.1:1") as one:
         for tenant in ("gone", "kept"):
             one.open(tenant, ids(9), tenant=tenant)
-            one.end(SessionKey("", tenant), output(1))  # which publishes nothing yet
-        one.delete_tenant("gone")
-        one.flush()
-        assert (one.replication.queued, one.replication.unsent_deletions) == (1, 1)
+            one.state.end(SessionKey("", tenant), output(1))  # which publishes nothing yet
+        one.delete("gone")
+        one.state.flush()
+        assert (one.stats().replication.queued, one.stats().replication.unsent_deletions) == (1, 1)
 
 
 def test_a_deletion_that_the_disk_refuses_is_tried_again(
@@ -307,7 +346,7 @@ def test_a_deletion_that_the_disk_refuses_is_tried_again(
 ) -> None:
     with sharing(server.url) as one, sharing(server.url, tmp_path / "state") as other:
         one.remember(output(1), tenant="gone")
-        soon(lambda: other.replication.learned == 1)
+        soon(lambda: other.stats().replication.learned == 1)
         delete = Pools.delete_logged
         refusals = iter([StateError("the disk is full")])
 
@@ -318,9 +357,9 @@ def test_a_deletion_that_the_disk_refuses_is_tried_again(
             delete(pools, scope)
 
         monkeypatch.setattr(Pools, "delete_logged", delete_at_last)
-        one.delete_tenant("gone")
-        soon(lambda: other.replication.deletions == 1)
-        assert other.replication.failures == 1
+        one.delete("gone")
+        soon(lambda: other.stats().replication.deletions == 1)
+        assert other.stats().replication.failures == 1
         assert not knows(other, 1, "gone")
 
 

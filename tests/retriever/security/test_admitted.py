@@ -33,7 +33,9 @@ from retriever.security.access import (
     remove,
 )
 from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service import scheduler
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explaining
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import free_port
@@ -69,17 +71,16 @@ def step(client: RemoteDrafter, length: int) -> None:
     client.draft([DraftRequest("s", ids(length), length, 4)])
 
 
-class Slow(EmbeddedDrafter):
-    """A drafter whose explanations wait for the test."""
+class Slow:
+    """Explanations that wait for the test."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.began, self.released = Event(), Event()
 
-    def explaining(self, *arguments: Any, **named: Any) -> Any:
+    def explaining(self, *arguments: Any) -> Any:
         self.began.set()
         assert self.released.wait(20)
-        return (yield from super().explaining(*arguments, **named))
+        return (yield from explaining(*arguments))
 
 
 def test_health_is_told_without_credentials_and_nothing_else_is(tmp_path: Path) -> None:
@@ -226,7 +227,8 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     access = tmp_path / "access"
     token = add_token(access, "a")
-    drafter = Slow()
+    drafter, slow = EmbeddedDrafter(), Slow()
+    monkeypatch.setattr(scheduler, "explaining", slow.explaining)
     protection = Protection.of(ProtectionFiles(access=access))
     with (
         serving(drafter, f"unix:{tmp_path}/s", protection) as address,
@@ -236,10 +238,10 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(
         call = stub.Explain.future(
             pb.ExplainRequest(context=[1, 2]), metadata=[("authorization", f"Bearer {token}")]
         )
-        assert drafter.began.wait(20)
+        assert slow.began.wait(20)
         remove(access, name_of(token) or "")
         time.sleep(0.1)  # whoever was looking has seen the file of before
-        drafter.released.set()
+        slow.released.set()
         with pytest.raises(grpc.RpcError) as raised:
             call.result(timeout=20)
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -17,6 +17,8 @@ from retriever.security.access import add_token
 from retriever.sequences import SessionKey
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
+from retriever.sessions.service_face import ServiceFace
 from retriever.sessions.session_table import CheckedRequest
 from retriever.tree import DraftTree
 from tests.retriever.conftest import start_service, stop_service
@@ -48,19 +50,19 @@ def bound_drafter(paths: dict[str, Path]) -> Iterator[EmbeddedDrafter]:
 
 def drafted(drafter: EmbeddedDrafter, request: DraftRequest, tenant: str) -> DraftTree:
     """Return the draft of a step as a service makes it, which names sessions by tenant."""
-    (step,) = drafter.commit_each([request], tenant)
+    (step,) = ServiceFace(drafter.state).commit_each([request], tenant)
     assert isinstance(step, CheckedRequest)
-    return drafter.draft_each([step])[0]
+    return ServiceFace(drafter.state).draft_each([step])[0]
 
 
 def known_to(drafter: EmbeddedDrafter, tenant: str) -> set[int]:
     """Return the hundreds of the tokens that a tenant is drafted after the common ones."""
     alone = drafter.draft_context(COMMON, 64, tenant=tenant)
-    explained = drafter.explain(COMMON, 64, tenant=tenant).tree
+    explained = explain(drafter, COMMON, 64, tenant=tenant).tree
     key = SessionKey(tenant, "s")
-    drafter.begin(key, drafter.prepare(COMMON[:6], tenant=tenant))
+    drafter.state.begin(key, drafter.state.prepare(COMMON[:6], tenant=tenant))
     tree = drafted(drafter, DraftRequest("s", ids(7, 8), 8, 64), tenant)
-    drafter.end(key)
+    drafter.state.end(key)
     for other in (explained, tree):
         assert set(other.token_ids // 100) == set(alone.token_ids // 100)
     return set((alone.token_ids // 100).tolist()) - {0}
@@ -72,9 +74,11 @@ def test_indexes_are_shared_or_bound(paths: dict[str, Path]) -> None:
         assert known_to(drafter, "c") == {1}
         assert known_to(drafter, "a") == {1, 2}
         assert known_to(drafter, "b") == {1, 3}
-        names = [index.path.name for index in drafter.indexes_of("a")]
+        names = [index.path.name for index in ServiceFace(drafter.state).indexes_of("a")]
         assert names == ["shared", "a"]
-        assert [index.path.name for index in drafter.indexes_of("c")] == ["shared"]
+        assert [index.path.name for index in ServiceFace(drafter.state).indexes_of("c")] == [
+            "shared"
+        ]
 
 
 def test_short_matches_in_recent_outputs_count_without_an_index(paths: dict[str, Path]) -> None:
@@ -95,7 +99,9 @@ def test_short_matches_in_recent_outputs_count_without_an_index(paths: dict[str,
 def test_sessions_keep_to_their_own_when_an_index_changes(paths: dict[str, Path]) -> None:
     with bound_drafter(paths) as drafter:
         for tenant in ("a", "b", "c"):
-            drafter.begin(SessionKey(tenant, "t"), drafter.prepare(COMMON[:6], tenant=tenant))
+            drafter.state.begin(
+                SessionKey(tenant, "t"), drafter.state.prepare(COMMON[:6], tenant=tenant)
+            )
         build_from_tokens(
             [("2.txt", texts(200)), ("4.txt", texts(400))], paths["a"].parent / "new", VOCABULARY
         )

@@ -18,6 +18,7 @@ from retriever.predict.stores import GENERATIONS_ALONE
 from retriever.sequences import SessionKey
 from retriever.service.servicer import Deleting
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.log.state_folders import drafter_on
@@ -45,7 +46,7 @@ def refusals(sessions: int, tokens: int, limits: Limits = LIMITS) -> list[str]:
     def begin(tenant: str, name: str, length: int) -> None:
         key = SessionKey(tenant, name)
         prompt = np.arange(length, dtype=np.int32)
-        drafter.begin(key, drafter.prepare(prompt, tenant=tenant))
+        drafter.state.begin(key, drafter.state.prepare(prompt, tenant=tenant))
 
     for number in range(sessions):
         begin("other", str(number), tokens)
@@ -79,7 +80,7 @@ def test_the_tokens_that_a_session_ends_with_are_not_taken_from_others() -> None
     for number in range(50):
         drafter.open(str(number), ids(1, 2, 3))
         drafter.close(str(number), np.arange(300, dtype=np.int32))
-    assert drafter.census().session_tokens == 0
+    assert drafter.state.census().session_tokens == 0
     for number in range(5):
         drafter.open(str(number), np.arange(250, dtype=np.int32))
     with pytest.raises(LimitExceededError):
@@ -91,8 +92,8 @@ def test_the_tokens_that_a_session_ends_with_are_not_taken_from_others() -> None
 def test_what_cannot_be_a_fingerprint_is_not_taken_for_one(fingerprint: str) -> None:
     drafter = EmbeddedDrafter()
     with pytest.raises(InvalidRequestError, match="hexadecimal digits"):
-        drafter.check_vocabulary(fingerprint)
-    drafter.check_vocabulary("ab" * 32)
+        ServiceFace(drafter.state).check_vocabulary(fingerprint)
+    ServiceFace(drafter.state).check_vocabulary("ab" * 32)
     drafter.shut_down()
 
 
@@ -168,7 +169,7 @@ def test_a_failure_of_the_disk_names_no_file_to_callers(
         def refuse(*_: object, **__: object) -> None:
             raise StateError(f"what {tmp_path} has cannot be removed")
 
-        monkeypatch.setattr(drafter, "delete_tenant", refuse)
+        monkeypatch.setattr(drafter.state, "delete", refuse)
         with RemoteDrafter(address) as client, pytest.raises(RetrieverError) as raised:
             client.delete_tenant_data()
     assert str(tmp_path) not in str(raised.value)

@@ -37,6 +37,7 @@ from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.admin_servicer import Administered
 from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import start
+from retriever.sessions.administration import Administration
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import admin_pb2 as pb, retriever_pb2 as pb_drafts
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
@@ -180,7 +181,7 @@ def test_the_contract_keeps_the_rules_of_the_other() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_tenants_and_strangers_are_refused_and_learn_nothing(guarded: Served, name: str) -> None:
     guarded.drafter.open("private", np.arange(5), tenant="other")
-    before, told = guarded.drafter.num_sessions, guarded.recorded()
+    before, told = len(guarded.drafter.state.sessions), guarded.recorded()
     may_draft = Credentials(token=guarded.tokens["drafts"])
     may_delete = Credentials(token=guarded.tokens["deletes"])
     wrong = Credentials(token=f"fdt_{'0' * 16}_{'A' * 43}")
@@ -200,7 +201,7 @@ def test_tenants_and_strangers_are_refused_and_learn_nothing(guarded: Served, na
         assert error.code() is expected
         assert "private" not in error.details()
         assert "other" not in error.details()
-    assert guarded.drafter.num_sessions == before
+    assert len(guarded.drafter.state.sessions) == before
     assert guarded.recorded() == told
     guarded.drafter.close("private", remember=False)
 
@@ -301,9 +302,10 @@ def test_an_empty_filter_ends_nothing_unless_all_is_meant(service: Served) -> No
         for request in (
             pb.EndSessionsRequest(),
             pb.EndSessionsRequest(filter=pb.SessionFilter(), forget=True),
+            pb.EndSessionsRequest(filter=pb.SessionFilter(client="engine-1")),  # not all
         ):
             assert status_of(stub, "EndSessions", request) is grpc.StatusCode.INVALID_ARGUMENT
-        assert service.drafter.num_sessions == 1
+        assert len(service.drafter.state.sessions) == 1
         assert stub.EndSessions(pb.EndSessionsRequest(all=True)).num_ended == 1
 
 
@@ -320,9 +322,9 @@ def test_many_sessions_and_tenants_are_listed_in_parts(service: Served) -> None:
 
 
 def test_use_is_told_by_tenant(service: Served) -> None:
-    use = service.drafter.uses.of("acme")
+    use = service.drafter.state.uses.of("acme")
     use.drafts, use.nodes, use.tokens, use.seconds, use.refused = 3, 40, 500, 0.25, 1
-    service.drafter.uses.others.drafts = 9
+    service.drafter.state.uses.others.drafts = 9
     service.drafter.open("s", np.arange(300) % 50, tenant="acme")
     with administering(service.admin) as calls:
         first, second = answer(calls, "GetUse")
@@ -371,7 +373,7 @@ def test_without_an_audit_log_nothing_is_changed(service: Served) -> None:
             assert status_of(stub, name) is grpc.StatusCode.FAILED_PRECONDITION
         for name in sorted(CALLS.keys() - changing - {"SnapshotState", "Drain"}):
             assert status_of(stub, name) is grpc.StatusCode.OK
-    assert service.drafter.num_sessions == 1
+    assert len(service.drafter.state.sessions) == 1
     assert service.audit.read_text() == ""
 
 
@@ -398,13 +400,13 @@ def test_others_draft_while_an_index_is_opened(
     """Attaching runs in a thread: one that takes a second holds up no draft and no other call."""
     opened = threading.Event()
 
-    def slowly(path: str, tenant: str | None = None) -> None:
+    def slowly(_: Administration, path: str, tenant: str | None = None) -> None:
         del path, tenant
         time.sleep(1)
         opened.set()
         raise RetrieverError("slow and then refused")
 
-    monkeypatch.setattr(service.drafter.administration, "attach", slowly)
+    monkeypatch.setattr(Administration, "attach", slowly)
     longest = 0.0
     with ExitStack() as stack:
         drafter = stack.enter_context(RemoteDrafter(service.address))
@@ -487,7 +489,7 @@ def test_whatever_is_sent_is_answered(
             failed: Any = error
             assert failed.code() in EXPECTED, (name, content, failed.details())
             assert failed.details()
-    assert len(service.drafter.indexes) == 1
+    assert len(service.drafter.stats().indexes) == 1
     assert len(service.drafter.draft_context(np.arange(10), 4)) >= 0
     stages = [line["stage"] for line in service.recorded()]
     assert stages.count("begun") == stages.count("ended")

@@ -18,6 +18,7 @@ from retriever.predict.stores import GENERATIONS_ALONE
 from retriever.sequences import SessionKey
 from retriever.service.serving import sweeping
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
@@ -184,28 +185,28 @@ def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() ->
     prompt = np.arange(10, dtype=np.int32)
 
     def begin(tenant: str, name: str) -> None:
-        drafter.begin(SessionKey(tenant, name), drafter.prepare(prompt, tenant=tenant))
+        drafter.state.begin(SessionKey(tenant, name), drafter.state.prepare(prompt, tenant=tenant))
 
     begin("a", "s")
     begin("b", "s")
     with pytest.raises(UnknownSessionError):
-        drafter.end(SessionKey("", "s"))
+        drafter.state.end(SessionKey("", "s"))
     begin("a", "t")
     with pytest.raises(LimitExceededError, match="max_tenant_sessions"):
         begin("a", "u")
     begin("b", "t")
     with pytest.raises(LimitExceededError, match="max_bytes"):
         begin("c", "s")
-    drafter.end(SessionKey("a", "s"))
-    drafter.end(SessionKey("b", "t"))
-    (full,) = drafter.commit_each([request("s", 5000)], "b")
+    drafter.state.end(SessionKey("a", "s"))
+    drafter.state.end(SessionKey("b", "t"))
+    (full,) = ServiceFace(drafter.state).commit_each([request("s", 5000)], "b")
     assert isinstance(full, LimitExceededError)
     assert full.limit == "max_tenant_bytes"
-    assert drafter.census().session_tokens == 20
+    assert drafter.state.census().session_tokens == 20
     del full
     for key in (SessionKey("b", "s"), SessionKey("a", "t")):
-        drafter.end(key, np.zeros(5000, np.int32), remember=False)  # needs no room
-    assert drafter.census().session_tokens == drafter.num_sessions == 0
+        drafter.state.end(key, np.zeros(5000, np.int32), remember=False)  # needs no room
+    assert drafter.state.census().session_tokens == len(drafter.state.sessions) == 0
     for tenant, name in ("aq", "ar", "bq", "br"):  # all of the room is there again
         begin(tenant, name)
     with pytest.raises(LimitExceededError, match="max_bytes"):
@@ -223,8 +224,8 @@ def test_idle_sessions_end_by_themselves() -> None:
 
     async def has_ended() -> bool:
         async with sweeping(drafter):
-            return await asyncio.to_thread(wait_until, lambda: not drafter.num_sessions)
+            return await asyncio.to_thread(wait_until, lambda: not len(drafter.state.sessions))
 
     assert asyncio.run(has_ended())
     assert time.monotonic() - began > 0.1
-    assert drafter.census().session_tokens == 0
+    assert drafter.state.census().session_tokens == 0

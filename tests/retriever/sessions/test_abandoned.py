@@ -12,6 +12,7 @@ from retriever.limits import Limits
 from retriever.service.draft_stream import DraftStream
 from retriever.service.scheduler import Scheduler
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb
 
 LONG = 200_000
@@ -26,7 +27,7 @@ def scheduled(limits: Limits, run: Callable[[Scheduler], Awaitable[_Result]]) ->
 
     async def alone() -> _Result:
         drafter = EmbeddedDrafter(limits=limits)
-        scheduler = Scheduler(drafter)
+        scheduler = Scheduler(ServiceFace(drafter.state))
         try:
             return await run(scheduler)
         finally:
@@ -36,13 +37,13 @@ def scheduled(limits: Limits, run: Callable[[Scheduler], Awaitable[_Result]]) ->
     return asyncio.run(alone())
 
 
-async def nothing_is_held(drafter: EmbeddedDrafter) -> None:
+async def nothing_is_held(drafter: ServiceFace) -> None:
     """Wait until no memory is charged but that of empty pools."""
     empty = EmbeddedDrafter()
-    empty.load("t")
-    least = empty.census().reserved_bytes
+    empty.state.pool("t")
+    least = empty.state.census().reserved_bytes
     for _ in range(500):
-        held = (await asyncio.to_thread(drafter.census)).reserved_bytes
+        held = (await asyncio.to_thread(drafter.state.census)).reserved_bytes
         if held <= least:
             return
         await asyncio.sleep(0.01)

@@ -24,9 +24,15 @@ from retriever.errors import (
     UnknownSessionError,
 )
 from retriever.limits import Limits
-from retriever.sessions.administration import CHANGEABLE_LIMITS, SessionFilter, SessionReport
+from retriever.sessions.administration import (
+    CHANGEABLE_LIMITS,
+    Administration,
+    SessionFilter,
+    SessionReport,
+)
 from retriever.sessions.bindings import BoundPaths
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.tree import DraftTree
 
 NO_TOKENS = np.empty(0, np.int32)
@@ -73,7 +79,7 @@ def form(tree: DraftTree) -> object:
 
 def reports(drafter: EmbeddedDrafter, **wanted: object) -> list[SessionReport]:
     chosen = SessionFilter(**wanted)  # type: ignore[arg-type]
-    return [each for part in drafter.administration.sessions(chosen) for each in part]
+    return [each for part in Administration(drafter.state).sessions(chosen) for each in part]
 
 
 def test_an_attached_index_is_drafted_from_as_one_of_the_start(
@@ -81,8 +87,8 @@ def test_an_attached_index_is_drafted_from_as_one_of_the_start(
 ) -> None:
     contexts = contexts_of([index, *others])
     before = trees(drafter, contexts)
-    drafter.administration.attach(str(others[0]))
-    drafter.administration.attach(str(others[1]), "acme")
+    Administration(drafter.state).attach(str(others[0]))
+    Administration(drafter.state).attach(str(others[1]), "acme")
     as_started = EmbeddedDrafter.open_indexes(
         [index, others[0]], bound=BoundPaths({"acme": [others[1]]})
     )
@@ -90,10 +96,10 @@ def test_an_attached_index_is_drafted_from_as_one_of_the_start(
         assert trees(drafter, contexts, tenant) == trees(as_started, contexts, tenant)
     assert trees(drafter, contexts) != before
     assert trees(drafter, contexts, "acme") != trees(drafter, contexts, "other")
-    drafter.administration.detach(str(others[0]))
+    Administration(drafter.state).detach(str(others[0]))
     assert trees(drafter, contexts) == before
     assert trees(drafter, contexts, "acme") != before
-    drafter.administration.detach(str(others[1]), "acme")
+    Administration(drafter.state).detach(str(others[1]), "acme")
     assert trees(drafter, contexts, "acme") == before
     as_started.shut_down()
 
@@ -101,13 +107,13 @@ def test_an_attached_index_is_drafted_from_as_one_of_the_start(
 def test_a_shared_index_comes_before_those_of_tenants_for_these_too(
     drafter: EmbeddedDrafter, index: Path, others: list[Path]
 ) -> None:
-    drafter.administration.attach(str(others[1]), "acme")
-    drafter.administration.attach(str(others[0]))
-    paths = [each.path for each in drafter.indexes_of("acme")]
+    Administration(drafter.state).attach(str(others[1]), "acme")
+    Administration(drafter.state).attach(str(others[0]))
+    paths = [each.path for each in ServiceFace(drafter.state).indexes_of("acme")]
     assert paths == [index, others[0], others[1]]
-    attached = [(each.index.path, each.tenant) for each in drafter.administration.indexes()]
+    attached = [(each.index.path, each.tenant) for each in Administration(drafter.state).indexes()]
     assert attached == [(index, None), (others[0], None), (others[1], "acme")]
-    assert [each.tenant for each in drafter.administration.indexes("other")] == [None, None]
+    assert [each.tenant for each in Administration(drafter.state).indexes("other")] == [None, None]
 
 
 def test_open_sessions_go_on_with_what_is_attached_then(
@@ -116,10 +122,10 @@ def test_open_sessions_go_on_with_what_is_attached_then(
     text = text_of(others[0])
     drafter.open("s", text[:12])
     (without,) = drafter.draft([DraftRequest("s", NO_TOKENS, 12, 24)])
-    drafter.administration.attach(str(others[0]))
+    Administration(drafter.state).attach(str(others[0]))
     (with_it,) = drafter.draft([DraftRequest("s", NO_TOKENS, 12, 24)])
     assert form(with_it) == form(drafter.draft_context(text[:12], 24)) != form(without)
-    drafter.administration.detach(str(others[0]))
+    Administration(drafter.state).detach(str(others[0]))
     (again,) = drafter.draft([DraftRequest("s", NO_TOKENS, 12, 24)])
     assert form(again) == form(without)
 
@@ -129,10 +135,10 @@ def test_a_detached_index_is_closed_once_nothing_drafts_from_it(
     drafter: EmbeddedDrafter, others: list[Path], tenant: str | None
 ) -> None:
     drafter.open("s", text_of(others[0])[:12], tenant=tenant or "")
-    drafter.administration.attach(str(others[0]), tenant)
+    Administration(drafter.state).attach(str(others[0]), tenant)
     drafter.draft([DraftRequest("s", NO_TOKENS, 12, 8)])
     assert held(others[0]) > 0
-    drafter.administration.detach(str(others[0]), tenant)
+    Administration(drafter.state).detach(str(others[0]), tenant)
     assert held(others[0]) == 0
 
 
@@ -148,7 +154,7 @@ def held(index: Path) -> int:
 def test_what_cannot_be_attached_is_refused_and_changes_nothing(
     drafter: EmbeddedDrafter, index: Path, others: list[Path], tmp_path: Path
 ) -> None:
-    administration = drafter.administration
+    administration = Administration(drafter.state)
     administration.attach(str(others[1]), "acme")
     contexts = contexts_of([index, *others])
     before = trees(drafter, contexts), trees(drafter, contexts, "acme")
@@ -185,7 +191,7 @@ def test_what_cannot_be_attached_is_refused_and_changes_nothing(
 def test_a_shared_index_that_one_tenant_cannot_have_is_attached_to_none(
     drafter: EmbeddedDrafter, others: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter.administration.attach(str(others[1]), "acme")
+    Administration(drafter.state).attach(str(others[1]), "acme")
     opening = Index.open
     opened: list[object] = []
 
@@ -197,16 +203,16 @@ def test_a_shared_index_that_one_tenant_cannot_have_is_attached_to_none(
 
     monkeypatch.setattr(Index, "open", once)
     with pytest.raises(IndexNotFoundError):
-        drafter.administration.attach(str(others[0]))
-    assert [each.index.path for each in drafter.administration.indexes()][1:] == [others[1]]
+        Administration(drafter.state).attach(str(others[0]))
+    assert [each.index.path for each in Administration(drafter.state).indexes()][1:] == [others[1]]
     assert held(others[0]) == 0
 
 
 def test_nothing_is_attached_where_the_tokenizer_is_unknown(others: list[Path]) -> None:
     with pytest.raises(NotPossibleError, match="--tokenizer"):
-        EmbeddedDrafter().administration.attach(str(others[0]))
+        Administration(EmbeddedDrafter().state).attach(str(others[0]))
     drafter = EmbeddedDrafter(vocabulary=Vocabulary(50, "ab" * 32))
-    drafter.administration.attach(str(others[0]))
+    Administration(drafter.state).attach(str(others[0]))
     assert len(drafter.draft_context(text_of(others[0])[:20], 24)) > 5
 
 
@@ -242,9 +248,9 @@ def test_drafts_stay_valid_while_indexes_come_and_go(
         reference.shut_down()
 
     def come_and_go(path: Path, tenant: str | None) -> None:
-        drafter.administration.attach(str(path), tenant)
+        Administration(drafter.state).attach(str(path), tenant)
         time.sleep(0.001)
-        drafter.administration.detach(str(path), tenant)
+        Administration(drafter.state).detach(str(path), tenant)
 
     seen: list[set[str]] = [set() for _ in contexts]
     with repeated(
@@ -266,7 +272,7 @@ def test_concurrent_attachments_of_one_index_attach_it_once(
 ) -> None:
     def attach(_: int) -> str:
         try:
-            drafter.administration.attach(str(others[0]))
+            Administration(drafter.state).attach(str(others[0]))
         except NotPossibleError:
             return "refused"
         return "attached"
@@ -274,7 +280,7 @@ def test_concurrent_attachments_of_one_index_attach_it_once(
     with ThreadPoolExecutor(6) as pool:
         outcomes = sorted(pool.map(attach, range(6)))
     assert outcomes == ["attached", *["refused"] * 5]
-    assert len(drafter.indexes) == 2
+    assert len(drafter.stats().indexes) == 2
 
 
 def test_sessions_are_listed_by_tenant_name_and_idle_time(drafter: EmbeddedDrafter) -> None:
@@ -312,12 +318,12 @@ def test_ended_sessions_leave_their_outputs_unless_these_are_to_be_forgotten(
         drafter.open(name, output[:2], remember=remember)
         drafter.draft([DraftRequest(name, output, 13, 4)])
     drafter.open("another's", output[:2], tenant="acme")
-    ended = drafter.administration.end(SessionFilter(tenant=""), forget=forget)
+    ended = Administration(drafter.state).end(SessionFilter(tenant=""), forget=forget)
     assert (ended.num_ended, ended.num_kept) == (2, 0 if forget else 1)
     assert [each.name for each in reports(drafter)] == ["another's"]
     with pytest.raises(UnknownSessionError):
         drafter.close("kept")
-    (of_none,) = [each for each in drafter.administration.tenants() if each.tenant == ""]
+    (of_none,) = [each for each in Administration(drafter.state).tenants() if each.tenant == ""]
     assert of_none.generations_tokens == (0 if forget else len(output) + 1)
 
 
@@ -329,12 +335,14 @@ def test_ending_many_sessions_lets_others_draft_and_spares_new_ones(index: Path)
     drafter.open("victim", text[:50], tenant="acme")
     longest, reopened = 0.0, list[str]()
     with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(drafter.administration.end, SessionFilter(tenant=""), forget=True)
+        ending = pool.submit(
+            Administration(drafter.state).end, SessionFilter(tenant=""), forget=True
+        )
         while not ending.done():
             began = time.perf_counter()
             drafter.draft([DraftRequest("victim", NO_TOKENS, 50, 8)])
             longest = max(longest, time.perf_counter() - began)
-            if not reopened and drafter.num_sessions < 1000:
+            if not reopened and len(drafter.state.sessions) < 1000:
                 drafter.open("old-0", text[:10])
                 reopened.append("old-0")
     assert reopened
@@ -349,13 +357,13 @@ def test_a_tenants_pool_leaves_memory_and_its_data_stays(index: Path, tmp_path: 
     drafter.remember(output, tenant="acme")
     before = form(drafter.draft_context(output[:6], 16, tenant="acme"))
     drafter.open("s", output[:5], tenant="acme")
-    assert drafter.administration.evict("acme", lose=False) == (True, 1)
-    assert drafter.is_loaded("acme")
+    assert Administration(drafter.state).evict("acme", lose=False) == (True, 1)
+    assert ServiceFace(drafter.state).is_loaded("acme")
     drafter.close("s", remember=False)
     drafter.draft_context(output[:6], 16)  # the last draft is held until the next
-    assert not drafter.is_loaded("acme")
-    assert drafter.administration.evict("acme", lose=False) == (False, 0)
-    assert all(each.tenant != "acme" for each in drafter.administration.tenants())
+    assert not ServiceFace(drafter.state).is_loaded("acme")
+    assert Administration(drafter.state).evict("acme", lose=False) == (False, 0)
+    assert all(each.tenant != "acme" for each in Administration(drafter.state).tenants())
     assert form(drafter.draft_context(output[:6], 16, tenant="acme")) == before
     drafter.shut_down()
 
@@ -363,15 +371,15 @@ def test_a_tenants_pool_leaves_memory_and_its_data_stays(index: Path, tmp_path: 
 def test_outputs_in_memory_alone_are_not_evicted_by_accident(drafter: EmbeddedDrafter) -> None:
     drafter.remember(np.arange(20, dtype=np.int32), tenant="acme")
     with pytest.raises(NotPossibleError, match="--state"):
-        drafter.administration.evict("acme", lose=False)
-    assert drafter.is_loaded("acme")
-    assert drafter.administration.evict("acme", lose=True) == (True, 0)
-    assert not drafter.is_loaded("acme")
+        Administration(drafter.state).evict("acme", lose=False)
+    assert ServiceFace(drafter.state).is_loaded("acme")
+    assert Administration(drafter.state).evict("acme", lose=True) == (True, 0)
+    assert not ServiceFace(drafter.state).is_loaded("acme")
 
 
 def test_new_limits_count_from_the_next_request(drafter: EmbeddedDrafter) -> None:
     text = np.arange(30, dtype=np.int32)
-    change = drafter.administration.change_limits
+    change = Administration(drafter.state).change_limits
     for name in "ab":
         drafter.open(name, text)
     change({"max_sessions": 2, "max_sequence_tokens": 40, "max_batch": 1})
@@ -403,10 +411,10 @@ def test_every_limit_that_can_change_counts_at_once(drafter: EmbeddedDrafter, na
     act: Callable[[], object] = partial(drafter.draft, [DraftRequest("a", text[:1], 31, 8)])
     if name.endswith("sessions"):
         act = partial(drafter.open, "b", text)
-    drafter.administration.change_limits({name: 0})
+    Administration(drafter.state).change_limits({name: 0})
     with pytest.raises(LimitExceededError, match=name):
         act()
-    drafter.administration.change_limits({name: 1000})
+    Administration(drafter.state).change_limits({name: 1000})
     act()
 
 
@@ -414,11 +422,11 @@ def test_every_limit_that_can_change_counts_at_once(drafter: EmbeddedDrafter, na
 def test_another_ceiling_counts_from_the_next_request(drafter: EmbeddedDrafter, name: str) -> None:
     text = np.arange(30, dtype=np.int32)
     drafter.open("a", text)
-    drafter.administration.change_limits({name: 1})
+    Administration(drafter.state).change_limits({name: 1})
     with pytest.raises(LimitExceededError, match=name):
         drafter.open("b", text)
     drafter.draft([DraftRequest("a", text[:1], 31, 8)])  # what is open goes on
-    drafter.administration.change_limits({name: 0})  # its default
+    Administration(drafter.state).change_limits({name: 0})  # its default
     assert getattr(drafter.limits, name) > 1 << 20
     drafter.open("b", text)
 
@@ -426,17 +434,17 @@ def test_another_ceiling_counts_from_the_next_request(drafter: EmbeddedDrafter, 
 def test_fewer_tenants_stay_in_memory_as_others_come(drafter: EmbeddedDrafter) -> None:
     for tenant in ("x", "y"):
         drafter.remember(np.arange(9, dtype=np.int32), tenant=tenant)
-    drafter.administration.change_limits({"max_tenants": 1})
+    Administration(drafter.state).change_limits({"max_tenants": 1})
     drafter.remember(np.arange(9, dtype=np.int32), tenant="z")
-    assert drafter.census().tenants < 4
+    assert drafter.state.census().tenants < 4
 
 
 def test_a_new_idle_time_ends_sessions(drafter: EmbeddedDrafter) -> None:
     drafter.open("s", np.arange(5, dtype=np.int32))
     time.sleep(0.02)
-    assert drafter.end_idle() == 0
-    drafter.administration.change_limits({"idle_session_s": 0.01})
-    assert drafter.end_idle() == 1
+    assert ServiceFace(drafter.state).end_idle() == 0
+    Administration(drafter.state).change_limits({"idle_session_s": 0.01})
+    assert ServiceFace(drafter.state).end_idle() == 1
 
 
 def test_the_refresh_can_begin_and_end_while_it_runs(drafter: EmbeddedDrafter) -> None:
@@ -444,11 +452,11 @@ def test_the_refresh_can_begin_and_end_while_it_runs(drafter: EmbeddedDrafter) -
         return sum(each.name == "foredraft-refresh" for each in threading.enumerate())
 
     assert watching() == 0
-    drafter.administration.refresh_every(0.01)
+    Administration(drafter.state).refresh_every(0.01)
     assert watching() == 1
-    drafter.administration.refresh_every(5.0)
+    Administration(drafter.state).refresh_every(5.0)
     assert watching() == 1
-    drafter.administration.refresh_every(0)
+    Administration(drafter.state).refresh_every(0)
     assert watching() == 0
 
 
@@ -472,7 +480,7 @@ def test_a_snapshot_under_load_opens_as_a_state_and_drafts_as_well(
         lambda: drafter.remember(rng.integers(0, 50, 50).astype(np.int32), tenant="busy")
     ):
         for number in range(5):
-            copy = drafter.administration.snapshot(copies, f"copy-{number}")
+            copy = Administration(drafter.state).snapshot(copies, f"copy-{number}")
             assert copy.path == copies / f"copy-{number}"
             assert copy.num_bytes == (copy.path / "generations.mdb").stat().st_size
     assert {each.stat().st_mode & 0o77 for each in copies.rglob("*")} == {0}
@@ -480,7 +488,7 @@ def test_a_snapshot_under_load_opens_as_a_state_and_drafts_as_well(
     for number in range(5):
         restored = EmbeddedDrafter.open_indexes([index], state=copies / f"copy-{number}")
         assert trees(restored, [text[:10] for text in texts], "acme") == before
-        assert restored.log_failures == 0
+        assert restored.stats().log_failures == 0
         restored.shut_down()
     assert not list(copies.rglob("*damaged*"))
 
@@ -489,9 +497,9 @@ def test_copies_that_cannot_be_made_are_refused_and_leave_nothing(
     drafter: EmbeddedDrafter, index: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(NotPossibleError, match="--state"):
-        drafter.administration.snapshot(tmp_path / "copies", "a")
+        Administration(drafter.state).snapshot(tmp_path / "copies", "a")
     keeping = EmbeddedDrafter.open_indexes([index], state=tmp_path / "state")
-    administration = keeping.administration
+    administration = Administration(keeping.state)
     for name in ("../a", "a/b", ".hidden", "a" * 129, "a\n", "-a", "ä"):
         with pytest.raises(InvalidRequestError):
             administration.snapshot(tmp_path / "copies", name)

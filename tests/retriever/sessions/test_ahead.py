@@ -92,10 +92,10 @@ def test_a_sequence_drafted_ahead_for_stays_what_it_was(index: Path, remember: b
         new, length, awaited = true, length + len(true), trees[2]
         num_nodes += len(awaited)
     assert num_nodes > 500
-    pools = ahead.load(""), plain.load("")
+    pools = ahead.state.pool(""), plain.state.pool("")
     assert pools[0].learned == pools[1].learned
     assert (pools[0].learned > 0) == remember
-    counted = [each.draft_counts.by_source.tolist() for each in (ahead, plain)]
+    counted = [each.state.draft_counts.by_source.tolist() for each in (ahead, plain)]
     assert counted[0] == counted[1]
     for drafter in (ahead, plain):
         drafter.close("s", ids(*new))

@@ -37,6 +37,7 @@ import numpy as np
 from retriever.errors import ProvenanceError
 from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from tests.retriever.sessions.random_indexes import VOCABULARY, is_known, document
 
 cut, other, name, length = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -44,15 +45,15 @@ drafter = EmbeddedDrafter.open_indexes([cut, other])
 assert is_known(drafter, 1) and is_known(drafter, 2)
 os.truncate(next(cut.glob(name)), length)
 rng, deadline = np.random.default_rng(0), time.monotonic() + 20
-while drafter.missing_indexes != [cut] and time.monotonic() < deadline:
+while drafter.stats().missing_indexes != [cut] and time.monotonic() < deadline:
     tree = drafter.draft_context(document(1, int(rng.integers(120)))[:30], 16)
     assert all(0 <= token < VOCABULARY.size for token in tree.token_ids.tolist())
     with suppress(ProvenanceError):  # of the index that is closed meanwhile
-        drafter.explain(document(1, int(rng.integers(120)))[:30], 4)
+        explain(drafter, document(1, int(rng.integers(120)))[:30], 4)
 print(json.dumps({
-    "missing": list(map(str, drafter.missing_indexes)),
+    "missing": list(map(str, drafter.stats().missing_indexes)),
     "goes_on": is_known(drafter, 2),
-    "left": [str(index.path) for index in drafter.indexes],
+    "left": [str(index.path) for index in drafter.stats().indexes],
 }), flush=True)
 sys.stdin.readline()
 print(json.dumps({"refreshed": drafter.refresh(), "back": is_known(drafter, 1)}))
@@ -189,17 +190,17 @@ def test_an_index_that_cannot_be_opened_can_be_skipped(
     with pytest.raises(IndexerError):
         EmbeddedDrafter.open_indexes([path, other])
     drafter = EmbeddedDrafter.open_indexes([path, other], skip_missing=True)
-    assert drafter.missing_indexes == [path]
+    assert drafter.stats().missing_indexes == [path]
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert str(path) in record.getMessage()
     assert is_known(drafter, 2)
     assert not drafter.refresh()
-    assert drafter.refresh_failures == 1
+    assert drafter.stats().refresh_failures == 1
     put_back(path)
     assert drafter.refresh()
-    assert drafter.missing_indexes == []
-    assert [index.path for index in drafter.indexes] == [path, other]
+    assert drafter.stats().missing_indexes == []
+    assert [index.path for index in drafter.stats().indexes] == [path, other]
     assert is_known(drafter, 1)
     assert is_known(drafter, 2)
     drafter.shut_down()
@@ -215,7 +216,7 @@ def test_what_is_missing_at_first_must_be_of_the_same_tokenizer(tmp_path: Path) 
     drafter = EmbeddedDrafter.open_indexes([tmp_path / "i", other], skip_missing=True)
     build_from_tokens([("d", [1, 2])], tmp_path / "i", Vocabulary(1000, "cd" * 32))
     assert not drafter.refresh()
-    assert drafter.missing_indexes == [tmp_path / "i"]
+    assert drafter.stats().missing_indexes == [tmp_path / "i"]
     drafter.shut_down()
 
 
@@ -228,7 +229,7 @@ def test_an_index_that_is_held_outlives_its_files(
         held = EmbeddedDrafter.open_indexes([path], hold_indexes=True)
     assert caplog.messages[0] == f"reading {path} into memory"
     assert caplog.messages[1].startswith(f"{path} is held in memory: ")
-    assert not list(held.indexes[0].mapped_arrays())
+    assert not list(held.stats().indexes[0].mapped_arrays())
     before = [mapped.draft_context(document(1, n)[:12], 16) for n in range(20)]
     mapped.shut_down()
     for file in path.rglob("*"):

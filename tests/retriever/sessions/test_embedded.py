@@ -20,6 +20,7 @@ from retriever.errors import (
 from retriever.limits import Limits
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.cursor_twin import without_cursor
 from tests.retriever.token_ids import ids
@@ -93,7 +94,7 @@ def test_oldest_generations_are_overwritten() -> None:
 
 def test_corpus_is_drafted_from(index: Path) -> None:
     with_index = EmbeddedDrafter.open_indexes([index])
-    document = with_index.indexes[0].segments[0].tokens[:12].astype(np.int32)
+    document = with_index.stats().indexes[0].segments[0].tokens[:12].astype(np.int32)
     tree = with_index.draft_context(document[:6], budget_nodes=32)
     assert tree.best_chain(6).token_ids.tolist() == document[6:12].tolist()
     assert set(tree.sources.tolist()) == {Source.CORPUS}
@@ -114,7 +115,7 @@ def test_drafting_in_steps_equals_drafting_from_the_whole(
     without_cursor(monkeypatch)
     rng = np.random.default_rng(11)
     stepped = EmbeddedDrafter.open_indexes([index])
-    tokens = stepped.indexes[0].segments[0].tokens
+    tokens = stepped.stats().indexes[0].segments[0].tokens
     sequence = tokens[tokens < 50][:400].astype(np.int32)
     stepped.open("s", sequence[:5], remember=False)
     done = 5
@@ -256,35 +257,35 @@ def test_idle_session_ends_when_room_is_needed_and_a_used_one_does_not() -> None
 
 def test_drafter_without_index_serves_one_vocabulary() -> None:
     drafter = EmbeddedDrafter()
-    drafter.check_vocabulary("")
-    drafter.check_vocabulary("cd")
-    drafter.check_vocabulary("ab")  # nothing is kept of the other
+    ServiceFace(drafter.state).check_vocabulary("")
+    ServiceFace(drafter.state).check_vocabulary("cd")
+    ServiceFace(drafter.state).check_vocabulary("ab")  # nothing is kept of the other
     drafter.open("s", ids(1))
     with pytest.raises(VocabularyMismatchError):
-        drafter.check_vocabulary("cd")
-    drafter.check_vocabulary("ab")
+        ServiceFace(drafter.state).check_vocabulary("cd")
+    ServiceFace(drafter.state).check_vocabulary("ab")
 
 
 def test_no_tenant_names_the_tokenizer_of_another(tmp_path: Path) -> None:
     """But where an output is kept: a state directory is for one tokenizer."""
     drafter = EmbeddedDrafter(state=tmp_path)
     for tenant, fingerprint in (("wrong", "cd"), ("right", "ab"), ("other", "ab")):
-        drafter.check_vocabulary(fingerprint, tenant)
-        drafter.begin(SessionKey(tenant, "s"), drafter.prepare(ids(1), tenant=tenant))
+        ServiceFace(drafter.state).check_vocabulary(fingerprint, tenant)
+        drafter.state.begin(SessionKey(tenant, "s"), drafter.state.prepare(ids(1), tenant=tenant))
     with pytest.raises(VocabularyMismatchError):
-        drafter.check_vocabulary("ab", "wrong")
-    drafter.end(SessionKey("wrong", "s"))  # it has no output
-    drafter.check_vocabulary("ab", "wrong")
-    drafter.check_vocabulary("cd", "wrong")
-    drafter.end(SessionKey("right", "s"), ids(2, 3))
-    drafter.flush()
+        ServiceFace(drafter.state).check_vocabulary("ab", "wrong")
+    drafter.state.end(SessionKey("wrong", "s"))  # it has no output
+    ServiceFace(drafter.state).check_vocabulary("ab", "wrong")
+    ServiceFace(drafter.state).check_vocabulary("cd", "wrong")
+    drafter.state.end(SessionKey("right", "s"), ids(2, 3))
+    drafter.state.flush()
     with pytest.raises(VocabularyMismatchError, match="fingerprint ab"):
-        drafter.check_vocabulary("cd", "wrong")
-    drafter.check_vocabulary("ab", "other")
+        ServiceFace(drafter.state).check_vocabulary("cd", "wrong")
+    ServiceFace(drafter.state).check_vocabulary("ab", "other")
     drafter.shut_down()
     again = EmbeddedDrafter(state=tmp_path)
     with pytest.raises(VocabularyMismatchError, match="fingerprint ab"):
-        again.check_vocabulary("cd", "wrong")
+        ServiceFace(again.state).check_vocabulary("cd", "wrong")
     again.shut_down()
 
 
@@ -298,7 +299,7 @@ def test_several_segments_and_indexes_are_drafted_from(
     build_from_tokens(documents[:8], paths[0], vocabulary, BuildOptions(max_segment_tokens=130))
     build_from_tokens(documents[8:], paths[1], vocabulary)
     drafter = EmbeddedDrafter.open_indexes(paths)
-    assert len(drafter.indexes[0].segments) > 2
+    assert len(drafter.stats().indexes[0].segments) > 2
     for _, document in documents:
         drafter.open("s", ids(*document[:20]))
         for length in range(20, 50, 3):
@@ -343,4 +344,4 @@ def test_index_of_another_tokenizer_is_refused(index: Path, tmp_path: Path) -> N
     with pytest.raises(InvalidRequestError, match="same --tokenizer"):
         EmbeddedDrafter.open_indexes([index, tmp_path / "other"])
     with pytest.raises(VocabularyMismatchError, match="model's own tokenizer"):
-        EmbeddedDrafter.open_indexes([index]).check_vocabulary("cd" * 32)
+        ServiceFace(EmbeddedDrafter.open_indexes([index]).state).check_vocabulary("cd" * 32)

@@ -23,7 +23,7 @@ from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.log.pools import Pools
 from retriever.predict.ledger import Ledger
-from retriever.sequences import SessionKey
+from retriever.sessions.administration import Administration
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.kept_findings import KeptFindings
 from tests.retriever.findings import MODEL, OTHER, all_of, findings, rows
@@ -36,10 +36,10 @@ def of(drafter: EmbeddedDrafter, tenant: str = "", model: str = MODEL) -> Findin
 
     class OfTenant:
         def share_findings(self, model: str, findings: Findings) -> None:
-            drafter.share_findings(model, findings, tenant=tenant)
+            drafter.state.share_findings(model, findings, tenant=tenant)
 
         def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
-            return drafter.fetch_findings(model, before, tenant=tenant)
+            return drafter.state.fetch_findings(model, before, tenant=tenant)
 
     return all_of(OfTenant(), model)
 
@@ -60,26 +60,26 @@ def test_findings_are_there_after_a_restart(tmp_path: Path, vocabulary: Vocabula
     pieces = [findings(100 * number, 60, number) for number in range(4)]
     with drafter_on(tmp_path, vocabulary=vocabulary) as drafter:
         for piece in pieces:
-            drafter.share_findings(MODEL, piece)
-        drafter.share_findings(MODEL, findings(0, 10, seed=9))
+            drafter.state.share_findings(MODEL, piece)
+        drafter.state.share_findings(MODEL, findings(0, 10, seed=9))
     assert (tmp_path / "generations.mdb").stat().st_mode & 0o777 == 0o600
     with drafter_on(tmp_path, vocabulary=vocabulary) as drafter:
         expected = {**rows(Findings.joined(pieces)), **rows(findings(0, 10, seed=9))}
-        assert rows(all_of(drafter)) == expected
-        assert not len(all_of(drafter, OTHER))
-        assert drafter.census().recycled_bytes == 0  # they are on disk
+        assert rows(all_of(drafter.state)) == expected
+        assert not len(all_of(drafter.state, OTHER))
+        assert drafter.state.census().recycled_bytes == 0  # they are on disk
 
 
 def test_pages_come_newest_first_and_hold_everything_once(state: Path | None) -> None:
     with drafter_on(state) as drafter:
         for number in range(5):
-            drafter.share_findings(MODEL, findings(10_000 * number, MAX_FINDINGS - 7, number))
-            drafter.share_findings(OTHER, findings(10_000 * number, 3))
-        page = drafter.fetch_findings(MODEL)
+            drafter.state.share_findings(MODEL, findings(10_000 * number, MAX_FINDINGS - 7, number))
+            drafter.state.share_findings(OTHER, findings(10_000 * number, 3))
+        page = drafter.state.fetch_findings(MODEL)
         assert page.findings.contexts[0] == 2 * 40_000 + 1
         assert page.before
-        assert len(all_of(drafter)) == 5 * (MAX_FINDINGS - 7)
-        assert len(all_of(drafter, OTHER)) == 15
+        assert len(all_of(drafter.state)) == 5 * (MAX_FINDINGS - 7)
+        assert len(all_of(drafter.state, OTHER)) == 15
 
 
 @pytest.mark.parametrize("size", [37, 3])
@@ -92,15 +92,15 @@ def test_the_bound_keeps_the_newest_of_each_context(state: Path | None, size: in
     with drafter_on(state, limits) as drafter:
         for number in range(600):
             piece = findings(int(rng.integers(0, 500)), size, number)
-            drafter.share_findings(MODEL, piece)
+            drafter.state.share_findings(MODEL, piece)
             for context, row in rows(piece).items():
                 said.pop(context, None)  # the last stands last
                 said[context] = row
             if number % 97 == 0:
-                found = all_of(drafter)
+                found = all_of(drafter.state)
                 assert len(found) <= most
                 assert rows(found).items() <= said.items()
-        found = all_of(drafter)
+        found = all_of(drafter.state)
     assert rows(found).items() <= said.items()
     num_newest = len(rows(found))
     assert num_newest >= most // 3
@@ -110,25 +110,25 @@ def test_the_bound_keeps_the_newest_of_each_context(state: Path | None, size: in
         with log_on(state) as log:
             assert len(log.findings("")) <= 256
         with drafter_on(state, limits) as drafter:
-            assert rows(all_of(drafter)) == rows(found)
+            assert rows(all_of(drafter.state)) == rows(found)
 
 
 def test_tenants_are_apart_and_deleted_apart(state: Path | None) -> None:
     with drafter_on(state) as drafter:
         for number, tenant in enumerate(("", "a", "b")):
-            drafter.share_findings(MODEL, findings(0, 20, number), tenant=tenant)
+            drafter.state.share_findings(MODEL, findings(0, 20, number), tenant=tenant)
         for number, tenant in enumerate(("", "a", "b")):
             assert rows(of(drafter, tenant)) == rows(findings(0, 20, number))
-        drafter.delete_tenant("a")
+        drafter.delete("a")
         assert not len(of(drafter, "a"))
         if state is not None:
             assert in_files(state, findings(0, 20, 0))
             assert not in_files(state, findings(0, 20, 1))
         # Which session they are from is not known, so that of one all go.
-        drafter.delete_session(SessionKey("", "s"), tenant="b")
+        drafter.delete("b", "s")
         assert not len(of(drafter, "b"))
         assert rows(of(drafter)) == rows(findings(0, 20, 0))
-        drafter.share_findings(MODEL, findings(7, 2), tenant="a")
+        drafter.state.share_findings(MODEL, findings(7, 2), tenant="a")
         assert rows(of(drafter, "a")) == rows(findings(7, 2))
     if state is not None:
         with drafter_on(state) as drafter:
@@ -174,29 +174,29 @@ def test_findings_make_room_for_what_is_open() -> None:
         for tenant in ("a", "b"):
             for number in range(6):
                 piece = findings(MAX_FINDINGS * number, MAX_FINDINGS)
-                drafter.share_findings(MODEL, piece, tenant=tenant)
-        assert drafter.census().recycled_bytes == 12 * MAX_FINDINGS * FINDING_BYTES
+                drafter.state.share_findings(MODEL, piece, tenant=tenant)
+        assert drafter.state.census().recycled_bytes == 12 * MAX_FINDINGS * FINDING_BYTES
         drafter.open("s", np.zeros(1 << 15, np.int32), tenant="b")
-        assert drafter.evictions["recycled"] >= 1
+        assert drafter.stats().evictions["recycled"] >= 1
         assert not len(of(drafter, "b"))
         drafter.close("s", ids())
-        census = drafter.census()
+        census = drafter.state.census()
         assert census.recycled_bytes == len(of(drafter, "a")) * FINDING_BYTES
-        drafter.delete_tenant("a")
-        assert drafter.census().recycled_bytes == 0
+        drafter.delete("a")
+        assert drafter.state.census().recycled_bytes == 0
 
 
 def test_operators_see_findings_and_evict_them(state: Path | None) -> None:
     with drafter_on(state) as drafter:
-        drafter.share_findings(MODEL, findings(0, 50), tenant="a")
+        drafter.state.share_findings(MODEL, findings(0, 50), tenant="a")
         held = 50 * FINDING_BYTES if state is None else 0
-        (use,) = drafter.administration.uses("a")
+        (use,) = Administration(drafter.state).uses("a")
         assert use.num_bytes == held
         if state is None:
             with pytest.raises(NotPossibleError, match="would be lost"):
-                drafter.administration.evict("a", lose=False)
-        drafter.administration.evict("a", lose=True)
-        assert drafter.census().recycled_bytes == 0
+                Administration(drafter.state).evict("a", lose=False)
+        Administration(drafter.state).evict("a", lose=True)
+        assert drafter.state.census().recycled_bytes == 0
         assert bool(len(of(drafter, "a"))) == (state is not None)
 
 
@@ -220,33 +220,35 @@ def hostile(name: str) -> Findings:
 def test_what_cannot_be_findings_is_refused(name: str, vocabulary: Vocabulary) -> None:
     with drafter_on(None, vocabulary=vocabulary) as drafter:
         with pytest.raises(InvalidRequestError):
-            drafter.share_findings(MODEL, hostile(name))
-        assert not len(all_of(drafter))
+            drafter.state.share_findings(MODEL, hostile(name))
+        assert not len(all_of(drafter.state))
 
 
 @pytest.mark.parametrize("model", ["", "no", "a" * 129])
 def test_a_model_is_known_by_a_fingerprint(model: str) -> None:
     with drafter_on(None) as drafter:
         with pytest.raises(InvalidRequestError, match="hexadecimal"):
-            drafter.share_findings(model, findings(0))
+            drafter.state.share_findings(model, findings(0))
         with pytest.raises(InvalidRequestError, match="hexadecimal"):
-            drafter.fetch_findings(model)
+            drafter.state.fetch_findings(model)
 
 
 def test_with_a_bound_of_nothing_nothing_is_kept() -> None:
     with drafter_on(None, Limits(recycled_bytes=0)) as drafter:
         with pytest.raises(NotPossibleError, match="recycled_bytes"):
-            drafter.share_findings(MODEL, findings(0))
+            drafter.state.share_findings(MODEL, findings(0))
         with pytest.raises(NotPossibleError, match="recycled_bytes"):
-            drafter.fetch_findings(MODEL)
+            drafter.state.fetch_findings(MODEL)
 
 
 def test_many_threads_share_at_once(state: Path | None) -> None:
     with drafter_on(state) as drafter, ThreadPoolExecutor(8) as threads:
 
         def share(number: int) -> None:
-            drafter.share_findings(MODEL, findings(10 * number, 10, number), tenant=str(number % 2))
-            drafter.fetch_findings(MODEL, tenant=str(number % 2))
+            drafter.state.share_findings(
+                MODEL, findings(10 * number, 10, number), tenant=str(number % 2)
+            )
+            drafter.state.fetch_findings(MODEL, tenant=str(number % 2))
 
         list(threads.map(share, range(80)))
         found = {**rows(of(drafter, "0")), **rows(of(drafter, "1"))}
@@ -257,19 +259,19 @@ def test_a_disk_that_refuses_costs_the_keeping_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with drafter_on(tmp_path) as drafter:
-        drafter.share_findings(MODEL, findings(0))
+        drafter.state.share_findings(MODEL, findings(0))
         with monkeypatch.context() as full:
             full.setattr(records.LogStore, "put_findings", refuse)
             for _ in range(3):
                 with pytest.raises(StorageError, match="free space"):
-                    drafter.share_findings(MODEL, findings(10))
+                    drafter.state.share_findings(MODEL, findings(10))
             drafter.remember(output(3))
             tree = drafter.draft_context(output(3)[:8], 4)
             assert tree.token_ids.tolist() == output(3)[8:12].tolist()
-            assert rows(all_of(drafter)) == rows(findings(0))
+            assert rows(all_of(drafter.state)) == rows(findings(0))
         assert len([r for r in caplog.records if "No space" in r.getMessage()]) == 1
-        drafter.share_findings(MODEL, findings(10))
-        assert rows(all_of(drafter)) == rows(Findings.joined([findings(0), findings(10)]))
+        drafter.state.share_findings(MODEL, findings(10))
+        assert rows(all_of(drafter.state)) == rows(Findings.joined([findings(0), findings(10)]))
 
 
 def refuse(*_: object) -> None:
@@ -291,19 +293,19 @@ def test_a_damaged_file_is_set_aside_and_drafts_start(
     pieces = [findings(1000 * number, 900, number) for number in range(3)]
     with drafter_on(tmp_path) as drafter:
         for piece in pieces:
-            drafter.share_findings(MODEL, piece)
+            drafter.state.share_findings(MODEL, piece)
     data = tmp_path / "generations.mdb"
     content = bytearray(data.read_bytes())
     change(content)
     data.write_bytes(content)
     with drafter_on(tmp_path) as drafter:
-        assert rows(all_of(drafter)).items() <= rows(Findings.joined(pieces)).items()
-        drafter.share_findings(MODEL, findings(0))
-        assert rows(all_of(drafter)).items() >= rows(findings(0)).items()
+        assert rows(all_of(drafter.state)).items() <= rows(Findings.joined(pieces)).items()
+        drafter.state.share_findings(MODEL, findings(0))
+        assert rows(all_of(drafter.state)).items() >= rows(findings(0)).items()
     assert len(caplog.records) == 1
     assert "damaged" in caplog.text
     with drafter_on(tmp_path) as drafter:
-        assert rows(all_of(drafter)).items() >= rows(findings(0)).items()
+        assert rows(all_of(drafter.state)).items() >= rows(findings(0)).items()
     assert len(caplog.records) == 1
 
 
@@ -348,7 +350,7 @@ def test_no_damaged_byte_is_ever_drafted_from(
 
 def test_a_copy_of_the_state_has_the_findings(tmp_path: Path) -> None:
     with drafter_on(tmp_path / "state") as drafter:
-        drafter.share_findings(MODEL, findings(0))
-        copy = drafter.administration.snapshot(tmp_path / "copies", "now").path
+        drafter.state.share_findings(MODEL, findings(0))
+        copy = Administration(drafter.state).snapshot(tmp_path / "copies", "now").path
     with drafter_on(copy) as drafter:
-        assert rows(all_of(drafter)) == rows(findings(0))
+        assert rows(all_of(drafter.state)) == rows(findings(0))

@@ -14,7 +14,9 @@ from retriever.predict.context import context_bytes
 from retriever.predict.generations import Generations, Output
 from retriever.sequences import SessionKey
 from retriever.sessions.draft_counts import Census
-from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explaining
+from retriever.sessions.service_face import LongCommit, ServiceFace
 from retriever.sessions.session_table import CheckedRequest
 
 KEY = SessionKey("", "s")
@@ -44,7 +46,7 @@ def whole(pieces: Generator[None, None, Any]) -> tuple[Any, int]:
 
 def drafter_with(prompt: TokenIds) -> EmbeddedDrafter:
     drafter = EmbeddedDrafter()
-    drafter.begin(KEY, drafter.prepare(prompt))
+    drafter.state.begin(KEY, drafter.state.prepare(prompt))
     return drafter
 
 
@@ -55,7 +57,9 @@ def without_pages(census: Census) -> Census:
 
 
 def begun_commit(drafter: EmbeddedDrafter, known: int, new: TokenIds) -> LongCommit:
-    (commit,) = drafter.commit_each([DraftRequest("s", new, known + len(new), 32)], "")
+    (commit,) = ServiceFace(drafter.state).commit_each(
+        [DraftRequest("s", new, known + len(new), 32)], ""
+    )
     assert isinstance(commit, LongCommit)
     return commit
 
@@ -66,13 +70,15 @@ def test_drafts_after_a_long_commit_are_those_of_a_commit_at_once(num_prompt: in
     ours, theirs = drafter_with(text[:num_prompt]), EmbeddedDrafter()
     theirs.open("s", text[:num_prompt])
     request = DraftRequest("s", text[num_prompt:], len(text), 32)
-    step, num_pieces = whole(ours.committing(begun_commit(ours, num_prompt, text[num_prompt:])))
+    step, num_pieces = whole(
+        ServiceFace(ours.state).committing(begun_commit(ours, num_prompt, text[num_prompt:]))
+    )
     assert num_pieces > 3
-    (one,), (other,) = ours.draft_each([step]), theirs.draft([request])
+    (one,), (other,) = ServiceFace(ours.state).draft_each([step]), theirs.draft([request])
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.probabilities.tolist() == other.probabilities.tolist()
     assert len(one) == 32
-    assert without_pages(ours.census()) == without_pages(theirs.census())
+    assert without_pages(ours.state.census()) == without_pages(theirs.state.census())
 
 
 def test_growth_of_a_long_sequence_is_cut_too() -> None:
@@ -80,27 +86,33 @@ def test_growth_of_a_long_sequence_is_cut_too() -> None:
     drafter = drafter_with(prompt)
     known, num_long = VERY_LONG, 0
     for new in np.array_split(tokens(VERY_LONG * 2, 1), 200):
-        (step,) = drafter.commit_each([DraftRequest("s", new, known + len(new), 4)], "")
+        (step,) = ServiceFace(drafter.state).commit_each(
+            [DraftRequest("s", new, known + len(new), 4)], ""
+        )
         known += len(new)
         if isinstance(step, LongCommit):
             num_long += 1
-            assert whole(drafter.committing(step))[1] > 3
+            assert whole(ServiceFace(drafter.state).committing(step))[1] > 3
     assert num_long == 1
-    assert drafter.census().session_tokens == known
+    assert drafter.state.census().session_tokens == known
 
 
 def test_other_requests_wait_for_a_long_commit() -> None:
     drafter = drafter_with(tokens(100))
     commit = begun_commit(drafter, 100, tokens(LONG))
-    pieces = drafter.committing(commit)
+    pieces = ServiceFace(drafter.state).committing(commit)
     next(pieces)
-    (refused,) = drafter.commit_each([DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], "")
+    (refused,) = ServiceFace(drafter.state).commit_each(
+        [DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], ""
+    )
     assert isinstance(refused, OutOfSequenceError)
     assert "one step of a session after the other" in str(refused)
     with pytest.raises(OutOfSequenceError):
-        drafter.end(KEY)
+        drafter.state.end(KEY)
     whole(pieces)
-    (step,) = drafter.commit_each([DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], "")
+    (step,) = ServiceFace(drafter.state).commit_each(
+        [DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], ""
+    )
     assert not isinstance(step, OutOfSequenceError)
 
 
@@ -109,34 +121,34 @@ def test_a_session_that_ends_within_a_long_commit_gives_all_its_tokens_back(
     num_pieces: int,
 ) -> None:
     drafter = EmbeddedDrafter(limits=Limits(max_bytes=ROOM, max_tenant_bytes=ROOM))
-    session = drafter.prepare(tokens(100))
-    drafter.begin(KEY, session)
-    pieces = drafter.committing(begun_commit(drafter, 100, tokens(LONG)))
+    session = drafter.state.prepare(tokens(100))
+    drafter.state.begin(KEY, session)
+    pieces = ServiceFace(drafter.state).committing(begun_commit(drafter, 100, tokens(LONG)))
     for _ in range(num_pieces):
         next(pieces)
-    assert drafter.discard([(KEY, session)]) == 1
+    assert ServiceFace(drafter.state).discard([(KEY, session)]) == 1
     with pytest.raises(UnknownSessionError, match="has ended"):
         whole(pieces)
     assert not session.databases.context.last(LONG).any()
     del session, pieces  # its memory counts until nobody holds it
     drafter.open("next", tokens(LONG + 100))  # all of the room is there again
     drafter.close("next")
-    assert drafter.census().session_tokens == 0
+    assert drafter.state.census().session_tokens == 0
 
 
 def test_a_commit_that_is_not_begun_can_be_given_up() -> None:
     drafter = EmbeddedDrafter(limits=Limits(max_bytes=ROOM, max_tenant_bytes=ROOM))
-    drafter.begin(KEY, drafter.prepare(tokens(100)))
-    drafter.withdraw(begun_commit(drafter, 100, tokens(LONG)))
-    step, _ = whole(drafter.committing(begun_commit(drafter, 100, tokens(LONG))))
-    assert len(drafter.draft_each([step])[0])
+    drafter.state.begin(KEY, drafter.state.prepare(tokens(100)))
+    ServiceFace(drafter.state).withdraw(begun_commit(drafter, 100, tokens(LONG)))
+    step, _ = whole(ServiceFace(drafter.state).committing(begun_commit(drafter, 100, tokens(LONG))))
+    assert len(ServiceFace(drafter.state).draft_each([step])[0])
 
 
 def test_a_long_output_is_remembered_in_pieces_as_at_once() -> None:
     text, output = tokens(500), tokens(LONG, 3)
     ours, theirs = drafter_with(text), drafter_with(text)
-    theirs.end(KEY, output)
-    _, num_pieces = whole(ours.ending(KEY, output)[1])
+    theirs.state.end(KEY, output)
+    _, num_pieces = whole(ours.state.ending(KEY, output)[1])
     assert num_pieces > 5
     for at in (10, LONG // 2, LONG - 40):
         one, other = (
@@ -210,11 +222,11 @@ def test_a_ring_that_grows_or_wraps_in_pieces_holds_the_same(held: int) -> None:
 def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
     drafter = EmbeddedDrafter()
     context = tokens(VERY_LONG)
-    prepared, num_pieces = whole(drafter.preparing(context, remember=False))
+    prepared, num_pieces = whole(drafter.state.preparing(context, remember=False))
     assert num_pieces > 3
-    one, other = drafter.draft_prepared(prepared, 24), drafter.draft_context(context, 24)
+    one, other = drafter.state.draft_prepared(prepared, 24), drafter.draft_context(context, 24)
     assert one.token_ids.tolist() == other.token_ids.tolist()
-    explanation, num_pieces = whole(drafter.explaining(prepared, 24, 0.0, 4))
+    explanation, num_pieces = whole(explaining(drafter.state, prepared, 24, 0.0, 4))
     assert num_pieces > 24
     assert explanation.tree.token_ids.tolist() == one.token_ids.tolist()
 
@@ -222,12 +234,12 @@ def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
 def test_a_session_is_not_drafted_for_while_its_tokens_are_noted() -> None:
     """Its memory is exchanged meanwhile, without the lock."""
     drafter = drafter_with(tokens(100))
-    (step,) = drafter.commit_each([DraftRequest("s", tokens(1), 101, 8)], "")
+    (step,) = ServiceFace(drafter.state).commit_each([DraftRequest("s", tokens(1), 101, 8)], "")
     assert isinstance(step, CheckedRequest)
     commit = begun_commit(drafter, 101, tokens(LONG))
-    assert not len(drafter.draft_each([step])[0])
-    step, _ = whole(drafter.committing(commit))
-    assert len(drafter.draft_each([step])[0])
+    assert not len(ServiceFace(drafter.state).draft_each([step])[0])
+    step, _ = whole(ServiceFace(drafter.state).committing(commit))
+    assert len(ServiceFace(drafter.state).draft_each([step])[0])
 
 
 @pytest.mark.parametrize("num_new", [50, LONG])
@@ -236,13 +248,13 @@ def test_a_deletion_before_the_first_piece_deletes_the_output_too(
     num_new: int, deleted: str
 ) -> None:
     drafter = drafter_with(tokens(100))
-    _, pieces = drafter.ending(KEY, tokens(num_new, 3))
+    _, pieces = drafter.state.ending(KEY, tokens(num_new, 3))
     if deleted == "tenant":
-        drafter.delete_tenant("")
+        drafter.delete("")
     else:
-        drafter.delete_session(KEY)
+        drafter.state.delete("", KEY)
     whole(pieces)
-    assert drafter.census().generations_tokens == 0
+    assert drafter.state.census().generations_tokens == 0
 
 
 def test_outputs_that_come_when_an_adder_has_left_are_added_with_its_own() -> None:

@@ -17,8 +17,9 @@ from retriever.predict.generations import POOL_BYTES, Generations, generations_b
 from retriever.predict.ledger import Ledger, default_max_bytes, with_ceilings
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 from retriever.sequences import SessionKey
-from retriever.sessions.administration import SessionFilter
+from retriever.sessions.administration import Administration, SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from tests.retriever.log.state_folders import drafter_on, knows, output
 
 SESSION = context_bytes(10)
@@ -28,7 +29,7 @@ PROMPT = np.arange(10, dtype=np.int32)
 
 def begin(drafter: EmbeddedDrafter, tenant: str, name: str, length: int = 10) -> None:
     prompt = np.arange(length, dtype=np.int32)
-    drafter.begin(SessionKey(tenant, name), drafter.prepare(prompt, tenant=tenant))
+    drafter.state.begin(SessionKey(tenant, name), drafter.state.prepare(prompt, tenant=tenant))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 511, 512, 513, 4097, 100_000])
@@ -51,20 +52,20 @@ def test_what_is_taken_is_what_is_there() -> None:
         for _ in range(20):
             new = np.arange(200, dtype=np.int32)
             length += len(new)
-            drafter.commit_each([DraftRequest(str(number), new, length, 0)], "a")
+            ServiceFace(drafter.state).commit_each([DraftRequest(str(number), new, length, 0)], "a")
         drafter.draft_context(np.arange(5000, dtype=np.int32), 8, tenant="a")
         drafter.draft_context(PROMPT, 8)
-        census = drafter.census()
+        census = drafter.state.census()
         expected = census.session_bytes + census.generations_bytes
         expected += SEQUENCE_BYTES * (number + 1) + POOL_BYTES * census.tenants
         assert census.reserved_bytes == expected
     for number in range(5):
-        drafter.end(SessionKey("a", str(number)), np.arange(3000, dtype=np.int32))
-    kept = drafter.census()
+        drafter.state.end(SessionKey("a", str(number)), np.arange(3000, dtype=np.int32))
+    kept = drafter.state.census()
     expected = kept.generations_bytes + POOL_BYTES * kept.tenants
     assert kept.reserved_bytes == expected
-    assert drafter.administration.evict("a", lose=True)[0]
-    assert drafter.census().reserved_bytes == POOL
+    assert Administration(drafter.state).evict("a", lose=True)[0]
+    assert drafter.state.census().reserved_bytes == POOL
 
 
 def test_a_step_that_is_refused_changes_nothing_and_is_taken_once_there_is_room() -> None:
@@ -82,7 +83,7 @@ def test_a_step_that_is_refused_changes_nothing_and_is_taken_once_there_is_room(
 
 def age(drafter: EmbeddedDrafter, tenant: str) -> None:
     """Let a tenant's last call be long ago."""
-    drafter.load(tenant).last_used_s -= 1000.0
+    drafter.state.pool(tenant).last_used_s -= 1000.0
 
 
 def test_idle_pools_make_room_first_and_come_back_from_the_log(tmp_path: Path) -> None:
@@ -93,15 +94,24 @@ def test_idle_pools_make_room_first_and_come_back_from_the_log(tmp_path: Path) -
         begin(drafter, "b", "1")
         age(drafter, "")
         begin(drafter, "c", "1")
-        assert [drafter.is_loaded(tenant) for tenant in ("", *"abc")] == [False, True, True, True]
+        assert [ServiceFace(drafter.state).is_loaded(tenant) for tenant in ("", *"abc")] == [
+            False,
+            True,
+            True,
+            True,
+        ]
         with pytest.raises(LimitExceededError, match="max_bytes"):
             begin(drafter, "c", "2")  # it has its share, and the others have called of late
         age(drafter, "a")
         begin(drafter, "c", "2")
-        assert [drafter.is_loaded(tenant) for tenant in "abc"] == [False, True, True]
-        assert drafter.evictions["pools"] == len(("", "a"))
+        assert [ServiceFace(drafter.state).is_loaded(tenant) for tenant in "abc"] == [
+            False,
+            True,
+            True,
+        ]
+        assert drafter.stats().evictions["pools"] == len(("", "a"))
         for name in "12":
-            drafter.end(SessionKey("c", name))
+            drafter.state.end(SessionKey("c", name))
         assert knows(drafter, 0, "a")
 
 
@@ -113,13 +123,13 @@ def test_a_tenant_at_its_ceiling_takes_nothing_from_others() -> None:
     for number in range(200):
         drafter.remember(np.arange(1000, dtype=np.int32), tenant="greedy")
         begin(drafter, "greedy", str(number), 1000)  # its own idle sessions make room
-    assert drafter.census().reserved_bytes <= 3 << 20
+    assert drafter.state.census().reserved_bytes <= 3 << 20
     assert knows(drafter, 1, "idle")
-    (listed,) = drafter.administration.sessions(SessionFilter("victim"))
+    (listed,) = Administration(drafter.state).sessions(SessionFilter("victim"))
     assert [each.name for each in listed] == ["s"]
-    assert drafter.evictions["generations"] > 0
-    assert drafter.evictions["sessions"] > 0
-    assert drafter.evictions["pools"] == 0
+    assert drafter.stats().evictions["generations"] > 0
+    assert drafter.stats().evictions["sessions"] > 0
+    assert drafter.stats().evictions["pools"] == 0
 
 
 def test_a_tenants_newest_outputs_stay() -> None:
@@ -142,7 +152,7 @@ def test_outputs_beyond_the_ceiling_replace_the_oldest(tmp_path: Path) -> None:
     with drafter_on(tmp_path, small) as drafter:
         assert knows(drafter, 199, "a")
         assert not knows(drafter, 0, "a")
-        assert drafter.census().reserved_bytes <= 1 << 20
+        assert drafter.state.census().reserved_bytes <= 1 << 20
         drafter.remember(output(300, 90), tenant="a")
         assert knows(drafter, 300, "a")
 
@@ -156,7 +166,7 @@ def test_what_is_too_large_is_refused_before_it_is_read() -> None:
     assert time.perf_counter() - began_s < 0.05  # a million tokens take longer
     with pytest.raises(LimitExceededError):
         drafter.draft_context(np.zeros(1 << 20, np.int32), 8)
-    assert drafter.census().session_tokens == 0
+    assert drafter.state.census().session_tokens == 0
 
 
 def test_charges_are_cheap_and_all_given_back() -> None:

@@ -20,8 +20,9 @@ from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest
 from retriever.kernels.layout import Tables
 from retriever.predict.provenance import trace_nodes
-from retriever.sessions import embedded, refreshed_corpora
+from retriever.sessions import explaining, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.explaining import explain
 from retriever.tree import DraftTree, Source
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document, word_tokenizer
@@ -103,7 +104,7 @@ def test_a_session_goes_on_across_additions_removals_and_compaction(
         assert len(tree.follow(np.array(tokens[seen:]))) < 2
     assert_fresh(tree, tokens[:seen], library.path)
     assert not drafter.refresh()
-    assert drafter.refresh_failures == 0
+    assert drafter.stats().refresh_failures == 0
 
 
 def test_a_session_that_matched_nothing_finds_what_is_added(
@@ -127,7 +128,7 @@ def test_an_index_that_took_the_place_of_another_is_drafted_from(
     assert drafter.refresh()
     assert is_known(drafter.draft_context(document(55)[:SEEN], 16), 55)
     assert not is_known(drafter.draft_context(document(5)[:SEEN], 16), 5)
-    assert drafter.indexes[0].num_documents == 10
+    assert drafter.stats().indexes[0].num_documents == 10
 
 
 def test_the_old_snapshot_is_let_go_of(library: Library, drafter: EmbeddedDrafter) -> None:
@@ -137,7 +138,7 @@ def test_the_old_snapshot_is_let_go_of(library: Library, drafter: EmbeddedDrafte
     library.add(100)
     assert 0 in library.snapshots()
     assert "00000000" in library.segments()
-    old = weakref.ref(drafter.indexes[0])
+    old = weakref.ref(drafter.stats().indexes[0])
     drafter.refresh()
     assert old() is None
     library.add(101)
@@ -148,7 +149,7 @@ def test_the_old_snapshot_is_let_go_of(library: Library, drafter: EmbeddedDrafte
 def test_who_still_uses_the_old_snapshot_keeps_it(
     library: Library, drafter: EmbeddedDrafter
 ) -> None:
-    held = drafter.indexes
+    held = drafter.stats().indexes
     library.remove(5)
     drafter.refresh()
     library.add(100)
@@ -168,8 +169,8 @@ def test_what_is_explained_is_the_corpus_that_was_drafted_from(
         assert drafter.refresh()
         return trace_nodes(*arguments)
 
-    monkeypatch.setattr(embedded, "trace_nodes", trace_late)
-    explanation = drafter.explain(document(5)[:SEEN], 16)
+    monkeypatch.setattr(explaining, "trace_nodes", trace_late)
+    explanation = explain(drafter, document(5)[:SEEN], 16)
     assert is_known(explanation.tree, 5)
     names = [each.name for node in explanation.nodes for each in node.documents]
     assert any(name.endswith("document-5.txt") for name in names)
@@ -178,7 +179,7 @@ def test_what_is_explained_is_the_corpus_that_was_drafted_from(
 
 def tables_of(drafter: EmbeddedDrafter) -> Tables:
     """The phrase tables that a sequence would be drafted from."""
-    return drafter.prepare(document(8)[:SEEN]).databases.corpus.tables
+    return drafter.state.prepare(document(8)[:SEEN]).databases.corpus.tables
 
 
 def test_only_what_changed_is_opened_anew(
@@ -187,11 +188,11 @@ def test_only_what_changed_is_opened_anew(
     (tmp_path / "other").mkdir()
     other = Library(tmp_path / "other", tokenizer, range(300, 340))
     drafter = EmbeddedDrafter.open_indexes([library.path, other.path])
-    before, tables = drafter.indexes, tables_of(drafter)
+    before, tables = drafter.stats().indexes, tables_of(drafter)
     other.add(400)
     assert drafter.refresh()
-    assert drafter.indexes[0] is before[0]
-    assert drafter.indexes[1].segments[0] is before[1].segments[0]
+    assert drafter.stats().indexes[0] is before[0]
+    assert drafter.stats().indexes[1].segments[0] is before[1].segments[0]
     assert tables_of(drafter) is tables  # few documents more are not counted at once
     assert is_known(drafter.draft_context(document(400)[:SEEN], 16), 400)
     other.compact()
@@ -261,7 +262,7 @@ def test_what_cannot_be_opened_leaves_drafts_as_they_were(
     with caplog.at_level(logging.INFO):
         assert not drafter.refresh()
         assert not drafter.refresh()
-    assert drafter.refresh_failures == 2
+    assert drafter.stats().refresh_failures == 2
     (message,) = told(caplog)
     assert reason in message
     np.testing.assert_array_equal(draft(drafter, "s", [], SEEN).token_ids, before.token_ids)
@@ -270,17 +271,17 @@ def test_what_cannot_be_opened_leaves_drafts_as_they_were(
     assert drafter.refresh()
     assert is_known(drafter.draft_context(document(104)[:SEEN], 16), 104)
     assert not drafter.refresh()
-    assert drafter.refresh_failures == 2
+    assert drafter.stats().refresh_failures == 2
 
 
 def test_an_index_that_came_back_is_what_it_was(library: Library, drafter: EmbeddedDrafter) -> None:
-    before = drafter.indexes
+    before = drafter.stats().indexes
     take_away(library)
     drafter.refresh()
     library.path.with_name("elsewhere").rename(library.path)
     assert not drafter.refresh()
-    assert drafter.refresh_failures == 1
-    assert drafter.indexes == before
+    assert drafter.stats().refresh_failures == 1
+    assert drafter.stats().indexes == before
 
 
 def test_phrase_tables_that_cannot_be_added_up_leave_drafts_as_they_were(
@@ -292,7 +293,7 @@ def test_phrase_tables_that_cannot_be_added_up_leave_drafts_as_they_were(
     (tmp_path / "other").mkdir()
     other = Library(tmp_path / "other", tokenizer, range(300, 340))
     drafter = EmbeddedDrafter.open_indexes([library.path, other.path])
-    before = drafter.indexes
+    before = drafter.stats().indexes
     other.remove(301)
     starts = other.path / "phrases" / "00000001" / "starts2"
     content = np.fromfile(starts, "<u4")
@@ -300,7 +301,7 @@ def test_phrase_tables_that_cannot_be_added_up_leave_drafts_as_they_were(
     starts.write_bytes(content.tobytes())
     assert not drafter.refresh()
     assert "phrase tables of an index are damaged" in caplog.text
-    assert drafter.indexes == before
+    assert drafter.stats().indexes == before
     assert is_known(drafter.draft_context(document(301)[:SEEN], 16), 301)
     other.add(400)
     other.add(401)
@@ -334,7 +335,7 @@ def test_threads_draft_while_snapshots_change(library: Library) -> None:
         finally:
             done.set()
         assert all(each.result() > 10 for each in running)
-    assert drafter.refresh_failures == 0
+    assert drafter.stats().refresh_failures == 0
     drafter.shut_down()
 
 
@@ -375,7 +376,7 @@ def test_the_thread_outlives_a_refresh_that_fails(
     with monkeypatch.context() as patched:
         patched.setattr(refreshed_corpora, "rehearse", lambda *_: 1 // 0)
         library.add(100)
-        eventually(lambda: drafter.refresh_failures > 1)
+        eventually(lambda: drafter.stats().refresh_failures > 1)
     eventually(lambda: is_known(drafter.draft_context(document(100)[:SEEN], 16), 100))
     assert "ZeroDivisionError" in caplog.text
     drafter.shut_down()

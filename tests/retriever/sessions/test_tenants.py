@@ -11,6 +11,7 @@ from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.service_face import ServiceFace
 from tests.retriever.log.state_folders import drafter_on, keep, kept, knows, log_on, output
 from tests.retriever.token_ids import ids
 
@@ -49,7 +50,10 @@ def test_tenants_beyond_the_limit_leave_memory_and_come_back_from_the_log(tmp_pa
             drafter.remember(output(number), tenant=str(number))
             drafter.remember(output(number + 10), tenant=str(number))
         gc.collect()
-        assert [tenant for tenant in "01234" if drafter.is_loaded(tenant)] == ["3", "4"]
+        assert [tenant for tenant in "01234" if ServiceFace(drafter.state).is_loaded(tenant)] == [
+            "3",
+            "4",
+        ]
         for number in range(5):
             assert knows(drafter, number, str(number))
             drafter.remember(output(number + 20), tenant=str(number))
@@ -84,11 +88,11 @@ def test_a_deleted_tenant_is_gone_and_the_others_are_not(tmp_path: Path, in_memo
             drafter.remember(output(1), tenant=tenant)
         if in_memory:
             drafter.open("s", output(2), tenant="gone")
-            drafter.delete_tenant("gone")
+            drafter.delete("gone")
             drafter.close("s", output(3))
         else:
             drafter.remember(output(1), tenant="third")
-            drafter.delete_tenant("gone")
+            drafter.delete("gone")
         for number in (1, 2, 3):
             assert not knows(drafter, number, "gone")
         assert knows(drafter, 1, "other")
@@ -106,13 +110,13 @@ def test_nothing_of_a_deleted_tenant_stays_in_the_files(tmp_path: Path) -> None:
             drafter.remember(output(number), tenant=tenant)
         data = tmp_path / "generations.mdb"
         assert all(data.read_bytes().count(tokens) for tokens in planted)
-        drafter.delete_tenant("gone")
+        drafter.delete("gone")
         content = data.read_bytes()
         assert data.stat().st_mode & 0o777 == 0o600
         found = [number for number in range(100) if planted[number] in content]
         assert found == list(range(0, 100, 2))
         drafter.remember(output(200), tenant="other")
-        assert drafter.log_failures == 0
+        assert drafter.stats().log_failures == 0
     with log_on(tmp_path) as log:
         assert kept(log, "other") == [output(n).tolist() for n in [*range(0, 100, 2), 200]]
         assert kept(log, "gone") == []
@@ -131,8 +135,8 @@ def test_a_tenant_can_be_deleted_where_the_log_is_full(tmp_path: Path) -> None:
 def test_a_tenant_can_be_deleted_without_a_log() -> None:
     with drafter_on(None) as drafter:
         drafter.remember(output(1), tenant="a")
-        drafter.delete_tenant("a")
-        drafter.delete_tenant("nobody")
+        drafter.delete("a")
+        drafter.delete("nobody")
         assert not knows(drafter, 1, "a")
 
 

@@ -52,7 +52,7 @@ def test_a_stream_of_a_padding_service_has_one_size(
     pads: bool,  # noqa: FBT001
 ) -> None:
     sizes, drafted = set(), set()
-    corpus = [t for t in drafter.indexes[0].segments[0].tokens[:300].tolist() if t < 50]
+    corpus = [t for t in drafter.stats().indexes[0].segments[0].tokens[:300].tolist() if t < 50]
     with serving(drafter, pad_replies=pads) as address, grpc.insecure_channel(address) as channel:
         stub = RetrieverServiceStub(channel)
         opening = pb.OpenSessionRequest(session_id="s", prompt=corpus[:8])

@@ -99,7 +99,6 @@ def test_servers_without_details_are_understood_by_the_code(
 def test_reasons_of_one_code_are_told_apart() -> None:
     for error, reason in (
         (errors.VocabularyMismatchError(""), FailOpen.VOCABULARY),
-        (errors.StaleClientError(""), FailOpen.REFUSED),
         (errors.DrainingError(""), FailOpen.DRAINING),
         (errors.DrafterUnavailableError(""), FailOpen.REFUSED),
         (LIMITED, FailOpen.LIMIT),

@@ -184,7 +184,7 @@ def test_the_embedded_drafter_learns_from_earlier_requests(engine: Engine) -> No
         assert outputs == [engine.expected(prompt) for prompt in PROMPTS]
         passes.append(loop.num_passes)
     assert passes[1] < 0.5 * passes[0]
-    assert drafter.num_sessions == 0
+    assert len(drafter.state.sessions) == 0
 
 
 def test_a_prompt_of_no_tokens_is_the_engines_to_refuse(engine: Engine) -> None:

@@ -210,7 +210,7 @@ def test_an_index_of_another_tokenizer_is_left_out(
     proposer = opened(index=[index, tmp_path / "nowhere"])
     assert propose(proposer, [REPEATED], [1])[0]
     assert isinstance(proposer.drafter, EmbeddedDrafter)
-    assert proposer.drafter.indexes == ()
+    assert proposer.drafter.stats().indexes == ()
     assert proposer.drafter.vocabulary == vocabulary_of(byte_tokenizer)
     assert "another tokenizer" in caplog.text
     assert "nowhere" in caplog.text

@@ -1,0 +1,561 @@
+"""What a drafter holds: databases, predictor and sessions in the process, under one lock.
+
+The lock is held for a step, for a commit, or for a slice of longer work. It is free during waits
+for a disk, a server or a long prompt, except for the one write when the tokenizer becomes known.
+"""
+
+import math
+import struct
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from time import perf_counter
+from typing import Final, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from retriever.drafter import (
+    ALONE,
+    DraftRequest,
+    Fate,
+    Findings,
+    FoundPage,
+    Keeping,
+    Prediction,
+    TokenIds,
+)
+from retriever.errors import (
+    LimitExceededError,
+    OutOfSequenceError,
+    UnknownSessionError,
+)
+from retriever.kernels.entries import first_outside
+from retriever.kernels.layout import BOUNDS
+from retriever.limits import (
+    DEFAULT_DURABILITY,
+    Limits,
+    check_draft,
+    check_length,
+    check_outcomes,
+    check_session_name,
+    check_tenant_name,
+    checked_tokens,
+    out_of_memory,
+    shown,
+)
+from retriever.log.pools import Pools
+from retriever.predict.context import Context, context_bytes
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Asked, Predictor, RefusedStepError
+from retriever.predict.generations import Scope, session_origin
+from retriever.predict.ledger import Charge, Ledger, with_ceilings
+from retriever.predict.pool import Pool
+from retriever.predict.predictions import Predictions, predictions_bytes
+from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
+from retriever.replication.sharing import Replication, check_replication
+from retriever.sequences import (
+    SessionKey,
+    check_batch,
+    check_step,
+    checked_predictions,
+)
+from retriever.sessions.bindings import (
+    NO_PHRASES,
+    Bindings,
+    common_vocabulary,
+)
+from retriever.sessions.deletion import forget
+from retriever.sessions.draft_counts import (
+    Census,
+    DraftCounts,
+    TenantUses,
+    census_of,
+    resident_bytes,
+)
+from retriever.sessions.eviction import Eviction
+from retriever.sessions.kept_findings import KeptFindings
+from retriever.sessions.options import (
+    DEFAULT_LIMITS,
+    DrafterOptions,
+)
+from retriever.sessions.refreshed_corpora import IndexState
+from retriever.sessions.session_table import CheckedRequest, Session, Sessions
+from retriever.tree import DraftTree
+
+_TOKEN: Final = np.dtype(np.int32)
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_DONE: Final = object()
+_Result = TypeVar("_Result")
+
+
+class DrafterState:
+    """What a drafter holds, and what is done with it by a process and by a service alike.
+
+    Methods whose names end in -ing do long work in pieces, of a millisecond or two, and yield
+    without the lock after each.
+
+    Args:
+        indexes: open indexes, all of one vocabulary; closed with the drafter.
+        options: see `DrafterOptions`.
+
+    Attributes:
+        limits: in force; `take_limits` changes them.
+        vocabulary: of the indexes, or as given.
+        lock: held while sessions, pools or the predictor are used.
+        predictor: grows the trees.
+        sessions: the open ones.
+        ledger: of the memory.
+        eviction: makes room in that.
+        bindings: indexes and phrases by tenant.
+        pools: outputs by tenant, and their log.
+        findings: what decoders found likely.
+        replication: of outputs, to other drafters.
+        draft_counts: counts of drafts and their outcomes.
+        uses: what each tenant has used, as far as a service counts it.
+        fingerprint: of the tokenizer; empty while it is unknown.
+        named: the tokenizers that tenants named meanwhile, fingerprints by tenant.
+        base_bytes: memory of the process when it was ready, without what is counted.
+        hold: whether indexes are held in memory.
+        copying: held while the state directory is copied.
+
+    Raises:
+        InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
+        StateError: `state` cannot be used.
+        VocabularyMismatchError: `state` holds outputs of another tokenizer.
+        ReplicationError: `replication` cannot be used; a server that is down is no error.
+    """
+
+    def __init__(
+        self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
+    ) -> None:
+        check_replication(options.get("replication"))
+        phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
+        self.limits = with_ceilings(options.get("limits", DEFAULT_LIMITS))
+        self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
+        self.uses = TenantUses()
+        self.base_bytes = 0
+        self.lock = Lock()
+        self.predictor = options.get("predictor") or Predictor(
+            self.limits.max_budget_nodes, num_threads=options.get("threads", 1)
+        )
+        self.draft_counts = DraftCounts(self.predictor.counted)
+        self._bound_steps()
+        self.sessions = Sessions(self.limits, options.get("clock", time.monotonic))
+        self.ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
+        self.bindings = Bindings(indexes, phrases, bound, self.sessions, self.lock)
+        self.fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
+        self.pools = Pools.open(
+            self.limits,
+            options.get("state"),
+            self.fingerprint,
+            options.get("durability", DEFAULT_DURABILITY),
+            self.bindings.has_corpus,
+            self.ledger,
+        )
+        self.findings = KeptFindings(self.pools, self.ledger, lambda: self.limits)
+        self.ledger.evictor = self.eviction = Eviction(
+            self.ledger, self.sessions, self.pools, self.findings, self.lock
+        )
+        self.named: dict[str, str] = {}  # fingerprints by tenant
+        self._keeps_elsewhere = self.pools.is_logged or options.get("replication") is not None
+        self._forget = partial(forget, self.sessions, self.pools, self.findings, self.lock)
+        self.replication = Replication.join(
+            options.get("replication"), self.pools, self.lock, self.limits, self._forget
+        )
+        self.fingerprint = self.fingerprint or self.pools.fingerprint
+        if self.fingerprint:
+            self.replication.start(self.fingerprint, self.vocabulary)
+        self.hold = options.get("hold_indexes", False)
+        self.copying = Lock()
+        self.pools.get("")  # callers without a tenant do not wait for the log
+        if (refresh_s := options.get("refresh_s", 0.0)) > 0:
+            self.bindings.watch(refresh_s)
+
+    def prepare(
+        self,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        tenant: str = "",
+        predictions: Sequence[Prediction] = (),
+    ) -> Session:
+        """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
+        return whole(
+            self.preparing(prompt, remember=remember, tenant=tenant, predictions=predictions)
+        )
+
+    def preparing(
+        self,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        tenant: str = "",
+        charge: Charge | None = None,
+        predictions: Sequence[Prediction] = (),
+    ) -> Generator[None, None, Session]:
+        """Do as `prepare` does, in pieces; `charge` is that of `charge_reading`, if it was called.
+
+        Raises:
+            InvalidRequestError: the prompt, a prediction or the tenant is invalid.
+            LimitExceededError: there is no room for it, or the prompt or a prediction is too long.
+        """
+        tokens = self.tokens(prompt)
+        check_length(len(tokens), self.limits)
+        expected = self._predictions(predictions) if predictions else []
+        check_tenant_name(tenant)
+        needed = context_bytes(len(tokens))
+        try:
+            charge = charge or self.ledger.take(tenant, needed)
+            charge.ensure(needed)  # before the memory is
+            context = yield from Context.reading(tokens, charge)
+        except MemoryError as error:
+            raise out_of_memory() from error
+        predicted = (yield from self._reading(expected, tenant)) if expected else None
+        pool, phrases = self.pool(tenant), self.bindings.phrases(tenant)
+        cursor = phrases.cursor(tokens) if phrases else None
+        corpus = self.bindings.corpus(tenant)
+        databases = Databases(
+            context, pool, corpus, learns=remember, phrases=cursor, predictions=predicted
+        )
+        return Session(databases, len(tokens), remember)
+
+    def begin(self, key: SessionKey, prepared: Session) -> None:
+        """Begin a sequence as `open` does, under a name that no open session has."""
+        check_session_name(key.name)
+        with self.lock:
+            self.sessions.add(key, prepared)
+            prepared.databases.turn_to(self.bindings.corpus(prepared.tenant))
+            if prepared.kin is not ALONE:
+                self._join(prepared)
+
+    def adding_predictions(
+        self, key: SessionKey, predictions: Sequence[Prediction]
+    ) -> Generator[None, None, None]:
+        """Do as `add_predictions` does, in pieces, and without the lock but for the last.
+
+        Raises: as `PredictionDrafter.add_predictions`.
+        """
+        added = self._predictions(predictions)
+        while True:
+            with self.lock:
+                session = self.sessions.get(key)
+                known = session.databases.predictions
+            before = [] if known is None else known.texts()
+            expected = self._predictions([*before, *added])
+            if len(expected) == len(before):
+                return
+            predicted = yield from self._reading(expected, session.tenant)
+            with self.lock:
+                if session.is_open and session.databases.predictions is known:
+                    session.databases.expect(predicted)
+                    return
+
+    def drafting_ahead(
+        self, step: CheckedRequest, until_s: float = math.inf
+    ) -> Iterator[DraftTree]:
+        """Draft for the outcomes of a committed request; yield without the lock after each.
+
+        Ends at an outcome that cannot be answered: the time of `time.monotonic` is over, the
+        sequence has gone on or has ended, or a database has no room or knows only what has come.
+        """
+        session, request = step.session, step.request
+        for outcome in step.outcomes:
+            if time.monotonic() >= until_s:
+                return
+            with self.lock:
+                if not session.is_open or session.is_committing:
+                    return
+                databases = session.databases
+                has_gone_on = len(databases.context) != request.length
+                if has_gone_on or not databases.can_suppose(len(outcome)):
+                    return
+                databases.turn_to(self.bindings.corpus(session.tenant))
+                tree = self.predictor.suppose(
+                    databases, outcome, request.budget_nodes, request.min_probability
+                )
+            yield tree
+
+    def count_step(self, num_drafts: int, seconds: float) -> None:
+        """Count a step made by `commit_each` and `draft_each`."""
+        with self.lock:
+            self.draft_counts.stepped(num_drafts, seconds)
+
+    def end(
+        self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> Fate:
+        """End a sequence as `close` does, without waiting for the state directory: see `flush`.
+
+        Returns:
+            What becomes of its output; whether the disk took it is known after the next `flush`.
+        """
+        fate, pieces = self.ending(key, new_tokens, remember=remember)
+        whole(pieces)
+        return fate
+
+    def ending(
+        self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> tuple[Fate, Generator[None, None, None]]:
+        """Do as `end` does; the iterator adds the output to the generations, in pieces."""
+        tokens = _NO_TOKENS if new_tokens is None else self.tokens(new_tokens)
+        with self.lock:
+            ended = self.sessions.get(key)
+            check_not_committing(ended, key.name)
+            check_length(len(ended.databases.context) + len(tokens), self.limits)
+            self.sessions.remove(key)
+            self.predictor.note(ended.databases, tokens)
+            # Its tokens are not added to the sequence: nothing is drafted from that any more.
+            if not (remember and ended.remember):
+                return Fate(Keeping.NOTHING), self._locked(iter(()))
+            fate, pieces = self.remembering(key, ended, tokens)
+        return fate, self._locked(pieces)
+
+    def flush(self) -> None:
+        """Write remembered outputs to the state directory, then replicate them.
+
+        Outputs that the disk refuses stay in memory: their fates (`end`) and `log_failures` tell.
+        """
+        with self.replication.publishing():
+            self.pools.commit()
+
+    def draft_prepared(
+        self, prepared: Session, budget_nodes: int, min_probability: float = 0.0
+    ) -> DraftTree:
+        """Draft for a context that `prepare` has read."""
+        check_draft(budget_nodes, min_probability, self.limits)
+        began = perf_counter()
+        with self.lock:
+            tree = self.grow(prepared.databases, budget_nodes, min_probability)
+            self.draft_counts.drafted_bare(perf_counter() - began)
+        return tree
+
+    def share_findings(self, model: str, findings: Findings, *, tenant: str = "") -> None:
+        """Keep what a decoder's model found likely, for a later run or the tenant's others.
+
+        It is neither drafted from nor checked here: wrong findings cost drafts of the tenant's
+        decoders, and never change an output. See `FindingsStore.share_findings`.
+
+        Raises:
+            InvalidRequestError: they cannot be findings.
+            NotPossibleError: none are kept here.
+            LimitExceededError: there is no room for them.
+            StorageError: the disk refuses.
+        """
+        check_tenant_name(tenant)
+        size = self.vocabulary.size if self.vocabulary else None
+        self.findings.share(tenant, model, findings, size)
+        with self.lock:
+            self.name_vocabulary(tenant)
+
+    def fetch_findings(self, model: str, before: int = 0, *, tenant: str = "") -> FoundPage:
+        """Return a page of what a tenant's decoders found likely; see `FindingsStore`."""
+        check_tenant_name(tenant)
+        return self.findings.fetch(tenant, model, before)
+
+    def delete(self, tenant: str, key: SessionKey | None = None) -> None:
+        """Delete a tenant's data, or that of the sessions of a name; see `EmbeddedDrafter.delete`.
+
+        Other callers draft meanwhile.
+        """
+        check_tenant_name(tenant)
+        scope = Scope(tenant)
+        if key is not None:
+            check_session_name(key.name)
+            scope = Scope(tenant, session_origin(key.name))
+            with self.lock, suppress(UnknownSessionError):
+                self.sessions.remove(key).databases.clear()
+        try:
+            self._forget(scope, self.replication.delete)
+        finally:
+            self.replication.keep_position()
+
+    def shut_down(self) -> None:
+        """Replicate queued outputs for at most a second; close the indexes and the state."""
+        self.flush()
+        self.replication.shut_down()
+        self.bindings.shut_down()
+        self.pools.close()
+
+    def census(self) -> Census:
+        """Count what is in memory now, with short pauses so that drafts are not held up."""
+        with self.lock:
+            sessions = self.sessions.all()
+        census = census_of(sessions, self.pools.all(), self.ledger, self.lock)
+        return replace(
+            census,
+            recycled_bytes=self.findings.num_bytes,
+            base_bytes=self.base_bytes + resident_bytes()[1],
+        )
+
+    def _join(self, session: Session) -> None:
+        """Have a session serve its group; where there is no room for it, it does not."""
+        pool = session.databases.pool
+        if session.kin.group and pool.running is None:
+            with suppress(LimitExceededError):
+                least = running_bytes(FEWEST_TOKENS)
+                charge = self.ledger.take(pool.tenant, least, is_locked=True)
+                pool.running = RunningOutputs(charge)
+        session.databases.join(session.kin, is_shared=session.remember)
+
+    def _locked(self, pieces: Iterator[None]) -> Generator[None, None, None]:
+        """Do each piece of work with the lock held."""
+        while True:
+            with self.lock:
+                if next(pieces, _DONE) is _DONE:
+                    return
+            yield
+
+    def tokens(self, tokens: ArrayLike) -> TokenIds:
+        """Return int32[n], a copy: the caller's array may change.
+
+        Raises:
+            InvalidRequestError: they are no integers of the vocabulary in one dimension.
+        """
+        if type(tokens) is np.ndarray and tokens.dtype is _TOKEN and tokens.ndim == 1:
+            copied = tokens.copy()
+            if first_outside(copied, self.predictor.bounds[BOUNDS.VOCABULARY]) < 0:
+                return copied
+        return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
+
+    def _predictions(self, predictions: Iterable[Prediction]) -> list[Prediction]:
+        size = self.vocabulary.size if self.vocabulary else None
+        return checked_predictions(predictions, size, self.limits)
+
+    def _reading(
+        self, expected: Sequence[Prediction], tenant: str
+    ) -> Generator[None, None, Predictions]:
+        """Return checked predictions as a database, in pieces."""
+        num_tokens = sum(len(each.tokens) for each in expected)
+        charge = self.ledger.take(tenant, predictions_bytes(num_tokens, len(expected)))
+        try:
+            return (yield from Predictions.reading(expected, charge))
+        except MemoryError as error:
+            raise out_of_memory() from error
+
+    def pool(self, tenant: str) -> Pool:
+        """Return a tenant's outputs; loads them if they are not in memory.
+
+        Raises:
+            InvalidRequestError: the tenant's name is invalid.
+        """
+        check_tenant_name(tenant)
+        return self.pools.get(tenant)
+
+    def checked(self, request: DraftRequest, namespace: str) -> CheckedRequest:
+        """Return a request after the checks against its session, with the lock held.
+
+        Raises:
+            RetrieverError: it is refused.
+        """
+        session = self.sessions.get(SessionKey(namespace, request.session))
+        check_not_committing(session, request.session)
+        check_draft(request.budget_nodes, request.min_probability, self.limits)
+        outcomes: list[TokenIds] = []
+        if request.outcomes:
+            check_outcomes([len(outcome) for outcome in request.outcomes], self.limits)
+            outcomes = [self.tokens(outcome) for outcome in request.outcomes]
+        tokens = self.tokens(request.new_tokens)
+        num_known = len(session.databases.context)
+        check_length(num_known + len(tokens), self.limits)
+        check_step(request, num_known, len(tokens))
+        return CheckedRequest(session, tokens, request, outcomes)
+
+    def step(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Do a step with the lock held; it is refused as a whole or not at all.
+
+        The kernel checks its numbers.
+        """
+        if len(requests) > 1:
+            check_batch(requests, self.limits)
+        try:
+            if len(requests) == 1:
+                return [self.predictor.step(self._asked(requests[0]))]
+            return self.predictor.step_all([self._asked(request) for request in requests])
+        except (RefusedStepError, struct.error, TypeError) as error:
+            check_batch(requests, self.limits)
+            place = error.place if isinstance(error, RefusedStepError) else 0
+            self.checked(requests[place], "")  # these tell why
+            raise
+
+    def _asked(self, request: DraftRequest) -> Asked:
+        """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
+        name, tokens, length, budget, min_probability, _ = request
+        session = self.sessions.get(("", name))  # type: ignore[arg-type]  # it is made faster
+        if session.is_committing:
+            check_not_committing(session, name)
+        if type(tokens) is not np.ndarray or tokens.dtype is not _TOKEN or tokens.ndim != 1:
+            tokens = self.tokens(tokens)
+        return Asked(session.databases, tokens, length, budget, min_probability)
+
+    def grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
+        """Draft from databases, with the lock held."""
+        databases.turn_to(self.bindings.corpus(databases.pool.tenant))
+        return self.predictor.draft(databases, budget, min_probability)
+
+    def remembering(
+        self, key: SessionKey, ended: Session, tokens: TokenIds = _NO_TOKENS
+    ) -> tuple[Fate, Iterator[None]]:
+        """Return what becomes of an ended session's output, and the pieces in which it is added."""
+        context = ended.databases.context
+        output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
+        if len(output):
+            self.name_vocabulary(ended.tenant)
+        version = ended.kin.policy_version or 0
+        entry, pieces = self.pools.remembering(ended.databases.pool, output, key.name, version)
+        self.replication.hold(entry)
+        return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces
+
+    def name_vocabulary(self, tenant: str) -> None:
+        """Take a tenant's tokenizer for what is kept on disk or replicated, if none was known."""
+        fingerprint = self.named.get(tenant, "")
+        if self.fingerprint or not fingerprint or not self._keeps_elsewhere:
+            return
+        self.fingerprint = fingerprint
+        self.pools.name_vocabulary(fingerprint)
+        self.replication.start(fingerprint, self.vocabulary)
+
+    def take_limits(self, limits: Limits) -> None:
+        """Put limits in force, with the lock held."""
+        self.limits = self.sessions.limits = limits = with_ceilings(limits)
+        self.ledger.max_bytes, self.ledger.max_tenant_bytes = (
+            limits.max_bytes,
+            limits.max_tenant_bytes,
+        )
+        self.pools.take_limits(limits)
+        self._bound_steps()
+
+    def _bound_steps(self) -> None:
+        """Have the predictor check steps against the limits and the vocabulary."""
+        bounds, limits = self.predictor.bounds, self.limits
+        most = min(limits.max_budget_nodes, limits.max_step_nodes)
+        bounds[BOUNDS.NODES] = most if limits.max_batch > 0 else -1
+        bounds[BOUNDS.TOKENS] = limits.max_sequence_tokens
+        if self.vocabulary is not None:
+            bounds[BOUNDS.VOCABULARY] = self.vocabulary.size
+
+
+def whole(pieces: Generator[None, None, _Result]) -> _Result:
+    """Do all pieces of work, and let other threads have the lock between them."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            result: _Result = done.value
+            return result
+        time.sleep(0)
+
+
+def check_not_committing(session: Session, name: str) -> None:
+    """Refuse a second request of a session while its tokens are being noted.
+
+    Raises:
+        OutOfSequenceError: they are.
+    """
+    if session.is_committing:
+        raise OutOfSequenceError(
+            f"the tokens of another step of session {shown(name)} are being noted: send one step "
+            "of a session after the other"
+        )

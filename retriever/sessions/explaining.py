@@ -1,0 +1,71 @@
+"""Explaining a draft: its tree, with the evidence for each node."""
+
+from collections.abc import Generator, Sequence
+
+from numpy.typing import ArrayLike
+
+from retriever.drafter import (
+    Prediction,
+)
+from retriever.limits import (
+    DEFAULT_DOCUMENTS,
+    check_documents,
+    check_draft,
+)
+from retriever.predict.provenance import DraftedRows, locate, trace_nodes
+from retriever.sessions.drafter_state import DrafterState, whole
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import Session
+from retriever.tree import Explanation
+
+
+def explain(  # noqa: PLR0913  (the last four are options)
+    drafter: EmbeddedDrafter,
+    context: ArrayLike,
+    budget_nodes: int,
+    min_probability: float = 0.0,
+    *,
+    max_documents: int = DEFAULT_DOCUMENTS,
+    tenant: str = "",
+    predictions: Sequence[Prediction] = (),
+) -> Explanation:
+    """Draft as `draft_context` does, with the evidence for each node; takes milliseconds.
+
+    At most `max_documents` are named for each. Generations are not shown.
+
+    Raises:
+        InvalidRequestError: the context, a prediction, a number or the tenant is invalid.
+        ProvenanceError: an index is damaged.
+    """
+    state = drafter.state
+    check_documents(max_documents)
+    check_draft(budget_nodes, min_probability, state.limits)
+    prepared = state.prepare(context, remember=False, tenant=tenant, predictions=predictions)
+    return whole(explaining(state, prepared, budget_nodes, min_probability, max_documents))
+
+
+def explaining(
+    state: DrafterState,
+    prepared: Session,
+    budget_nodes: int,
+    min_probability: float,
+    max_documents: int,
+) -> Generator[None, None, Explanation]:
+    """Do as `explain` does, in pieces, for a context that `prepare` has read."""
+    check_documents(max_documents)
+    check_draft(budget_nodes, min_probability, state.limits)
+    with state.lock:
+        tree = state.grow(prepared.databases, budget_nodes, min_probability)
+        evidence = DraftedRows.of(state.predictor, budget_nodes)
+        # Of this draft, even after a refresh.
+        indexes = state.bindings.corpora(prepared.tenant).current.indexes
+    yield
+    supports = []
+    for support in trace_nodes(tree, prepared.databases, evidence):
+        supports.append(support)
+        yield
+    nodes = []
+    for node in locate(supports, indexes, max_documents):
+        nodes.append(node)
+        yield
+    return Explanation(tree, tuple(nodes))

@@ -1,0 +1,240 @@
+"""What a service asks of a drafter: steps of its streams in parts, and long work in pieces."""
+
+from collections.abc import Generator, Iterable
+from typing import Final, NamedTuple
+
+from indexer.reader import Index
+from retriever.drafter import (
+    DraftRequest,
+)
+from retriever.errors import (
+    RetrieverError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
+from retriever.limits import (
+    check_fingerprint,
+    check_length,
+    shown,
+)
+from retriever.predict.context import context_bytes
+from retriever.predict.ledger import Charge
+from retriever.predict.pool import Pool
+from retriever.sequences import (
+    SessionKey,
+)
+from retriever.sessions.drafter_state import DrafterState
+from retriever.sessions.session_table import CheckedRequest, Session
+from retriever.tree import DraftTree
+
+_READING_BYTES: Final = 16
+"""Memory of a token while a prompt is read: 4 in its message, 8 as it leaves that, 4 in a copy."""
+
+_MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
+
+
+class LongCommit(NamedTuple):
+    """A step whose tokens are charged and not committed: `ServiceFace.committing` does that.
+
+    Attributes:
+        step: the checked request.
+    """
+
+    step: CheckedRequest
+
+
+class ServiceFace:
+    """A drafter as a service sees it, which interleaves the steps of its streams.
+
+    A step is `commit_each` and `draft_each`. Methods whose names end in -ing do long work in
+    pieces, of a millisecond or two, and yield without the lock after each.
+
+    Args:
+        state: of the drafter, which others may use at the same time.
+
+    Attributes:
+        state: as given; it has the parts that a process uses, too.
+    """
+
+    def __init__(self, state: DrafterState) -> None:
+        self.state = state
+
+    def charge_reading(self, tenant: str, num_tokens: int, num_predicted: int = 0) -> Charge:
+        """Take the memory of a prompt, and what reading it needs, before it waits for its turn.
+
+        It is all taken at once: if those that wait held a part, none of them might find the rest.
+
+        Args:
+            tenant: whose prompt it is.
+            num_tokens: of the prompt, or about as many.
+            num_predicted: of predictions, or about as many.
+
+        Returns:
+            The charge, for `preparing`, which takes it over.
+
+        Raises:
+            LimitExceededError: there is no room for it, or the prompt is too long.
+        """
+        check_length(num_tokens, self.state.limits)
+        needed = _READING_BYTES * (num_tokens + num_predicted) + context_bytes(num_tokens)
+        return self.state.ledger.take(tenant, needed)
+
+    def commit_each(
+        self, requests: Iterable[DraftRequest], namespace: str
+    ) -> list[CheckedRequest | LongCommit | RetrieverError]:
+        """Commit new tokens; return a step, or why it is refused, for each request in order.
+
+        A refused request does not affect others. The caller has called `check_batch`, and does
+        `committing` for commits that take longer than a piece of work.
+        """
+        committed: list[CheckedRequest | LongCommit | RetrieverError] = []
+        with self.state.lock:
+            for request in requests:
+                try:
+                    step = self._charged(request, namespace)
+                except RetrieverError as error:
+                    # Its frames hold this list, and so sessions that may have ended.
+                    committed.append(error.with_traceback(None))
+                    continue
+                if step.session.databases.context.is_long(len(step.new_tokens)):
+                    step.session.is_committing = True
+                    committed.append(LongCommit(step))
+                else:
+                    self.state.predictor.commit(step.session.databases, step.new_tokens)
+                    committed.append(step)
+        return committed
+
+    def committing(self, commit: LongCommit) -> Generator[None, None, CheckedRequest]:
+        """Commit the tokens of a step in pieces; return the step.
+
+        Meanwhile other requests of its session are refused. It can end, which ends the commit.
+
+        Raises:
+            UnknownSessionError: the session has ended meanwhile.
+        """
+        session, new_tokens, request, _ = commit.step
+        try:
+            with self.state.lock:
+                self.state.predictor.note(session.databases, new_tokens)
+            # Without the lock: no other call reads or writes the tokens of this session.
+            for _ in session.databases.committing(new_tokens):
+                if not session.is_open:
+                    break
+                yield
+        finally:
+            with self.state.lock:
+                session.is_committing = False
+                if not session.is_open:
+                    session.databases.clear()  # it may have been while a piece was added
+        if not session.is_open:
+            raise UnknownSessionError(
+                f"session {shown(request.session)} has ended while its tokens were noted"
+            )
+        return commit.step
+
+    def withdraw(self, commit: LongCommit) -> None:
+        """Give up a commit that `committing` has not begun: its session is as before."""
+        session = commit.step.session
+        with self.state.lock:
+            session.is_committing = False
+            if session.is_open:
+                self.state.sessions.withdraw(session)
+
+    def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
+        """Draft for committed requests; also for sessions that have ended since."""
+        with self.state.lock:
+            return [self._draft(step) for step in steps]
+
+    def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
+        """End sessions that are still open, and keep nothing of them; return how many."""
+        with self.state.lock:
+            return self.state.sessions.discard(ended)
+
+    def end_idle(self) -> int:
+        """End sessions idle for longer than `idle_session_s`; return how many."""
+        with self.state.lock:
+            return self.state.sessions.end_idle()
+
+    def remember_open(self) -> int:
+        """Remember the outputs of open sessions so far, and no later tokens; return how many."""
+        with self.state.lock:
+            remembered = [each for each in self.state.sessions.items() if each[1].remember]
+            for key, session in remembered:
+                self._remember(key, session)
+                session.remember = False
+        self.state.flush()
+        return len(remembered)
+
+    def load(self, tenant: str) -> Pool:
+        """Load a tenant's outputs, if they are not in memory; they stay while the pool is held.
+
+        Raises:
+            InvalidRequestError: the tenant's name is invalid.
+        """
+        return self.state.pool(tenant)
+
+    def is_loaded(self, tenant: str) -> bool:
+        """Return whether a tenant's generations are in memory: loading them is slow."""
+        return tenant in self.state.pools
+
+    def indexes_of(self, tenant: str) -> tuple[Index, ...]:
+        """Return a tenant's indexes in their current snapshots."""
+        return self.state.bindings.corpora(tenant).current.indexes
+
+    def check_vocabulary(self, fingerprint: str, tenant: str = "") -> None:
+        """Refuse the tokens of another tokenizer.
+
+        Without a vocabulary of the drafter's own, a tenant's is the first that it names, as long as
+        it has open sessions or outputs in memory, so that no client locks out other tenants. A
+        state directory and replication are for one: that of the first output that is kept there,
+        which is the drafter's from then on.
+
+        Raises:
+            VocabularyMismatchError: `fingerprint` is neither empty nor this drafter's.
+            InvalidRequestError: it is not a fingerprint.
+        """
+        if not fingerprint:
+            return
+        check_fingerprint(fingerprint)
+        expected = self.state.fingerprint
+        if not expected:
+            with self.state.lock:
+                expected = self.state.named.get(tenant, "")
+                if fingerprint != expected and not self._holds_anything_of(tenant):
+                    expected = self.state.named[tenant] = fingerprint
+                    if len(self.state.named) > _MOST_NAMED:
+                        del self.state.named[next(iter(self.state.named))]
+        if fingerprint != expected:
+            raise VocabularyMismatchError(
+                f"drafts are for the tokenizer with the fingerprint {expected[:12]}\u2026 "
+                f"and not for {fingerprint[:12]}\u2026: "
+                "use an index built with the model's own tokenizer"
+            )
+
+    def _holds_anything_of(self, tenant: str) -> bool:
+        pool = self.state.pools.find(tenant)
+        has_outputs = pool is not None and pool.generations.num_tokens > 0
+        return has_outputs or tenant in self.state.sessions.tenants
+
+    def _charged(self, request: DraftRequest, namespace: str = "") -> CheckedRequest:
+        """Check a request, and take the memory for its tokens."""
+        step = self.state.checked(request, namespace)
+        step.session.databases.context.make_room(len(step.new_tokens))
+        return step
+
+    def _draft(self, step: CheckedRequest) -> DraftTree:
+        request, session = step.request, step.session
+        if session.is_committing:  # of another step, which is written without the lock
+            return DraftTree.empty()
+        return self.state.grow(session.databases, request.budget_nodes, request.min_probability)
+
+    def _remember(self, key: SessionKey, session: Session) -> None:
+        """Add a session's output to the generations, if it is to be remembered."""
+        if not session.remember:
+            return
+        context = session.databases.context
+        output = context.last(len(context) - session.prompt_length)
+        if len(output):
+            self.state.name_vocabulary(session.tenant)
+        version, pool = session.kin.policy_version or 0, session.databases.pool
+        self.state.replication.hold(self.state.pools.remember(pool, output, key.name, version))
