@@ -25,7 +25,7 @@ import typer
 
 HERE: Final = Path(__file__).resolve().parent.parent
 _OURS, _THEIRS = "ours", "against"
-_FLUSHED: Final = np.zeros(1 << 23)  # 64 MiB, more than caches hold
+_FLUSHED: Final = np.ones(1 << 23)  # 64 MiB, more than caches hold; zeros would be one page
 
 
 def main(  # noqa: PLR0913, PLR0917  (options of a command)

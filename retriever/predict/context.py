@@ -7,6 +7,7 @@ from typing import Final, Self
 from retriever.drafter import TokenIds
 from retriever.kernels.layout import Chains, Cursor
 from retriever.predict.ledger import Charge
+from retriever.predict.step_record import StepRecord
 from retriever.predict.stores import (
     CONTEXT_LIMITS,
     NO_TOKENS,
@@ -33,12 +34,14 @@ class Context:
     """The sequence itself, in a store that grows.
 
     Attributes:
+        step: what the sequence asks of the kernel, kept from one step to the next.
         address: where its store is packed for kernels; elsewhere once the sequence has outgrown it.
     """
 
     def __init__(self, prompt: TokenIds, charge: Charge | None = None, room_for: int = 0) -> None:
         """Begin with int32[n]; `room_for` is a number of tokens if more than those are to come."""
         self._charge = charge
+        self.step = StepRecord()
         room = 2 * max(len(prompt), room_for)
         self._take(ChainStore(room, CONTEXT_LIMITS, Source.CONTEXT, prompt))
         self.settle()
@@ -54,6 +57,7 @@ class Context:
 
     def _take(self, store: ChainStore) -> None:
         self._store, self.address = store, store.address
+        self.step.follow(store.address)
 
     def __len__(self) -> int:
         return len(self._store)

@@ -22,7 +22,6 @@ from retriever.predict.predictions import Predictions
 from retriever.predict.question import Database, Question, SupposingDatabase
 from retriever.predict.running import READER, RunningOutput, RunningOutputs, lane_fields
 from retriever.predict.searched_corpus import Corpus
-from retriever.predict.step_record import StepRecord
 from retriever.tree import Source
 
 
@@ -54,7 +53,7 @@ class Databases:
         predictions: what the caller expects of the sequence; None without any.
 
     Attributes:
-        step: what it asks of the kernel, kept from one step to the next.
+        step: what it asks of the kernel.
         lane: the sequence among the tenant's running ones.
         runs: the calls of a draft: one, but for databases without a stage.
         is_compiled: whether one call of a kernel asks all databases, in what the tenant's sequences
@@ -77,7 +76,7 @@ class Databases:
         self.learns = learns
         self.phrases = phrases
         self.predictions = predictions
-        self.step = StepRecord()
+        self.step = context.step
         self.lane = READER
         self._plan()
 
@@ -91,6 +90,7 @@ class Databases:
         self.runs = _runs_of(others) if others else [_ALONE]
         self.is_compiled = len(self.runs) == 1 and not self.lane.oldest_version
         self.appends = self.is_compiled and not self.lane.is_written
+        self.step.join(self.lane.address)
 
     def expect(self, predictions: Predictions) -> None:
         """Draft from these predictions from now on; they begin with those of before."""

@@ -18,7 +18,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import TokenIds
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.entries import (
     APPEND,
     CHECK,
@@ -74,22 +74,8 @@ class Prior:
 DEFAULT_PRIOR: Final = Prior()
 
 
-class Asked(NamedTuple):
-    """A sequence of a step.
-
-    Attributes:
-        databases: of the sequence.
-        tokens: int32[n], committed to it before it is drafted for.
-        length: tokens of the sequence then.
-        budget: most nodes of its tree.
-        min_probability: less probable nodes are left out.
-    """
-
-    databases: Databases
-    tokens: TokenIds
-    length: int
-    budget: int
-    min_probability: float
+Asked = tuple[Databases, DraftRequest]
+"""A sequence of a step, and what is asked for it, with new tokens as int32[n]."""
 
 
 class RefusedStepError(Exception):
@@ -152,26 +138,24 @@ class Predictor:
         self._threads: ThreadPoolExecutor | None = None
         self._scratches: list[Scratch] = []
 
-    def step(self, asked: Asked) -> DraftTree:
+    def step(self, databases: Databases, request: DraftRequest) -> DraftTree:
         """Commit tokens to a sequence, and draft for it: mostly in one call of the kernel.
 
         Raises:
             RefusedStepError: it does not fit; nothing is done.
             TypeError: a number is none; nothing is done. So with `struct.error`.
         """
-        databases, tokens, length, budget, min_probability = asked
+        _, tokens, length, budget, min_probability, _ = request
         step = databases.step
         if not (databases.appends and 0 < budget <= step.most_nodes and length > 0):
-            return self.step_all([asked])[0]
+            return self.step_all([(databases, request)])[0]
         is_last = self._last is not None and self._last() is databases
-        step.ask(
-            databases.context.address, databases.lane.address, _WHOLE, tokens, length, budget,
-            min_probability, self._rate if is_last and databases.learns else 0.0,
-        )  # fmt: skip
+        rate = self._rate if is_last and databases.learns else 0.0
+        step.ask(_WHOLE, tokens, length, budget, min_probability, rate)
         step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
         refusal, size, self.num_rows, learned = step.answer()
         if refusal:  # or there is no room, which there will be
-            return self.step_all([asked])[0]
+            return self.step_all([(databases, request)])[0]
         databases.pool.learned += learned
         if not is_last:
             self._last = ref(databases)
@@ -195,17 +179,18 @@ class Predictor:
         self._learn_first(asked)
         if is_alike:
             trees = self._draft_together(asked, steps)
-            self._last = ref(asked[-1].databases)
+            self._last = ref(asked[-1][0])
             return trees
         trees = [DraftTree.empty()] * len(asked)
         # The unit of the last sequence comes last: that one is learned from.
         for numbers, members in sorted(self._units(asked), key=_last_number):
-            if members[0].databases.is_compiled:
+            databases, request = members[-1]
+            if databases.is_compiled:
                 drafted = self._draft_together(members, _addresses(members))
             else:
-                ((databases, _, _, budget, _),) = members
+                budget = request.budget_nodes
                 drafted = [self._grow(databases, databases.step, self.scratch, budget)]
-            self._last = ref(members[-1].databases)
+            self._last = ref(databases)
             for number, tree in zip(numbers, drafted, strict=True):
                 trees[number] = tree
         return trees
@@ -219,15 +204,18 @@ class Predictor:
         Raises:
             RefusedStepError: a number is none, or a budget is too large.
         """
-        pool, corpus, is_alike, place = asked[0].databases.pool, asked[0].databases.corpus, True, 0
+        first, is_alike, place = asked[0][0], True, 0
+        pool, corpus = first.pool, first.corpus
         try:
-            for place, each in enumerate(asked):  # noqa: B007  (told by the error)
-                databases, tokens, length, budget, _ = each
+            for place, (databases, request) in enumerate(asked):  # noqa: B007  (told by the error)
+                _, tokens, length, budget, min_probability, _ = request
                 is_whole = databases.appends and budget > 0 and length > 0
                 is_of_them = databases.pool is pool and databases.corpus is corpus
                 is_alike = is_alike and is_whole and is_of_them
                 databases.context.ensure_room(len(tokens))
-                self._ask(each, databases.step, _COMMIT + DRAFT if is_whole else _COMMIT)
+                stages = _COMMIT + DRAFT if is_whole else _COMMIT
+                self._check_budget(budget)
+                databases.step.ask(stages, tokens, length, budget, min_probability, 0.0)
         except (struct.error, TypeError, RefusedStepError) as error:
             raise RefusedStepError(place) from error
         return is_alike
@@ -240,8 +228,8 @@ class Predictor:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
-        asked = Asked(databases, _NO_TOKENS, len(databases.context), budget, min_probability)
-        self._ask(asked, databases.step, DRAFT)
+        self._check_budget(budget)
+        databases.step.ask(DRAFT, _NO_TOKENS, 0, budget, min_probability, 0.0)
         tree = self._grow(databases, databases.step, self.scratch, budget)
         self._last = ref(databases)
         return tree
@@ -266,15 +254,18 @@ class Predictor:
             self._ahead = Scratch(self._max_budget, prior=self._prior), StepRecord()
         scratch, step = self._ahead
         with databases.supposing(tokens):
-            self._ask(Asked(databases, _NO_TOKENS, 0, budget, min_probability), step, DRAFT)
+            self._check_budget(budget)
+            step.follow(databases.context.address)
+            step.join(databases.lane.address)
+            step.ask(DRAFT, _NO_TOKENS, 0, budget, min_probability, 0.0)
             step.forget_match()
             return self._grow(databases, step, scratch, budget)
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
         """Learn from the last draft, if it is of a step's sequence, before others read weights."""
         last = None if self._last is None else self._last()
-        for databases, tokens, *_ in asked if last is not None and last.learns else ():
-            if databases is last and len(tokens):
+        for databases, request in asked if last is not None and last.learns else ():
+            if databases is last and len(request.new_tokens):
                 self._last = None
                 databases.step.learn_at(self._rate)
                 stages = databases.step.ask_again(OUTCOME)
@@ -290,13 +281,12 @@ class Predictor:
         """
         units: dict[Any, tuple[list[int], list[Asked]]] = {}
         for number, each in enumerate(asked):
-            databases, tokens, length, budget, _ = each
-            is_drafted = budget > 0 and length > 0
+            databases, request = each
+            is_drafted = request.budget_nodes > 0 and request.length > 0
             if not (is_drafted and databases.appends):
                 self._call(databases, databases.step, self.scratch)
-                databases.committed(tokens)
+                databases.committed(request.new_tokens)
                 databases.step.ask_again(DRAFT)
-                each = each._replace(tokens=tokens[:0])  # noqa: PLW2901
             if is_drafted:
                 shared = (id(databases.pool), id(databases.corpus))
                 key = shared if databases.is_compiled else number
@@ -309,7 +299,7 @@ class Predictor:
         self, members: Sequence[Asked], steps: NDArray[np.int64]
     ) -> list[DraftTree]:
         """Commit to sequences of one tenant and one corpus and draft for them, as they ask."""
-        shared, turn = self._shared(members[0].databases), self._turn
+        shared, turn = self._shared(members[0][0]), self._turn
         turn[0] = 0
         helping = [
             self._helpers.submit(step_sequences, shared, each.address, steps, turn)
@@ -320,8 +310,8 @@ class Predictor:
         place = latest.index(len(members) - 1)
         if place:  # what was considered for the last sequence is learned from
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
-        self.num_rows = members[-1].databases.step.answer()[2]
-        return [databases.step.drafted(budget) for databases, _, _, budget, _ in members]
+        self.num_rows = members[-1][0].step.answer()[2]
+        return [databases.step.drafted(each.budget_nodes) for databases, each in members]
 
     def _grow(
         self, databases: Databases, step: StepRecord, scratch: Scratch, budget: int
@@ -341,23 +331,17 @@ class Predictor:
         if len(tokens) and self.learns_from(databases):
             self._last = None
             rate = self._rate
-        self._ask(Asked(databases, tokens, 0, 0, 0.0), databases.step, stages, rate)
+        databases.step.ask(stages, tokens, 0, 0, 0.0, rate)
         self._call(databases, databases.step, self.scratch)
 
-    def _ask(self, asked: Asked, step: StepRecord, stages: int, rate: float = 0.0) -> None:
-        """Have a sequence ask, by a record of its own or by another.
+    def _check_budget(self, budget: int) -> None:
+        """Refuse a tree that there is no scratch memory for.
 
         Raises:
-            RefusedStepError: the budget is too large.
-            TypeError: a number is none. So with `struct.error`.
+            RefusedStepError: it would have too many nodes.
         """
-        databases, tokens, length, budget, min_probability = asked
         if budget > self._max_budget:
             raise RefusedStepError(0)
-        step.ask(
-            databases.context.address, databases.lane.address, stages, tokens, length, budget,
-            min_probability, rate,
-        )  # fmt: skip
 
     def _call(self, databases: Databases, step: StepRecord, scratch: Scratch) -> int:
         """Have a kernel do what a sequence asks; return the size of the tree."""
@@ -415,7 +399,7 @@ class Predictor:
 
 
 def _addresses(asked: Iterable[Asked]) -> NDArray[np.int64]:
-    return np.array([each.databases.step.address for each in asked], np.int64)
+    return np.array([databases.step.address for databases, _ in asked], np.int64)
 
 
 def _last_number(unit: tuple[list[int], list[Asked]]) -> int:

@@ -17,11 +17,12 @@ def _place(name: str) -> int:
     return int(fields[name][1])
 
 
-_ASKED: Final = Struct("=8q2d")  # from `sequence` to `rate`
+_ASKED: Final = Struct("=6q2d")  # from `stages` to `rate`
 _AGAIN: Final = Struct("=2q")  # `stages` and `row`
 _NUMBER: Final = Struct("=q")
 _ANSWER: Final = Struct("=4q")  # from `refusal` to `learned`
-_STAGES, _TOKENS, _RATE = _place("stages"), _place("tokens"), _place("rate")
+_SEQUENCE, _LANE, _STAGES = _place("sequence"), _place("lane"), _place("stages")
+_TOKENS, _RATE = _place("tokens"), _place("rate")
 _LONGEST, _TREE, _TREE_SIZE = _place("longest"), _place("tree"), _place("tree_size")
 _REFUSAL: Final = _place("refusal")
 _REAL: Final = Struct("=d")
@@ -67,10 +68,16 @@ class StepRecord:
         self._held: TokenIds | None = None
         _NUMBER.pack_into(memory, _TREE, self.address + _TREE_AT)
 
+    def follow(self, sequence: int) -> None:
+        """Be of the sequence whose packed store is at an address."""
+        _NUMBER.pack_into(self._memory, _SEQUENCE, sequence)
+
+    def join(self, lane: int) -> None:
+        """Be of the packed lane at an address."""
+        _NUMBER.pack_into(self._memory, _LANE, lane)
+
     def ask(  # noqa: PLR0913, PLR0917  (what is asked)
         self,
-        sequence: int,
-        lane: int,
         stages: int,
         tokens: TokenIds,
         length: int,
@@ -91,7 +98,7 @@ class StepRecord:
             self._held = np.ascontiguousarray(tokens)
             place = self._held.ctypes.data
         _ASKED.pack_into(
-            self._memory, 0, sequence, lane, stages, 0, place, num_tokens, length, budget,
+            self._memory, _STAGES, stages, 0, place, num_tokens, length, budget,
             min_probability, rate,
         )  # fmt: skip
         if budget > self.most_nodes:

@@ -472,7 +472,7 @@ class DrafterState:
             check_batch(requests, self.limits)
         try:
             if len(requests) == 1:
-                return [self.predictor.step(self._asked(requests[0]))]
+                return [self.predictor.step(*self._asked(requests[0]))]
             return self.predictor.step_all([self._asked(request) for request in requests])
         except (RefusedStepError, struct.error, TypeError) as error:
             check_batch(requests, self.limits)
@@ -482,13 +482,13 @@ class DrafterState:
 
     def _asked(self, request: DraftRequest) -> Asked:
         """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
-        name, tokens, length, budget, min_probability, _ = request
-        session = self.sessions.get(("", name))  # type: ignore[arg-type]  # it is made faster
+        session = self.sessions.get(("", request.session))  # type: ignore[arg-type]  # it is faster
         if session.is_committing:
-            check_not_committing(session, name)
+            check_not_committing(session, request.session)
+        tokens = request.new_tokens
         if type(tokens) is not np.ndarray or tokens.dtype is not _TOKEN or tokens.ndim != 1:
-            tokens = self.tokens(tokens)
-        return Asked(session.databases, tokens, length, budget, min_probability)
+            request = request._replace(new_tokens=self.tokens(tokens))
+        return session.databases, request
 
     def grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Draft from databases, with the lock held."""

@@ -20,11 +20,11 @@ import numpy as np
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import Kin, Prediction, TokenIds
+from retriever.drafter import DraftRequest, Kin, Prediction, TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.context import Context
 from retriever.predict.databases import Databases
-from retriever.predict.draft import Asked, Predictor
+from retriever.predict.draft import Predictor
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
@@ -123,9 +123,9 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         kept = [*predictor.counted, predictor.bounds]
         before = [numbers.copy() for numbers in kept]
         predictor.bounds[:] = np.iinfo(np.int64).max
-        asked = Asked(unused, context[:1], len(context) + 1, 1, 0.0)
-        predictor.step_all([asked, asked])
-        predictor.step(asked._replace(length=len(context) + 3))
+        request = DraftRequest("", context[:1], len(context) + 1, 1)
+        predictor.step_all([(unused, request), (unused, request)])
+        predictor.step(unused, request._replace(length=len(context) + 3))
         unused.expect(Predictions([Prediction(context)]))
         predictor.draft(unused, 1, 0.0)
         predictor.note(unused, context[:1])
