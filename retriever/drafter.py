@@ -14,6 +14,8 @@ from retriever.tree import DraftTree
 TokenIds = NDArray[np.int32]
 """int32[n], token ids of one sequence in order."""
 
+NO_TOKENS: Final = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:

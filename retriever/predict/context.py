@@ -4,13 +4,12 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Final, Self
 
-from retriever.drafter import TokenIds
+from retriever.drafter import NO_TOKENS, TokenIds
 from retriever.kernels.layout import Chains, Cursor
 from retriever.predict.ledger import Charge
 from retriever.predict.step_record import StepRecord
 from retriever.predict.stores import (
     CONTEXT_LIMITS,
-    NO_TOKENS,
     READ_AT_ONCE,
     ChainStore,
     appending,

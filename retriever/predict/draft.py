@@ -18,7 +18,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import NO_TOKENS, DraftRequest, TokenIds
 from retriever.kernels.entries import (
     APPEND,
     CHECK,
@@ -39,7 +39,6 @@ from retriever.tree import DraftTree
 LEAST_SEQUENCES: Final = 4
 """Sequences of a step for each thread: with fewer, waking a thread costs what it saves."""
 
-_NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_LIVE: Final = live_table(0)
 _COMMIT: Final = OUTCOME + APPEND
 _WHOLE: Final = CHECK + _COMMIT + DRAFT
@@ -229,7 +228,7 @@ class Predictor:
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
         self._check_budget(budget)
-        databases.step.ask(DRAFT, _NO_TOKENS, 0, budget, min_probability, 0.0)
+        databases.step.ask(DRAFT, NO_TOKENS, 0, budget, min_probability, 0.0)
         tree = self._grow(databases, databases.step, self.scratch, budget)
         self._last = ref(databases)
         return tree
@@ -257,7 +256,7 @@ class Predictor:
             self._check_budget(budget)
             step.follow(databases.context.address)
             step.join(databases.lane.address)
-            step.ask(DRAFT, _NO_TOKENS, 0, budget, min_probability, 0.0)
+            step.ask(DRAFT, NO_TOKENS, 0, budget, min_probability, 0.0)
             step.forget_match()
             return self._grow(databases, step, scratch, budget)
 

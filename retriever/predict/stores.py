@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import TokenIds
+from retriever.drafter import NO_TOKENS, TokenIds
 from retriever.kernels.cursors import EDIT_SIZE, MOST_EDITS, TRAIL_SIZE
 from retriever.kernels.entries import (
     append_tokens,
@@ -39,8 +39,6 @@ from retriever.tree import Source
 READ_AT_ONCE: Final = 1 << 16
 """Tokens that a new store is made of in one piece: 5 ms without the interpreter. Each piece ends
 by asking for that, and a thread that is suspended while it has it stops all others."""
-
-NO_TOKENS: Final = np.empty(0, np.int32)
 
 MIN_CAPACITY: Final = 1024
 """Tokens in the smallest ring: smaller ones would grow at once."""

@@ -31,12 +31,14 @@ from retriever.service.scheduler import (
 from retriever.service.turns import Line
 from retriever.sessions.service_face import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
+from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import ADDITIONS, CLOSINGS, OPENINGS, STEPS, lists_within
 from retriever.wire.messages import DEFAULT_BUDGET_NODES, converting_requests, tree_to_message
 from retriever.wire.statuses import late_status, session_status
 
 _COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
+_DRAFTS_AT_ONCE, _NODES_AT_ONCE = 8, 256  # of one call of the kernel: some two turns of the loop
 
 _MESSAGE_S: Final = 0.0002  # that gRPC takes on the loop to receive a message and to answer it
 _SEQUENCE_S: Final = 60e-6
@@ -161,12 +163,13 @@ class DraftStream:
         for place, addition in enumerate(message.predictions):
             await self._expect(addition, lists_within(self._lists, ADDITIONS, place), response)
         began_s = time.perf_counter()
-        steps = await self._commit(requests, response)
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
-        await self._draft(steps, response, deadline_s)
-        await self._draft_ahead(requests, steps, response, deadline_s)
-        if steps:
-            self._state.count_step(len(steps), time.perf_counter() - began_s)
+        if not self._step(requests, response, deadline_s):
+            steps = await self._commit(requests, response)
+            await self._draft(steps, response, deadline_s)
+            await self._draft_ahead(requests, steps, response, deadline_s)
+        if requests:
+            self._state.count_step(len(requests), time.perf_counter() - began_s)
         for place, closing in enumerate(message.closings):
             await self._close(closing, self._lists.get((CLOSINGS, place)), response)
         response.num_not_kept = self._count_not_kept()
@@ -245,6 +248,42 @@ class DraftStream:
         except RetrieverError as error:
             _refuse(response, addition.session_id, error)
 
+    def _step(
+        self,
+        requests: Sequence[DraftRequest],
+        response: pb.DraftStreamResponse,
+        deadline_s: float | None,
+    ) -> bool:
+        """Commit and draft at once, where that is a piece of work and all fit.
+
+        Returns:
+            Whether it is done; if not, nothing is.
+        """
+        is_piece = (
+            len(requests) <= _DRAFTS_AT_ONCE
+            and sum(each.num_nodes for each in requests) <= _NODES_AT_ONCE
+        )
+        is_plain = not any(each.outcomes for each in requests)
+        is_late = deadline_s is not None and time.monotonic() > deadline_s
+        if not is_piece or not is_plain or is_late:
+            return False
+        trees = self._drafter.step_each(requests, self._tenant)
+        if trees is None:
+            return False
+        self._scheduler.uses.of(self._tenant).tokens += sum(
+            len(each.new_tokens) for each in requests
+        )
+        self._answer_with(trees, response)
+        return True
+
+    def _answer_with(self, trees: Iterable[DraftTree], response: pb.DraftStreamResponse) -> None:
+        """Add trees that were made for the tenant."""
+        use = self._scheduler.uses.of(self._tenant)
+        for tree in trees:
+            response.trees.append(tree_to_message(tree))
+            use.drafts += 1
+            use.nodes += len(tree)
+
     async def _commit(
         self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse
     ) -> list[CheckedRequest | None]:
@@ -281,7 +320,6 @@ class DraftStream:
         deadline_s: float | None,
     ) -> None:
         """Add a tree for each step until the client's timeout has passed."""
-        use = self._scheduler.uses.of(self._tenant)
         for at, step in enumerate(steps):
             if deadline_s is not None and time.monotonic() > deadline_s:
                 response.trees.extend(pb.DraftTree() for _ in steps[at:])
@@ -290,10 +328,7 @@ class DraftStream:
             if step is None:
                 response.trees.add()
                 continue
-            (tree,) = self._drafter.draft_each([step])
-            response.trees.append(tree_to_message(tree))
-            use.drafts += 1
-            use.nodes += len(tree.token_ids)
+            self._answer_with(self._drafter.draft_each([step]), response)
             if self._line.is_over:
                 await self._line.give_way()
 

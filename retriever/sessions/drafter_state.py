@@ -13,13 +13,14 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 from time import perf_counter
-from typing import Final, TypeVar, Unpack
+from typing import Any, Final, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from retriever.drafter import (
     ALONE,
+    NO_TOKENS,
     DraftRequest,
     Fate,
     Findings,
@@ -87,7 +88,6 @@ from retriever.sessions.session_table import CheckedRequest, Session, Sessions
 from retriever.tree import DraftTree
 
 _TOKEN: Final = np.dtype(np.int32)
-_NO_TOKENS: Final = np.empty(0, np.int32)
 _DONE: Final = object()
 _Result = TypeVar("_Result")
 
@@ -300,7 +300,7 @@ class DrafterState:
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> tuple[Fate, Generator[None, None, None]]:
         """Do as `end` does; the iterator adds the output to the generations, in pieces."""
-        tokens = _NO_TOKENS if new_tokens is None else self.tokens(new_tokens)
+        tokens = NO_TOKENS if new_tokens is None else self.tokens(new_tokens)
         with self.lock:
             ended = self.sessions.get(key)
             check_not_committing(ended, key.name)
@@ -472,17 +472,18 @@ class DrafterState:
             check_batch(requests, self.limits)
         try:
             if len(requests) == 1:
-                return [self.predictor.step(*self._asked(requests[0]))]
-            return self.predictor.step_all([self._asked(request) for request in requests])
+                return [self.predictor.step(*self.asked(requests[0]))]
+            return self.predictor.step_all([self.asked(request) for request in requests])
         except (RefusedStepError, struct.error, TypeError) as error:
             check_batch(requests, self.limits)
             place = error.place if isinstance(error, RefusedStepError) else 0
             self.checked(requests[place], "")  # these tell why
             raise
 
-    def _asked(self, request: DraftRequest) -> Asked:
+    def asked(self, request: DraftRequest, namespace: str = "") -> Asked:
         """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
-        session = self.sessions.get(("", request.session))  # type: ignore[arg-type]  # it is faster
+        key: Any = (namespace, request.session)  # it is made faster than a `SessionKey`
+        session = self.sessions.get(key)
         if session.is_committing:
             check_not_committing(session, request.session)
         tokens = request.new_tokens
@@ -496,7 +497,7 @@ class DrafterState:
         return self.predictor.draft(databases, budget, min_probability)
 
     def remembering(
-        self, key: SessionKey, ended: Session, tokens: TokenIds = _NO_TOKENS
+        self, key: SessionKey, ended: Session, tokens: TokenIds = NO_TOKENS
     ) -> tuple[Fate, Iterator[None]]:
         """Return what becomes of an ended session's output, and the pieces in which it is added."""
         context = ended.databases.context

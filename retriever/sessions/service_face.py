@@ -1,12 +1,12 @@
 """What a service asks of a drafter: steps of its streams in parts, and long work in pieces."""
 
-from collections.abc import Generator, Iterable
+import struct
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from indexer.reader import Index
-from retriever.drafter import (
-    DraftRequest,
-)
+from retriever.drafter import NO_TOKENS, DraftRequest
 from retriever.errors import (
     RetrieverError,
     UnknownSessionError,
@@ -18,6 +18,7 @@ from retriever.limits import (
     shown,
 )
 from retriever.predict.context import context_bytes
+from retriever.predict.draft import Asked, RefusedStepError
 from retriever.predict.ledger import Charge
 from retriever.predict.pool import Pool
 from retriever.sequences import (
@@ -46,8 +47,8 @@ class LongCommit(NamedTuple):
 class ServiceFace:
     """A drafter as a service sees it, which interleaves the steps of its streams.
 
-    A step is `commit_each` and `draft_each`. Methods whose names end in -ing do long work in
-    pieces, of a millisecond or two, and yield without the lock after each.
+    A step is `step_each`, or `commit_each` and `draft_each`. Methods whose names end in -ing do
+    long work in pieces, of a millisecond or two, and yield without the lock after each.
 
     Args:
         state: of the drafter, which others may use at the same time.
@@ -78,6 +79,20 @@ class ServiceFace:
         check_length(num_tokens, self.state.limits)
         needed = _READING_BYTES * (num_tokens + num_predicted) + context_bytes(num_tokens)
         return self.state.ledger.take(tenant, needed)
+
+    def step_each(self, requests: Sequence[DraftRequest], namespace: str) -> list[DraftTree] | None:
+        """Commit new tokens and draft, at once for all; return the trees in order.
+
+        Nothing is done, and None returned, where a request is refused or brings so many tokens that
+        they are committed in pieces: `commit_each` refuses one by one then. The caller has called
+        `check_batch`.
+        """
+        state = self.state
+        with state.lock, suppress(RetrieverError, RefusedStepError, struct.error, TypeError):
+            asked = [state.asked(request, namespace) for request in requests]
+            if not any(each.context.is_long(len(request.new_tokens)) for each, request in asked):
+                return state.predictor.step_all(asked)
+        return None
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
@@ -140,10 +155,16 @@ class ServiceFace:
             if session.is_open:
                 self.state.sessions.withdraw(session)
 
-    def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
+    def draft_each(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
         """Draft for committed requests; also for sessions that have ended since."""
+        trees = [DraftTree.empty()] * len(steps)
         with self.state.lock:
-            return [self._draft(step) for step in steps]
+            # One is left out while its session is written for another step, without the lock.
+            places = [at for at, step in enumerate(steps) if not step.session.is_committing]
+            drafted = self.state.predictor.step_all([_drafting(steps[at]) for at in places])
+        for at, tree in zip(places, drafted, strict=True):
+            trees[at] = tree
+        return trees
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End sessions that are still open, and keep nothing of them; return how many."""
@@ -222,12 +243,6 @@ class ServiceFace:
         step.session.databases.context.make_room(len(step.new_tokens))
         return step
 
-    def _draft(self, step: CheckedRequest) -> DraftTree:
-        request, session = step.request, step.session
-        if session.is_committing:  # of another step, which is written without the lock
-            return DraftTree.empty()
-        return self.state.grow(session.databases, request.budget_nodes, request.min_probability)
-
     def _remember(self, key: SessionKey, session: Session) -> None:
         """Add a session's output to the generations, if it is to be remembered."""
         if not session.remember:
@@ -238,3 +253,10 @@ class ServiceFace:
             self.state.name_vocabulary(session.tenant)
         version, pool = session.kin.policy_version or 0, session.databases.pool
         self.state.replication.hold(self.state.pools.remember(pool, output, key.name, version))
+
+
+def _drafting(step: CheckedRequest) -> Asked:
+    """Return what is asked for a sequence whose tokens are committed."""
+    databases, request = step.session.databases, step.request
+    drafting = request._replace(new_tokens=NO_TOKENS, length=len(databases.context))
+    return databases, drafting
