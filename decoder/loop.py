@@ -8,7 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from logging import getLogger
 from threading import Lock
@@ -52,11 +52,11 @@ from decoder.sampling.verification import (
 )
 from decoder.sampling.walk import Acceptance
 from decoder.stopping import DEFAULT_MAX_NEW_TOKENS, StopRule, first_stop
-from retriever.drafter import ALONE, Drafter, Kin, Prediction, TokenIds
+from retriever.drafter import DEFAULT, Drafter, Prediction, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Followers
-from retriever.limits import MAX_OUTCOMES, Limits, check_tenant_name
-from retriever.sequences import TokenSequence, checked_kin, checked_predictions
+from retriever.limits import MAX_OUTCOMES, Limits
+from retriever.sequences import TokenSequence, checked_options, checked_predictions
 from retriever.tree import DraftTree
 
 DEFAULT_PARALLEL = 8
@@ -89,21 +89,17 @@ class Request:
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: most tokens to generate; the model's own limit also ends it.
-        remember: whether the drafter may use the output for later sequences.
+        options: what the drafter is told of it: whether the output is for later sequences, what it
+            is expected to contain, which sequences it is like, and whose it is.
         stop_rule: may end the sequence before that.
         on_token: is told each token as soon as it is chosen, and says whether the sequence goes on.
             What it does counts before the next token: where it changes the model, the rest of the
             pass is dropped. It is told no token behind a stop token.
         observer: called with every pass, after its tokens are given out.
         accept: which drafted tokens are kept; `None` for the decoder's own rule.
-        predictions: what the output is expected to contain: drafts of this sequence come from them,
-            too, where its drafter takes any.
-        kin: sequences that run at once and say about the same, and the version of the model, where
-            the drafter takes groups.
         drafts: whether it is drafted for. If not, the drafter is told nothing of it.
         budget: most nodes of its tree that a pass verifies, within the decoder's own budget; 0
             verifies none, but the drafter keeps the output. `None` for no limit of its own.
-        tenant: whose it is, where the drafter keeps tenants apart: nothing of another's is drafted.
         past: keys and values of first tokens of the prompt, which the target then goes on from and
             does not read; `None` to read all.
         hands_over: whether the generation has at its end what the target kept of it.
@@ -111,16 +107,13 @@ class Request:
 
     prompt: Sequence[int] | TokenIds
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    remember: bool = True
+    options: SequenceOptions = DEFAULT
     stop_rule: StopRule | None = None
     on_token: Callable[[int], bool] | None = None
     observer: Observer | None = None
     accept: AcceptRule | None = None
-    predictions: Sequence[Prediction] = ()
-    kin: Kin = ALONE
     drafts: bool = True
     budget: int | None = None
-    tenant: str = ""
     past: Prefix | None = None
     hands_over: bool = False
 
@@ -171,16 +164,14 @@ class Decoder:
         self._lock = Lock()
         self._numbers = count()
 
-    def generate(  # noqa: PLR0913  all but the first two are options
+    def generate(
         self,
         prompt: Sequence[int] | TokenIds,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        options: SequenceOptions = DEFAULT,
         *,
-        remember: bool = True,
         stop_rule: StopRule | None = None,
         observer: Observer | None = None,
-        predictions: Sequence[Prediction] = (),
-        kin: Kin = ALONE,
     ) -> "Generation":
         """Prepare a sequence; iterating over the result decodes it.
 
@@ -191,17 +182,7 @@ class Decoder:
                 no room below the model's limit; or a prediction, a group or a version is none.
             InvalidSettingsError: `max_new_tokens` is negative.
         """
-        return self.prepare(
-            Request(
-                prompt,
-                max_new_tokens,
-                remember,
-                stop_rule,
-                observer=observer,
-                predictions=predictions,
-                kin=kin,
-            )
-        )
+        return self.prepare(Request(prompt, max_new_tokens, options, stop_rule, observer=observer))
 
     def generate_many(
         self, requests: Iterable[Request], parallel: int = DEFAULT_PARALLEL
@@ -241,12 +222,11 @@ class Decoder:
             _checked_rule(request.accept)
         tokens = self.target.checked_prompt(request.prompt)
         try:
-            predictions = checked_predictions(request.predictions, self.target.vocabulary_size)
-            kin = checked_kin(**asdict(request.kin))
-            check_tenant_name(request.tenant)
+            size = self.target.vocabulary_size
+            options = checked_options(request.options, size, keeps_tenants=True)
         except InvalidRequestError as error:
             raise InvalidPromptError(str(error)) from error
-        request = replace(request, predictions=predictions, kin=kin)
+        request = replace(request, options=options)
         return Generation(self, request, tokens, next(self._numbers))
 
     def _check_budget(self, budget: int | None) -> None:
@@ -323,13 +303,7 @@ class Generation:
         self._decoder = decoder
         self._accept = request.accept or decoder.accept
         self._on_token = request.on_token
-        self._sequence = TokenSequence(
-            prompt,
-            remember=request.remember,
-            predictions=request.predictions,
-            kin=request.kin,
-            tenant=request.tenant,
-        )
+        self._sequence = TokenSequence(prompt, options=request.options)
         self._followers = decoder.followers if request.drafts else Followers(NoDrafter())
         self._max_nodes = 0 if not request.drafts else request.budget
         self._remaining = decoder.target.room(len(prompt), request.max_new_tokens)
@@ -397,7 +371,7 @@ class Generation:
     @property
     def remembers(self) -> bool:
         """Whether later sequences may use what this one leaves."""
-        return self._sequence.remember
+        return self._sequence.options.remember
 
     @property
     def max_depth(self) -> int:

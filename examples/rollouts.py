@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from foredraft import EmbeddedDrafter, Foredraft, Kin
+from foredraft import EmbeddedDrafter, Foredraft, SequenceOptions
 
 NUM_PROMPTS = 4
 NUM_PROMPT_TOKENS = 16
@@ -62,7 +62,10 @@ def trained(model: Any, foredraft: Foredraft, options: argparse.Namespace) -> It
         group = {"do_sample": True, "num_return_sequences": options.group, **length}
         began = perf_counter()
         sequences = model.generate(
-            prompt, **group, custom_generate=foredraft, kin=Kin(f"prompt {step % NUM_PROMPTS}")
+            prompt,
+            **group,
+            custom_generate=foredraft,
+            options=SequenceOptions(group=f"prompt {step % NUM_PROMPTS}"),
         )
         between = perf_counter()
         model.generate(prompt, **group)

@@ -88,10 +88,8 @@ from retriever.drafter import (
     DraftRequest as DraftRequest,
     Findings as Findings,
     FindingsStore as FindingsStore,
-    GroupDrafter as GroupDrafter,
-    Kin as Kin,
     Prediction as Prediction,
-    PredictionDrafter as PredictionDrafter,
+    SequenceOptions as SequenceOptions,
     TokenIds as TokenIds,
     predictions_of as predictions_of,
 )

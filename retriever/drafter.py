@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final, NamedTuple, Protocol, Self, TypedDict, Unpack, runtime_checkable
+from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,34 +82,50 @@ def _predicted_text(prediction: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
-    """Which sequences a sequence is like, and by which version of a model it is written.
+class SequenceOptions:
+    """What a sequence is opened with, besides its prompt.
+
+    All but the tenant are hints: a drafter does not use those that it does not know.
 
     Attributes:
+        remember: whether its output joins the generations when it is closed.
+        predictions: texts that its output is expected to contain, see `Prediction`; before its
+            first token, a draft is the beginning of each of them.
         group: sequences that run at once and say the same: samples of one prompt, agents at one
             task. What is committed in one serves the others of its tenant's group in their next
-            step. Empty for none.
+            step, and the others of its tenant at most 16 tokens later if it is to be remembered.
+            Empty for none.
         policy_version: of a model that is trained while it decodes, 0 or more; None if it is not
             stated. What the next version or the one before has written counts half, what is further
             off half of that, and an eighth at least. Where it is not stated, all counts in full.
         oldest_version: what older versions have written does not count at all.
+        tenant: whose it is: nothing of another tenant's is drafted. Empty for callers without one.
+            A drafter that keeps none apart refuses it, see `Drafter`.
     """
 
+    remember: bool = True
+    predictions: tuple[Prediction, ...] = ()
     group: str = ""
     policy_version: int | None = None
     oldest_version: int = 0
+    tenant: str = ""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has no group, and its version is not stated."""
+        return not self.group and self.policy_version is None
+
+    @property
+    def without_predictions(self) -> "SequenceOptions":
+        """The same without predictions."""
+        return replace(self, predictions=()) if self.predictions else self
 
 
-ALONE: Final = Kin()
-"""Of a sequence without a group, whose version is not stated."""
+DEFAULT: Final = SequenceOptions()
+"""Of a sequence that is remembered, of which nothing else is stated."""
 
-
-class KinOptions(TypedDict, total=False):
-    """The fields of `Kin`, as `GroupDrafter.open` takes them."""
-
-    group: str
-    policy_version: int | None
-    oldest_version: int
+FORGOTTEN: Final = SequenceOptions(remember=False)
+"""Of a sequence that leaves nothing behind."""
 
 
 class OfOneProcess:
@@ -190,20 +206,25 @@ class Fate:
 class Drafter(Protocol):
     """Drafts continuations of many sequences at once; keeps a session for each.
 
-    Embedded drafters, remote clients and fusions of these implement it.
+    Embedded drafters, remote clients and fusions of these implement it. A drafter may have more:
+    `add_predictions` (see `EmbeddedDrafter.add_predictions`) for predictions that come later,
+    `draft_ahead` (see `AheadDrafter`), and a true `keeps_tenants` if it keeps tenants apart.
     """
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT, /) -> None:
         """Begin a sequence.
 
         Args:
             session: a name that no open session has.
             prompt: int32[n], the tokens committed so far.
-            remember: whether its output joins the generations when it is closed.
+            options: hints that are not known are ignored. A tenant is never: who keeps none apart
+                refuses it, and a `Follower` does so for a drafter without `keeps_tenants`.
 
         Raises:
             SessionExistsError: the name is taken.
-            InvalidRequestError: a token is outside the vocabulary, or a limit is exceeded.
+            InvalidRequestError: a token is outside the vocabulary, or an option has no possible
+                value.
+            LimitExceededError: there is no room for it.
         """
         ...
 
@@ -255,82 +276,9 @@ class AheadDrafter(Protocol):
         ...
 
 
-@runtime_checkable
-class PredictionDrafter(Protocol):
-    """A `Drafter` that also drafts from what its caller expects a sequence to become."""
-
-    def open(
-        self,
-        session: str,
-        prompt: TokenIds,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-    ) -> None:
-        """Begin a sequence as `Drafter.open` does, with what its output is expected to contain.
-
-        Before an output's first token, a draft is the beginning of each of them.
-
-        Raises: as `Drafter.open`, and as `add_predictions` for what is wrong with one.
-        """
-        ...
-
-    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add texts that the rest of a sequence is expected to contain.
-
-        One with the tokens of another of the session is that one, and costs nothing.
-
-        Args:
-            session: an open one; no other session's drafts are affected.
-            predictions: in any order.
-
-        Raises:
-            UnknownSessionError: the session is not open.
-            InvalidRequestError: one is empty, or has a token outside the vocabulary.
-            LimitExceededError: the session's predictions would be too many or too long.
-        """
-        ...
-
-
-@runtime_checkable
-class GroupDrafter(Protocol):
-    """A `Drafter` whose sequences draft from one another while they run."""
-
-    takes_groups: bool
-
-    def open(
-        self,
-        session: str,
-        prompt: TokenIds,
-        *,
-        remember: bool = True,
-        **kin: Unpack[KinOptions],
-    ) -> None:
-        """Begin a sequence as `Drafter.open` does, as one of its kin: see `Kin`.
-
-        What is committed serves its group in the next step, and the others of its tenant at most 16
-        tokens later if it is to be remembered. Once it is closed nothing of that is
-        left, but its output among the generations if that is remembered.
-
-        Raises: as `Drafter.open`, and `InvalidRequestError` for a name or a number that is none.
-        """
-        ...
-
-
-@runtime_checkable
-class TenantDrafter(Protocol):
-    """A `Drafter` in this process that keeps the outputs of several tenants apart."""
-
-    takes_tenants: bool
-
-    def open(
-        self, session: str, prompt: TokenIds, *, remember: bool = True, tenant: str = ""
-    ) -> None:
-        """Begin a sequence of a tenant as `Drafter.open` does: no other's is drafted from.
-
-        Raises: as `Drafter.open`, and `InvalidRequestError` for a name that is none.
-        """
-        ...
+def keeps_tenants(drafter: object) -> bool:
+    """Return whether a drafter keeps what it has of several tenants apart."""
+    return bool(getattr(drafter, "keeps_tenants", False))
 
 
 NUM_FOUND: Final = 8

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from logging import getLogger
@@ -16,15 +16,12 @@ import numpy as np
 
 from retriever.backoff import Backoff, drafter_backoff
 from retriever.drafter import (
-    ALONE,
     AheadDrafter,
     Drafter,
     DraftRequest,
-    GroupDrafter,
     Prediction,
-    PredictionDrafter,
-    TenantDrafter,
     TokenIds,
+    keeps_tenants,
 )
 from retriever.errors import (
     DrafterUnavailableError,
@@ -35,7 +32,7 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.sequences import TokenSequence
+from retriever.sequences import TokenSequence, refused_tenant
 from retriever.tree import DraftTree
 
 NO_DRAFT: Final = (
@@ -201,51 +198,26 @@ class Follower:
             RetrieverError: the drafter refuses it, or does not answer.
         """
         name = self._followers.new_name() if self._given_name is None else self._given_name
-        sequence = self.sequence
+        sequence, drafter = self.sequence, self._followers.drafter
+        options = sequence.options
+        if options.tenant and not keeps_tenants(drafter):
+            raise refused_tenant(options.tenant)
         if not sequence.predictions or not self._open_predicted(name):
-            drafter: Any = self._followers.drafter
-            drafter.open(name, sequence.prompt, remember=sequence.remember, **self._terms)
+            drafter.open(name, sequence.prompt, options)
         self._known_predictions = sequence.predictions
         self.name, self.num_sent = name, sequence.num_prompt
 
     def _open_predicted(self, name: str) -> bool:
-        """Open a session with predictions, too; return whether the drafter takes them."""
-        drafter: Any = self._followers.drafter
+        """Open a session with predictions; return whether there was room for them."""
         sequence = self.sequence
-        if not isinstance(drafter, PredictionDrafter):
-            return False
-        predictions = self._known_of(sequence.predictions)
+        predictions = tuple(self._known_of(sequence.predictions))
+        options = replace(sequence.options, predictions=predictions)
         try:
-            drafter.open(
-                name,
-                sequence.prompt,
-                remember=sequence.remember,
-                predictions=predictions,
-                **self._terms,
-            )
+            self._followers.drafter.open(name, sequence.prompt, options)
         except LimitExceededError as error:
             _log.warning("drafts go on without predictions, which are refused: %s", error)
             return False
         return True
-
-    @property
-    def _terms(self) -> dict[str, Any]:
-        """What the drafter is told of the sequence's tenant, and of its kin if it takes groups.
-
-        Raises:
-            InvalidRequestError: it is a tenant's, and the drafter keeps none apart.
-        """
-        drafter, kin, tenant = self._followers.drafter, self.sequence.kin, self.sequence.tenant
-        takes_kin = kin is not ALONE and isinstance(drafter, GroupDrafter)
-        terms = asdict(kin) if takes_kin else {}
-        if tenant:
-            if not isinstance(drafter, TenantDrafter):
-                raise InvalidRequestError(
-                    f"a sequence of tenant {tenant!r} is not drafted for: this drafter keeps no "
-                    "tenants apart; a service takes the tenant from the client's credentials"
-                )
-            terms["tenant"] = tenant
-        return terms
 
     def _known_of(self, predictions: Iterable[Prediction]) -> list[Prediction]:
         """Return those whose tokens the drafter can know."""
@@ -258,14 +230,15 @@ class Follower:
         Raises:
             RetrieverError: the session is not open, or the drafter does not answer.
         """
-        drafter, name, predictions = self._followers.drafter, self.name, self.sequence.predictions
+        name, predictions = self.name, self.sequence.predictions
         if self._known_predictions is predictions or name is None:
             return
         added = self._known_of(predictions[len(self._known_predictions) :])
         self._known_predictions = predictions
-        if added and isinstance(drafter, PredictionDrafter):
+        add = self._followers.add_predictions
+        if added and add is not None:
             try:
-                drafter.add_predictions(name, added)
+                add(name, added)
             except LimitExceededError as error:
                 _log.warning("drafts go on without more predictions: %s", error)
 
@@ -482,6 +455,7 @@ class Followers:
     Attributes:
         drafter: as given; can be replaced once all sessions are closed or dropped.
         limits: as given.
+        add_predictions: of the drafter, if it takes predictions that come later.
         learner: the drafter, if it learns from passes.
         backoff: pauses after failures of the drafter.
         num_failures: calls that failed or were refused.
@@ -502,6 +476,9 @@ class Followers:
         self.drafter = drafter
         self.limits = limits or DraftLimits()
         self.learner = drafter if isinstance(drafter, Learner) else None
+        self.add_predictions: Callable[[str, list[Prediction]], None] | None = getattr(
+            drafter, "add_predictions", None
+        )
         self.backoff = backoff or drafter_backoff(clock)
         self.num_failures = self.num_asked = self.num_ahead = 0
         self._raises_refusals = raises_refusals

@@ -6,13 +6,14 @@ shared: followers track positions in it and copy no tokens.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Final, Generic, NamedTuple, TypeVar, Unpack
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import ALONE, DraftRequest, Kin, KinOptions, Prediction, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -25,6 +26,7 @@ from retriever.limits import (
     Limits,
     check_group_name,
     check_predictions,
+    check_tenant_name,
     checked_tokens,
     shown,
 )
@@ -39,39 +41,28 @@ class TokenSequence:
     Args:
         tokens: int32[n], what it begins with; copied, with room for the output.
         num_prompt: how many of them are the prompt; all if not given.
-        remember: whether its output joins the generations.
-        predictions: what it is expected to become, checked.
-        kin: which sequences it is like, checked.
-        tenant: whose it is, where the drafter keeps several apart; empty for callers without one.
+        options: that it is opened with, checked.
 
     Attributes:
         num_prompt: as given.
-        remember: as given.
-        kin: as given.
-        tenant: as given.
+        options: as given, but for the predictions.
         predictions: all so far, in the order in which they came, each text once.
     """
 
-    __slots__ = ("_buffer", "_length", "kin", "num_prompt", "predictions", "remember", "tenant")
+    __slots__ = ("_buffer", "_length", "num_prompt", "options", "predictions")
 
-    def __init__(  # noqa: PLR0913  the last four are options
+    def __init__(
         self,
         tokens: TokenIds,
         num_prompt: int | None = None,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        kin: Kin = ALONE,
-        tenant: str = "",
+        options: SequenceOptions = DEFAULT,
     ) -> None:
         self._buffer = np.empty(len(tokens) + _ROOM, np.int32)
         self._buffer[: len(tokens)] = tokens
         self._length = len(tokens)
         self.num_prompt = len(tokens) if num_prompt is None else num_prompt
-        self.remember = remember
-        self.predictions = list(predictions)
-        self.kin = kin
-        self.tenant = tenant
+        self.options = options.without_predictions
+        self.predictions = list(options.predictions)
 
     def __len__(self) -> int:
         return self._length
@@ -301,26 +292,58 @@ def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
 _LAST_VERSION: Final = 1 << 62
 
 
-def checked_kin(**stated: Unpack[KinOptions]) -> Kin:
-    """Return which sequences a sequence is like, as its caller states it.
+def checked_options(
+    options: SequenceOptions,
+    vocabulary_size: int | None = None,
+    limits: Limits = _DEFAULT_LIMITS,
+    *,
+    keeps_tenants: bool = False,
+) -> SequenceOptions:
+    """Return the options of a sequence, with predictions as of `checked_predictions`.
+
+    Args:
+        options: as the caller states them.
+        vocabulary_size: token ids must be below it; None if unknown.
+        limits: in force.
+        keeps_tenants: whether the drafter keeps tenants apart.
 
     Raises:
-        InvalidRequestError: the group cannot be a name, or a version is no number from 0 on.
+        InvalidRequestError: the group or the tenant cannot be a name, a version is no number from
+            0 on, a prediction is none, or it is a tenant's and the drafter keeps none apart.
+        LimitExceededError: the predictions are too many, or too long together.
     """
-    kin = Kin(**stated)
-    if kin == ALONE:
-        return ALONE
-    if kin.group:
-        check_group_name(kin.group)
-    for version in (kin.policy_version, kin.oldest_version):
+    if options is DEFAULT:
+        return options
+    if options.group:
+        check_group_name(options.group)
+    _check_versions(options)
+    if options.tenant:
+        check_tenant_name(options.tenant)
+        if not keeps_tenants:
+            raise refused_tenant(options.tenant)
+    if not options.predictions:
+        return options
+    predictions = checked_predictions(options.predictions, vocabulary_size, limits)
+    return replace(options, predictions=tuple(predictions))
+
+
+def refused_tenant(tenant: str) -> InvalidRequestError:
+    """Return the refusal of a tenant's sequence by a drafter that keeps none apart."""
+    return InvalidRequestError(
+        f"a sequence of tenant {tenant!r} is not drafted for: this drafter keeps no tenants apart; "
+        "a service takes the tenant from the client's credentials"
+    )
+
+
+def _check_versions(options: SequenceOptions) -> None:
+    for version in (options.policy_version, options.oldest_version):
         is_number = isinstance(version, (int, np.integer)) and not isinstance(version, bool)
         if version is not None and not (is_number and 0 <= version < _LAST_VERSION):
             raise InvalidRequestError(f"{version!r} is no version: versions are numbers from 0 on")
-    if kin.oldest_version and kin.policy_version is None:
+    if options.oldest_version and options.policy_version is None:
         raise InvalidRequestError(
             "an oldest version counts for a sequence of a version alone: state policy_version, too"
         )
-    return kin
 
 
 def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:

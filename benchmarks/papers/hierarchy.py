@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.papers.datastore import SortedText, continuations, texts_of
 from decoder.plugins.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
-from retriever.drafter import TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -48,16 +48,16 @@ class ContextSequence(TokenSequence):
         prompt: int32[n], what the sequence begins with.
         draft_tokens: tokens of a draft.
         max_drafts: drafts that each token keeps.
-        remember: whether its output may serve later sequences.
+        options: say whether its output may serve later sequences.
     """
 
     def __init__(
-        self, prompt: TokenIds, draft_tokens: int, max_drafts: int, *, remember: bool
+        self, prompt: TokenIds, draft_tokens: int, max_drafts: int, options: SequenceOptions
     ) -> None:
         self._draft_tokens = draft_tokens
         self._max_drafts = max_drafts
         self._drafts: dict[int, dict[Draft, None]] = {}
-        super().__init__(prompt, remember=remember)
+        super().__init__(prompt, options=options)
         self._enter_from(0)
 
     def commit(self, tokens: TokenIds) -> None:
@@ -164,8 +164,8 @@ class HierarchyDrafting(SequenceRule[ContextSequence]):
             self._model.add(output)
         self._statistics = StatisticsDatabase(texts_of(indexes), draft_tokens, max_budget)
 
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> ContextSequence:
-        return ContextSequence(prompt, self._draft_tokens, self._max_budget, remember=remember)
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> ContextSequence:
+        return ContextSequence(prompt, self._draft_tokens, self._max_budget, options)
 
     def _commit(self, state: ContextSequence, tokens: TokenIds) -> None:
         state.commit(tokens)
@@ -184,7 +184,7 @@ class HierarchyDrafting(SequenceRule[ContextSequence]):
         return tree.as_draft()
 
     def _end(self, state: ContextSequence) -> None:
-        if state.remember:
+        if state.options.remember:
             self._model.add(state.output)
 
 

@@ -32,7 +32,7 @@ from benchmarks.papers.datastore import Datastore, continuations, longest_match
 from benchmarks.papers.kernels.trie_counting import grow
 from decoder.plugins.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
-from retriever.drafter import TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
@@ -83,8 +83,8 @@ class LongestMatch(SequenceRule[TokenSequence]):
         self.datastore = datastore
         self._reading = reading
 
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
-        return TokenSequence(prompt, remember=remember)
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> TokenSequence:
+        return TokenSequence(prompt, options=options)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
         state.extend(tokens)
@@ -103,7 +103,7 @@ class LongestMatch(SequenceRule[TokenSequence]):
         return most_frequent(np.concatenate(rows), budget, Source.CORPUS)
 
     def _end(self, state: TokenSequence) -> None:
-        if state.remember:
+        if state.options.remember:
             self.datastore.remember(state.output)
 
 

@@ -18,7 +18,7 @@ from benchmarks.papers.datastore import Datastore, continuation, first_occurrenc
 from decoder.plugins.contenders.prompt_lookup import longest_repeat
 from decoder.plugins.contenders.sequence_rule import SequenceRule, chain
 from indexer.reader import Index
-from retriever.drafter import TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
@@ -49,8 +49,8 @@ class SamDecoding(SequenceRule[TokenSequence]):
         self._bias = length_bias
         self._datastore = Datastore(indexes, outputs)
 
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
-        return TokenSequence(prompt, remember=remember)
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> TokenSequence:
+        return TokenSequence(prompt, options=options)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
         state.extend(tokens)
@@ -67,5 +67,5 @@ class SamDecoding(SequenceRule[TokenSequence]):
         return chain(continuation(text, begin, budget), Source.CORPUS)
 
     def _end(self, state: TokenSequence) -> None:
-        if state.remember:
+        if state.options.remember:
             self._datastore.remember(state.output)

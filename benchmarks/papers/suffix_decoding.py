@@ -24,7 +24,7 @@ from benchmarks.papers.kernels.speculation import speculate
 from benchmarks.papers.suffix_tree import OpenSequence, SuffixTree
 from decoder.plugins.contenders.sequence_rule import SequenceRule
 from indexer.reader import Index
-from retriever.drafter import TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
@@ -62,11 +62,11 @@ class SuffixSequence(TokenSequence):
     Args:
         prompt: int32[n], what the sequence begins with.
         shared: the tree of all outputs.
-        remember: whether its output enters that tree.
+        options: say whether its output enters that tree.
     """
 
-    def __init__(self, prompt: TokenIds, shared: SuffixTree, *, remember: bool) -> None:
-        super().__init__(prompt, remember=remember)
+    def __init__(self, prompt: TokenIds, shared: SuffixTree, options: SequenceOptions) -> None:
+        super().__init__(prompt, options=options)
         self.tree = SuffixTree(MAX_DEPTH)
         self._shared = shared
         self._own_end = self.tree.begin(prompt)
@@ -76,7 +76,7 @@ class SuffixSequence(TokenSequence):
         """Append int32[n] to both trees."""
         self.extend(tokens)
         self.tree.append(self._own_end, tokens)
-        if self.remember:
+        if self.options.remember:
             self._shared.append(self._shared_end, tokens)
 
 
@@ -98,8 +98,8 @@ class SuffixDecoding(SequenceRule[SuffixSequence]):
         self._parents = np.empty((2, max_budget), np.int32)
         self._probabilities = np.empty((2, max_budget), np.float32)
 
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> SuffixSequence:
-        return SuffixSequence(prompt, self._shared, remember=remember)
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> SuffixSequence:
+        return SuffixSequence(prompt, self._shared, options)
 
     def _commit(self, state: SuffixSequence, tokens: TokenIds) -> None:
         state.commit(tokens)

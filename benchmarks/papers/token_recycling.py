@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from decoder.drafters.following import Verified
 from decoder.drafters.recycling import likeliest
 from decoder.plugins.contenders.sequence_rule import SequenceRule
-from retriever.drafter import TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -76,8 +76,8 @@ class TokenRecycling(SequenceRule[TokenSequence]):
         rows = np.concatenate([[verified.last_token], verified.tree.token_ids])
         self._matrix[rows, : columns.shape[1]] = columns
 
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
-        return TokenSequence(prompt, remember=remember)
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> TokenSequence:
+        return TokenSequence(prompt, options=options)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
         state.extend(tokens)

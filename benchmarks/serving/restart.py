@@ -28,7 +28,7 @@ import typer
 from numpy.typing import ArrayLike
 
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, FORGOTTEN, DraftRequest, SequenceOptions, TokenIds
 from retriever.predict.stores import ring_capacity
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs
@@ -106,10 +106,10 @@ class Recorder:
         self._drafter = drafter
         self.digest = hashlib.sha256()
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
         """Begin a sequence, which is not remembered."""
-        del remember
-        self._drafter.open(session, prompt, remember=False)
+        del options
+        self._drafter.open(session, prompt, FORGOTTEN)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Draft, and add the drafts to the digest."""

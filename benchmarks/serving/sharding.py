@@ -14,7 +14,7 @@ import typer
 from indexer.reader import Index
 from retriever.client.merging import merge_trees
 from retriever.commands.factories import own_drafter
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, Drafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
 from retriever.tree import DraftTree
@@ -26,10 +26,10 @@ class Merged:
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = drafters
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         """Begin a sequence."""
         for drafter in self._drafters:
-            drafter.open(session, prompt, remember=remember)
+            drafter.open(session, prompt, options)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Merge what all drafters give."""

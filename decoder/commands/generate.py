@@ -14,7 +14,7 @@ from decoder.observation import Observer, Statistics
 from decoder.stopping import StoppableText, StopStrings
 from indexer.errors import reason_of
 from indexer.launch import INTERRUPTED, TERMINATED
-from retriever.drafter import ALONE, Kin, Prediction
+from retriever.drafter import DEFAULT, SequenceOptions
 
 _HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -126,17 +126,14 @@ class AnswerOptions:
         max_new_tokens: most tokens to generate.
         stop_strings: what ends the text.
         include_stop: whether the text ends behind a stop string instead of before it.
-        remember: whether the drafter may use the answer for later ones.
-        predictions: what the answer is expected to contain.
-        kin: which sequences the answer is like.
+        drafting: what the drafter is told of the answer: whether later ones may use it, what it is
+            expected to contain, and which others it is like.
     """
 
     max_new_tokens: int
     stop_strings: StopStrings = field(default_factory=StopStrings)
     include_stop: bool = False
-    remember: bool = True
-    predictions: tuple[Prediction, ...] = ()
-    kin: Kin = ALONE
+    drafting: SequenceOptions = DEFAULT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,11 +228,9 @@ def _requests(
         yield Request(
             task.tokens,
             options.max_new_tokens,
-            options.remember,
+            options.drafting,
             text,
             observer=task.observer,
-            predictions=options.predictions,
-            kin=options.kin,
         )
 
 

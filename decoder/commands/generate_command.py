@@ -38,7 +38,7 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from indexer.launch import errors_in_one_line, plugged
 from indexer.sources.recordings import RecordingTally
-from retriever.drafter import Kin
+from retriever.drafter import SequenceOptions
 
 
 @errors_in_one_line(*FORESEEN)
@@ -73,9 +73,11 @@ def answer_prompts(
         output.max_new_tokens,
         stops,
         output.include_stop,
-        remember=not given.forget,
-        predictions=tuple(read_predictions(given.prediction, encode)),
-        kin=Kin(given.group),
+        drafting=SequenceOptions(
+            remember=not given.forget,
+            predictions=tuple(read_predictions(given.prediction, encode)),
+            group=given.group,
+        ),
     )
     printer = Printer(
         as_json=as_json,

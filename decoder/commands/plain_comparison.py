@@ -10,6 +10,7 @@ from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.speedup import Speedup
+from retriever.drafter import FORGOTTEN
 
 
 class PlainAnswers:
@@ -28,7 +29,7 @@ class PlainAnswers:
         target, accept, stop_ids = decoder.target, decoder.accept, decoder.stop_ids
         self._plain = Decoder(target, NoDrafter(), FixedBudget(0), accept, stop_ids)
         self._language_model = language_model
-        self._options = replace(options, remember=False)
+        self._options = replace(options, drafting=FORGOTTEN)
 
     def speedup(
         self, tokens: Sequence[int], result: Answer, interruption: Interruption

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from decoder.drafters.kernels.likely_outcomes import LOOKED_AT, LikelyOutcomes, Nodes, find_outcomes
 from decoder.drafters.kernels.recycled import Table
-from retriever.drafter import NUM_FOUND, Drafter, DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, NUM_FOUND, Drafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
@@ -219,7 +219,7 @@ def states_of(drafter: Drafter) -> frozenset[int]:
 class NoDrafter:
     """A drafter whose trees are empty: decoding with it is plain decoding."""
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         """Begin a sequence; keeps nothing."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

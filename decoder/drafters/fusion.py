@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Final, Unpack
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +38,22 @@ from decoder.drafters.options import MAX_NODES
 from decoder.drafters.readers import Readers, ReadTree, TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
-from retriever.drafter import Drafter, DraftRequest, KinOptions, OfOneProcess, Prediction, TokenIds
+from retriever.drafter import (
+    DEFAULT,
+    Drafter,
+    DraftRequest,
+    OfOneProcess,
+    Prediction,
+    SequenceOptions,
+    TokenIds,
+)
 from retriever.follower import FIRST_PATIENCE_S, DraftLimits, Followers
 from retriever.sequences import (
     OpenSessions,
     TokenSequence,
     check_named_once,
     check_step,
-    checked_kin,
-    checked_predictions,
+    checked_options,
 )
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -167,7 +174,6 @@ class FusedDrafter(OfOneProcess):
         VocabularyMismatchError: a reader proposes tokens that the target does not know.
     """
 
-    takes_groups = True
     _asks_all = True
     """Whether a tree is read by every reader that is expected to pay, or by the first alone."""
 
@@ -212,7 +218,7 @@ class FusedDrafter(OfOneProcess):
                 logits, which would tell of these.
         """
         if self._recycled is not None:
-            self._recycled.serve(sequence.tenant)
+            self._recycled.serve(sequence.options.tenant)
         with ExitStack() as opened:
             members = []
             for drafter in self._drafters:
@@ -222,23 +228,14 @@ class FusedDrafter(OfOneProcess):
             opened.pop_all()
         return FusedSequence(self, members, read, sequence)
 
-    def open(
-        self,
-        session: str,
-        prompt: TokenIds,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
-    ) -> None:
-        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
+        """Begin a sequence; see `Drafter.open`."""
         self._sessions.check_free(session)
-        expected, stated = checked_predictions(predictions), checked_kin(**kin)
-        sequence = TokenSequence(prompt, remember=remember, predictions=expected, kin=stated)
+        sequence = TokenSequence(prompt, options=checked_options(options))
         self._sessions.add(session, self.follow(sequence))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`."""
+        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`."""
         self._sessions.get(session).sequence.expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -339,7 +336,7 @@ class FusedDrafter(OfOneProcess):
             self._learn_weights(sequence, came)
         if self._recycled is None:
             return NO_HINTS
-        keep = sequence.sequence.remember
+        keep = sequence.sequence.options.remember
         return self._recycled.learn(verified, sequence.context(), keep=keep)
 
     def _read(

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from decoder.engines.contract import installed
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import Drafter, TenantDrafter
+from retriever.drafter import Drafter, keeps_tenants
 from retriever.errors import RetrieverError, SettingsError, VocabularyMismatchError
 from retriever.operations.resolving import resolve, variable_of
 from retriever.operations.settings import ClientSettings, EmbeddedSettings, Settings
@@ -110,7 +110,7 @@ def check_tenants(tenants: Sequence[str], drafter: Drafter) -> None:
     Raises:
         SettingsError: the drafter keeps none apart.
     """
-    if tenants and not isinstance(drafter, TenantDrafter):
+    if tenants and not keeps_tenants(drafter):
         raise SettingsError(
             "tenants: a service takes the tenant from the client's credentials: draft in this "
             "process, or run an engine for each tenant"

@@ -1,18 +1,24 @@
 """What a request tells its drafter, in the fields that an engine lets a request carry."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from logging import Logger
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
 from indexer.reader import Vocabulary
-from retriever.drafter import ALONE, Kin, KinOptions, Prediction, TokenIds, predictions_of
+from retriever.drafter import (
+    DEFAULT,
+    Prediction,
+    SequenceOptions,
+    TokenIds,
+    predictions_of,
+)
 from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.phrases import Encode
-from retriever.sequences import TokenSequence, checked_kin
+from retriever.sequences import TokenSequence, checked_options
 
 PREFIX: Final = "foredraft"
 """Fields are read from the mapping `foredraft`, and from `foredraft_NAME` each: requests of
@@ -37,18 +43,12 @@ class RequestFields:
         drafts: whether it is at all. If not, no drafter is told of it, and nothing of it is kept.
         budget: most tokens that are proposed in a step, within the engine's own; 0 proposes none
             but keeps the output. `None` for the engine's.
-        remember: whether the output is drafted from later.
-        tenant: whose it is: nothing of another tenant's is drafted from.
-        kin: which requests it is like, and the version of the model that writes.
-        predictions: what the output is expected to contain.
+        options: what its drafter is told of it.
     """
 
     drafts: bool = True
     budget: int | None = None
-    remember: bool = True
-    tenant: str = ""
-    kin: Kin = ALONE
-    predictions: tuple[Prediction, ...] = ()
+    options: SequenceOptions = DEFAULT
 
     def most(self, room: int) -> int:
         """Return the most tokens of a proposal, given how many the engine has room for."""
@@ -57,28 +57,17 @@ class RequestFields:
 
     def begin(self, tokens: TokenIds, num_prompt: int) -> TokenSequence:
         """Return the request's sequence of int32[n], copied, of which so many are the prompt."""
-        return TokenSequence(
-            tokens,
-            num_prompt,
-            remember=self.remember,
-            predictions=self.predictions,
-            kin=self.kin,
-            tenant=self.tenant,
-        )
+        return TokenSequence(tokens, num_prompt, self.options)
 
 
 PLAIN: Final = RequestFields()
 """Of a request that states nothing."""
 
-NOT_DRAFTED: Final = RequestFields(drafts=False, remember=False)
+NOT_DRAFTED: Final = RequestFields(drafts=False, options=SequenceOptions(remember=False))
 """Of a request whose fields cannot be honoured: what it meant to keep apart stays apart."""
 
-_KIN: Final = tuple(each.name for each in fields(Kin))
-_NAMES: Final = (
-    *(each.name for each in fields(RequestFields) if each.name != "kin"),
-    *_KIN,
-    "vocabulary",
-)
+_OPTIONS: Final = tuple(each.name for each in fields(SequenceOptions))
+_NAMES: Final = ("drafts", "budget", *_OPTIONS, "vocabulary")
 
 
 class FieldReader:
@@ -116,16 +105,19 @@ class FieldReader:
         stated = _stated(carried)
         if not stated:
             return PLAIN, ""
-        kin = cast(KinOptions, {name: stated[name] for name in _KIN if name in stated})
         budget, too_much = self._budget(stated.get("budget"))
         predictions, left_out = self._predictions(stated)
+        options: dict[str, Any] = {name: stated[name] for name in _OPTIONS if name in stated}
+        options |= {
+            "remember": _switch("remember", stated.get("remember", True)),
+            "tenant": self._tenant(stated.get("tenant", "")),
+            "predictions": (),  # checked already, where a wrong one is left out
+        }
+        checked = checked_options(SequenceOptions(**options), keeps_tenants=True)
         found = RequestFields(
             drafts=_switch("drafts", stated.get("drafts", True)),
             budget=budget,
-            remember=_switch("remember", stated.get("remember", True)),
-            tenant=self._tenant(stated.get("tenant", "")),
-            kin=checked_kin(**kin),
-            predictions=predictions,
+            options=replace(checked, predictions=predictions),
         )
         return found, "; ".join(each for each in (too_much, left_out) if each)
 

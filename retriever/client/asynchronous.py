@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Self
 
 import grpc
 from grpc import aio
@@ -24,7 +24,14 @@ from retriever.client.streams import (
     StreamTable,
     check_opens,
 )
-from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction, without_outcomes
+from retriever.drafter import (
+    DEFAULT,
+    Drafter,
+    DraftRequest,
+    Prediction,
+    SequenceOptions,
+    without_outcomes,
+)
 from retriever.errors import CredentialsError, DrafterUnavailableError, NotPossibleError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -174,8 +181,6 @@ class AsyncResilientDrafter(FailOpenClient):
         InvalidRequestError: no address, or a duplicate.
     """
 
-    takes_groups = True
-
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
         self,
         addresses: str | Sequence[str],
@@ -214,20 +219,17 @@ class AsyncResilientDrafter(FailOpenClient):
         self,
         session: str,
         prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
+        options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`.
+        """Begin a sequence; see `Drafter.open`.
 
         Servers are told with its first step.
         """
         self._start()
-        self._planner.open(session, prompt, remember=remember, predictions=predictions, **kin)
+        self._planner.open(session, prompt, options)
 
     async def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
 
         Its server is told with its next step, and again whenever it is opened again.
         """

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count, islice
 from logging import getLogger
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import grpc
 
 from retriever.backoff import Backoff
-from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, Prediction, TokenIds
 from retriever.errors import (
     DrainingError,
     InvalidTreeError,
@@ -185,9 +185,7 @@ class PendingCloses:
                 break
             output = self._outputs.popleft()
             self._num_tokens -= _size(output)
-            message.openings.append(
-                opening_message(name, output[:0], remember=True, fingerprint=fingerprint)
-            )
+            message.openings.append(opening_message(name, output[:0], DEFAULT, fingerprint))
             message.closings.append(closing_message(name, output.tolist(), remember=True))
             outputs.append(output)
         return outputs
@@ -429,7 +427,7 @@ class Conversation:
     def close(self, session: str, sequence: TokenSequence) -> None:
         """End a session; the server is told with the next message."""
         known = self._known.pop(session, None)
-        output = sequence.output.copy() if sequence.remember else None
+        output = sequence.output.copy() if sequence.options.remember else None
         if known is None:
             self._closes.tell(output)
         elif known.is_asked or output is None:
@@ -523,13 +521,13 @@ class Conversation:
             return None
         known = self._known[name] = _Known(self._wire_name(), sequence.num_prompt)
         known.predictions = sequence.predictions
+        predictions = () if name in self._unpredicted else tuple(known.predictions)
+        options = replace(sequence.options, predictions=predictions)
         opening = opening_message(
             known.wire_name,
             sequence.prompt,
-            remember=sequence.remember,
-            fingerprint=self._fingerprint,
-            predictions=() if name in self._unpredicted else known.predictions,
-            kin=sequence.kin,
+            options,
+            self._fingerprint,
         )
         message.openings.append(opening)
         return known

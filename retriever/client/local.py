@@ -1,19 +1,18 @@
 """A drafter in numpy alone: copies what followed the last tokens in the sequence or generations."""
 
 from collections.abc import Sequence
-from typing import Final, Unpack
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DraftRequest, KinOptions, Prediction, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.limits import check_session_name, checked_tokens
 from retriever.sequences import (
     OpenSessions,
     TokenSequence,
     check_step,
-    checked_kin,
-    checked_predictions,
+    checked_options,
 )
 from retriever.tree import DraftTree, Source
 
@@ -39,8 +38,6 @@ class LocalDrafter:
         recent_tokens: generations to remember, in tokens.
     """
 
-    takes_groups = True
-
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
         self._recent_tokens = recent_tokens
         self._recent = _NO_TOKENS
@@ -50,21 +47,17 @@ class LocalDrafter:
         self,
         session: str,
         prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
+        options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
+        """Begin a sequence; see `Drafter.open`."""
         check_session_name(session)
         self._sequences.check_free(session)
-        tokens, expected = checked_tokens(prompt, None), checked_predictions(predictions)
-        stated = checked_kin(**kin)
-        sequence = TokenSequence(tokens, remember=remember, predictions=expected, kin=stated)
+        options = checked_options(options)
+        sequence = TokenSequence(checked_tokens(prompt, None), options=options)
         self._sequences.add(session, sequence)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`."""
+        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`."""
         self._sequences.get(session).expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -83,7 +76,7 @@ class LocalDrafter:
         if new_tokens is not None:
             sequence.extend(checked_tokens(new_tokens, None))
         self._sequences.remove(session)
-        if sequence.remember and len(sequence.output):
+        if sequence.options.remember and len(sequence.output):
             joined = np.concatenate([self._recent, [np.int32(_NO_TOKEN)], sequence.output])
             self._recent = joined[-self._recent_tokens :].astype(np.int32)
 

@@ -5,9 +5,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Final, Unpack
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +21,7 @@ from retriever.client.conversation import (
     SequenceStep,
 )
 from retriever.client.local import LocalDrafter
-from retriever.drafter import Drafter, DraftRequest, KinOptions, Prediction
+from retriever.drafter import DEFAULT, Drafter, DraftRequest, Prediction, SequenceOptions
 from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_ids, checked_tokens
@@ -30,8 +30,7 @@ from retriever.sequences import (
     TokenSequence,
     check_named_once,
     check_step,
-    checked_kin,
-    checked_predictions,
+    checked_options,
 )
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -99,7 +98,7 @@ class LocalSide:
         with suppress(RetrieverError):
             if follower is not None and follower.is_open:
                 drafter.close(session, follower.unsent())
-            elif sequence.remember:
+            elif sequence.options.remember:
                 drafter.open(session, _NO_TOKENS)
                 drafter.close(session, sequence.output.copy())
 
@@ -269,10 +268,7 @@ class Planner:
         self,
         session: str,
         prompt: ArrayLike,
-        *,
-        remember: bool,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
+        options: SequenceOptions = DEFAULT,
     ) -> None:
         """Begin a sequence; servers are told with its first step.
 
@@ -280,16 +276,15 @@ class Planner:
         """
         check_session_name(session)
         self._placed.check_free(session)
-        expected, stated = checked_predictions(predictions), checked_kin(**kin)
-        tokens = checked_tokens(prompt, None)
-        sequence = TokenSequence(tokens, remember=remember, predictions=expected, kin=stated)
-        order = ranked(stated.group or session, self.conversations)
+        options = checked_options(options)
+        sequence = TokenSequence(checked_tokens(prompt, None), options=options)
+        order = ranked(options.group or session, self.conversations)
         self._placed.add(session, _Assigned(sequence, order, order[0]))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; servers are told with its next step.
 
-        Raises: as `PredictionDrafter.add_predictions`.
+        Raises: as `EmbeddedDrafter.add_predictions`.
         """
         self._placed.get(session).sequence.expect(predictions)
 
@@ -378,7 +373,8 @@ class Planner:
         ids = checked_ids([] if new_tokens is None else new_tokens, None)
         assigned = self._placed.remove(session)
         assigned.sequence.extend(ids)
-        assigned.sequence.remember = assigned.sequence.remember and remember
+        if not remember:
+            assigned.sequence.options = replace(assigned.sequence.options, remember=False)
         self.conversations[assigned.address].close(session, assigned.sequence)
         self._leave(session, assigned)
         for conversation in self.conversations.values():

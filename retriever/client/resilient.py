@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Final, Self, Unpack
+from typing import Final, Self
 
 from numpy.typing import ArrayLike
 
@@ -25,11 +25,12 @@ from retriever.client.streams import (
     remote_channel,
 )
 from retriever.drafter import (
+    DEFAULT,
     Drafter,
     DraftRequest,
-    KinOptions,
     OfOneProcess,
     Prediction,
+    SequenceOptions,
     without_outcomes,
 )
 from retriever.tree import DraftTree
@@ -172,8 +173,6 @@ class ResilientDrafter(FailOpenClient):
         InvalidRequestError: no address, or a duplicate.
     """
 
-    takes_groups = True
-
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
         self,
         addresses: str | Sequence[str],
@@ -219,21 +218,18 @@ class ResilientDrafter(FailOpenClient):
         self,
         session: str,
         prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
+        options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`.
+        """Begin a sequence; see `Drafter.open`.
 
         Servers are told with its first step.
         """
         self._start()
         with self._lock:
-            self._planner.open(session, prompt, remember=remember, predictions=predictions, **kin)
+            self._planner.open(session, prompt, options)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
 
         Its server is told with its next step, and again whenever it is opened again.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from threading import Lock
-from typing import Any, Final, NamedTuple, Self, Unpack
+from typing import Any, Final, NamedTuple, Self
 
 from numpy.typing import ArrayLike
 
@@ -18,7 +18,7 @@ from retriever.client.merging import merge_trees
 from retriever.client.planner import checked_addresses
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
-from retriever.drafter import DraftRequest, KinOptions, OfOneProcess, Prediction
+from retriever.drafter import DEFAULT, DraftRequest, OfOneProcess, Prediction, SequenceOptions
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -35,8 +35,7 @@ from retriever.sequences import (
     TokenSequence,
     check_named_once,
     check_step,
-    checked_kin,
-    checked_predictions,
+    checked_options,
 )
 from retriever.tree import DraftTree
 
@@ -280,7 +279,7 @@ class Shard:
     def _close(self, session: str, sequence: TokenSequence) -> bool:
         following = self._connection.following if self._connection is not None else {}
         if session not in following:
-            if not sequence.remember or not len(sequence.output):
+            if not sequence.options.remember or not len(sequence.output):
                 return True
             self._open(session, sequence)  # so that it receives the missed tokens
         connection = self._connected()
@@ -321,8 +320,6 @@ class ShardedDrafter(OfOneProcess):
         InvalidRequestError: no address, or a duplicate.
     """
 
-    takes_groups = True
-
     def __init__(
         self,
         addresses: Iterable[str],
@@ -351,12 +348,9 @@ class ShardedDrafter(OfOneProcess):
         self,
         session: str,
         prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
+        options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`.
+        """Begin a sequence; see `Drafter.open`.
 
         Unreachable servers are not an error.
 
@@ -364,9 +358,8 @@ class ShardedDrafter(OfOneProcess):
             VocabularyMismatchError: a shard has another vocabulary; the message names it.
         """
         check_session_name(session)
-        expected, stated = checked_predictions(predictions), checked_kin(**kin)
-        tokens = checked_tokens(prompt, None)
-        sequence = TokenSequence(tokens, remember=remember, predictions=expected, kin=stated)
+        options = checked_options(options)
+        sequence = TokenSequence(checked_tokens(prompt, None), options=options)
         with self._lock:
             self._sequences.add(session, sequence)
         try:
@@ -379,7 +372,7 @@ class ShardedDrafter(OfOneProcess):
             raise
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
 
         Servers are told with its next step.
         """

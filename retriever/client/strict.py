@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Self
 
 import grpc
 from numpy.typing import ArrayLike
@@ -16,12 +16,13 @@ from numpy.typing import ArrayLike
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.streams import ORPHANS, LinkStream
 from retriever.drafter import (
+    DEFAULT,
     DraftRequest,
     Findings,
     FoundPage,
-    KinOptions,
     OfOneProcess,
     Prediction,
+    SequenceOptions,
     without_outcomes,
 )
 from retriever.errors import (
@@ -38,7 +39,7 @@ from retriever.limits import (
     checked_tokens,
     shown,
 )
-from retriever.sequences import OpenSessions, checked_kin, checked_predictions
+from retriever.sequences import OpenSessions, checked_options, checked_predictions
 from retriever.tree import DraftTree, Explanation
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -196,7 +197,7 @@ class Calls(OfOneProcess):
             context: integers[n], token ids, oldest first.
             budget_nodes: most nodes of the tree.
             min_probability: nodes less probable than this are left out.
-            predictions: what is expected to follow; see `PredictionDrafter`.
+            predictions: what is expected to follow; see `SequenceOptions`.
 
         Raises:
             InvalidRequestError: the context or the budget is invalid.
@@ -379,8 +380,6 @@ class RemoteDrafter(Calls):
         CredentialsError: a file of the credentials cannot be used.
     """
 
-    takes_groups = True
-
     def __init__(
         self,
         address: str,
@@ -404,28 +403,23 @@ class RemoteDrafter(Calls):
         self,
         session: str,
         prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
+        options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; see `Drafter.open`, `PredictionDrafter` and `GroupDrafter`."""
+        """Begin a sequence; see `Drafter.open`."""
         self._follow_fork()
         check_session_name(session)
         message = opening_message(
             self._prefix + session,
             checked_tokens(prompt, None),
-            remember=remember,
-            fingerprint=self._fingerprint,
-            predictions=checked_predictions(predictions),
-            kin=checked_kin(**kin),
+            checked_options(options),
+            self._fingerprint,
         )
         self._call(self._stub.OpenSession, message)
         self._forget(session)  # the service ends sessions that are idle for long
         self._sessions.add(session, _Told())
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`.
+        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
 
         Raises:
             DrafterUnavailableError: no answer in time, or the session was lost.

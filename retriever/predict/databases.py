@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, NamedTuple, cast
 
-from retriever.drafter import Kin, TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.kernels.entries import CONTEXT, CORPUS, GENERATIONS, TREE
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.context import Context
@@ -99,7 +99,7 @@ class Databases:
         self.predictions = predictions
         self._plan()
 
-    def join(self, kin: Kin, *, is_shared: bool) -> None:
+    def join(self, kin: SequenceOptions, *, is_shared: bool) -> None:
         """Draft as one of its kin, and serve those of its group; before the first draft.
 
         Without running outputs in the pool the sequence serves none.
@@ -115,7 +115,9 @@ class Databases:
             self.lane = RunningOutput(None, lane_fields(kin))
         self._plan()
 
-    def _joined(self, running: RunningOutputs, kin: Kin, *, is_shared: bool) -> RunningOutput:
+    def _joined(
+        self, running: RunningOutputs, kin: SequenceOptions, *, is_shared: bool
+    ) -> RunningOutput:
         fields = lane_fields(kin, running.join(), is_shared=is_shared)
         return RunningOutput(running, fields, self.context, len(self.context))
 

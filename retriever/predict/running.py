@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import ALONE, Kin, TokenIds
+from retriever.drafter import DEFAULT, SequenceOptions, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.kernels.chains import IS_SHARED, OLDEST, SEPARATOR
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
@@ -233,12 +233,14 @@ class RunningOutput:
             self._outputs = self._sequence = None
 
 
-def lane_fields(kin: Kin, number: int = -1, *, is_shared: bool = False) -> NDArray[np.int64]:
+def lane_fields(
+    kin: SequenceOptions, number: int = -1, *, is_shared: bool = False
+) -> NDArray[np.int64]:
     """Return int64[6], the fields of a lane; see `kernels.chains`."""
     version = -1 if kin.policy_version is None else kin.policy_version
     group = group_number(kin.group) if number >= 0 else 0
     return np.array([number, group, -1, is_shared, version, kin.oldest_version], np.int64)
 
 
-READER: Final = RunningOutput(None, lane_fields(ALONE))
+READER: Final = RunningOutput(None, lane_fields(DEFAULT))
 """A sequence without a group, whose version is not stated."""

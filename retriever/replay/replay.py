@@ -16,8 +16,7 @@ from rich.table import Table
 from retriever.drafter import (
     Drafter,
     DraftRequest,
-    GroupDrafter,
-    PredictionDrafter,
+    SequenceOptions,
     TokenIds,
 )
 from retriever.replay.reliability_report import Bin, Group, Reliability
@@ -161,7 +160,7 @@ def replay_lanes(
     """
     report = _new_report(calibrate_after)
     for number, lanes in enumerate(groups):
-        group = f"replay-{number}" if isinstance(drafter, GroupDrafter) else ""
+        group = f"replay-{number}"
         waiting = deque(iter(lane()) for lane in lanes)
         running: list[_Running] = []
         while True:
@@ -238,12 +237,9 @@ def _going_on(
 
 
 def _open(drafter: Drafter, session: str, trace: Trace, group: str = "") -> None:
-    """Open a session for a trace, with what the drafter takes of it."""
-    options: dict[str, Any] = {"group": group} if group else {}
-    if trace.predictions and isinstance(drafter, PredictionDrafter):
-        options["predictions"] = trace.predictions
-    opening: Any = drafter
-    opening.open(session, trace.prompt, **options)
+    """Open a session for a trace, with what is predicted of it."""
+    options = SequenceOptions(predictions=tuple(trace.predictions), group=group)
+    drafter.open(session, trace.prompt, options)
 
 
 def tables(report: ReplayReport) -> Iterator[Table]:

@@ -9,15 +9,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import Fate, Kin, Prediction, TokenIds
+from retriever.drafter import Fate, Prediction, SequenceOptions, TokenIds
 from retriever.errors import LimitExceededError, RetrieverError
 from retriever.limits import check_num_sent
-from retriever.sequences import SessionKey, checked_kin
+from retriever.sequences import SessionKey, checked_options
 from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
 from retriever.service.turns import Line, Turns
@@ -207,11 +208,9 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
-        predicted, kin = Predicted(opening.predictions, OPENING_PREDICTIONS), _kin_of(opening)
-        session = await self._prepared(
-            line, tenant, opening.prompt, lists, predicted, remember=not opening.forget
-        )
-        session.kin = kin
+        predicted = Predicted(opening.predictions, OPENING_PREDICTIONS)
+        options = _options_of(opening, tenant)
+        session = await self._prepared(line, opening.prompt, lists, predicted, options)
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self._state.begin(SessionKey(tenant, opening.session_id), session)
         return session
@@ -316,28 +315,27 @@ class Scheduler:
         num_tokens = tokens_in(request.context, lists.get(())) + predicted.num_tokens(lists)
         self.take_allowance(tenant, work_of_draft(budget_nodes, num_tokens))
         await line.take()
-        return await self._prepared(line, tenant, request.context, lists, predicted, remember=False)
+        options = SequenceOptions(remember=False, tenant=tenant)
+        return await self._prepared(line, request.context, lists, predicted, options)
 
-    async def _prepared(  # noqa: PLR0913  (what a message holds)
+    async def _prepared(
         self,
         line: Line,
-        tenant: str,
         prompt: Sequence[int],
         lists: Lists,
         predicted: "Predicted",
-        *,
-        remember: bool,
+        options: SequenceOptions,
     ) -> Session:
         """Read a prompt, in a turn; a long one is given by its bytes, and read in a lane."""
-        long = lists.get(())
+        tenant, long = options.tenant, lists.get(())
         num_predicted = predicted.num_tokens(lists)
         charge = self.drafter.charge_reading(tenant, tokens_in(prompt, long), num_predicted)
         pool = await self._loaded(line, tenant)
         tokens = await self._tokens(line, tenant, prompt, long)
         predictions = await self._predictions(line, tenant, predicted, lists)
-        preparing = self._state.preparing(
-            tokens, remember=remember, tenant=tenant, charge=charge, predictions=predictions
-        )
+        if predictions:
+            options = replace(options, predictions=tuple(predictions))
+        preparing = self._state.preparing(tokens, options, charge)
         num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
         prepared = await self._read(line, tenant, num_tokens, preparing)
         del pool  # its outputs stayed in memory for this
@@ -448,16 +446,20 @@ def tokens_in(token_ids: Sequence[int], long: memoryview | None) -> int:
     return len(token_ids) if long is None else len(long) // _BYTES_PER_TOKEN
 
 
-def _kin_of(opening: pb.OpenSessionRequest) -> Kin:
-    """Return which sequences a sequence that begins is like.
+def _options_of(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
+    """Return the options of a sequence that begins, but for its predictions.
 
     Raises:
         InvalidRequestError: the group cannot be a name, or a version is beyond 62 bits.
     """
-    version = opening.policy_version if opening.HasField("policy_version") else None
-    return checked_kin(
-        group=opening.group, policy_version=version, oldest_version=opening.oldest_version
+    stated = SequenceOptions(
+        remember=not opening.forget,
+        group=opening.group,
+        policy_version=opening.policy_version if opening.HasField("policy_version") else None,
+        oldest_version=opening.oldest_version,
+        tenant=tenant,
     )
+    return checked_options(stated, keeps_tenants=True)
 
 
 def tokens_of_opening(opening: pb.OpenSessionRequest, lists: Lists) -> int:

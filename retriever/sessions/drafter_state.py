@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from retriever.drafter import (
-    ALONE,
+    DEFAULT,
     NO_TOKENS,
     DraftRequest,
     Fate,
@@ -27,6 +27,7 @@ from retriever.drafter import (
     FoundPage,
     Keeping,
     Prediction,
+    SequenceOptions,
     TokenIds,
 )
 from retriever.errors import (
@@ -62,6 +63,7 @@ from retriever.sequences import (
     SessionKey,
     check_batch,
     check_step,
+    checked_options,
     checked_predictions,
 )
 from retriever.sessions.bindings import (
@@ -175,38 +177,29 @@ class DrafterState:
         if (refresh_s := options.get("refresh_s", 0.0)) > 0:
             self.bindings.watch(refresh_s)
 
-    def prepare(
-        self,
-        prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        tenant: str = "",
-        predictions: Sequence[Prediction] = (),
-    ) -> Session:
+    def prepare(self, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
-        return whole(
-            self.preparing(prompt, remember=remember, tenant=tenant, predictions=predictions)
-        )
+        return whole(self.preparing(prompt, options))
 
     def preparing(
-        self,
-        prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        tenant: str = "",
-        charge: Charge | None = None,
-        predictions: Sequence[Prediction] = (),
+        self, prompt: ArrayLike, options: SequenceOptions = DEFAULT, charge: Charge | None = None
     ) -> Generator[None, None, Session]:
-        """Do as `prepare` does, in pieces; `charge` is that of `charge_reading`, if it was called.
+        """Do as `prepare` does, in pieces.
+
+        Args:
+            prompt: integers[n].
+            options: of the sequence.
+            charge: that of `ServiceFace.charge_reading`, if it was called.
 
         Raises:
-            InvalidRequestError: the prompt, a prediction or the tenant is invalid.
+            InvalidRequestError: the prompt or an option is invalid.
             LimitExceededError: there is no room for it, or the prompt or a prediction is too long.
         """
         tokens = self.tokens(prompt)
         check_length(len(tokens), self.limits)
-        expected = self._predictions(predictions) if predictions else []
-        check_tenant_name(tenant)
+        size = self.vocabulary.size if self.vocabulary else None
+        options = checked_options(options, size, self.limits, keeps_tenants=True)
+        expected, tenant = options.predictions, options.tenant
         needed = context_bytes(len(tokens))
         try:
             charge = charge or self.ledger.take(tenant, needed)
@@ -218,10 +211,12 @@ class DrafterState:
         pool, phrases = self.pool(tenant), self.bindings.phrases(tenant)
         cursor = phrases.cursor(tokens) if phrases else None
         corpus = self.bindings.corpus(tenant)
+        remember = options.remember
         databases = Databases(
             context, pool, corpus, learns=remember, phrases=cursor, predictions=predicted
         )
-        return Session(databases, len(tokens), remember)
+        known = options.without_predictions
+        return Session(databases, len(tokens), remember, options=known)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
         """Begin a sequence as `open` does, under a name that no open session has."""
@@ -229,7 +224,7 @@ class DrafterState:
         with self.lock:
             self.sessions.add(key, prepared)
             prepared.databases.turn_to(self.bindings.corpus(prepared.tenant))
-            if prepared.kin is not ALONE:
+            if not prepared.options.is_alone:
                 self._join(prepared)
 
     def adding_predictions(
@@ -237,7 +232,7 @@ class DrafterState:
     ) -> Generator[None, None, None]:
         """Do as `add_predictions` does, in pieces, and without the lock but for the last.
 
-        Raises: as `PredictionDrafter.add_predictions`.
+        Raises: as `EmbeddedDrafter.add_predictions`.
         """
         added = self._predictions(predictions)
         while True:
@@ -393,12 +388,12 @@ class DrafterState:
     def _join(self, session: Session) -> None:
         """Have a session serve its group; where there is no room for it, it does not."""
         pool = session.databases.pool
-        if session.kin.group and pool.running is None:
+        if session.options.group and pool.running is None:
             with suppress(LimitExceededError):
                 least = running_bytes(FEWEST_TOKENS)
                 charge = self.ledger.take(pool.tenant, least, is_locked=True)
                 pool.running = RunningOutputs(charge)
-        session.databases.join(session.kin, is_shared=session.remember)
+        session.databases.join(session.options, is_shared=session.remember)
 
     def _locked(self, pieces: Iterator[None]) -> Generator[None, None, None]:
         """Do each piece of work with the lock held."""
@@ -504,7 +499,7 @@ class DrafterState:
         output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
         if len(output):
             self.name_vocabulary(ended.tenant)
-        version = ended.kin.policy_version or 0
+        version = ended.options.policy_version or 0
         entry, pieces = self.pools.remembering(ended.databases.pool, output, key.name, version)
         self.replication.hold(entry)
         return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces

@@ -10,11 +10,11 @@ from typing import Self, Unpack
 from numpy.typing import ArrayLike
 
 from retriever.drafter import (
-    ALONE,
+    DEFAULT,
     DraftRequest,
-    KinOptions,
     OfOneProcess,
     Prediction,
+    SequenceOptions,
 )
 from retriever.limits import (
     Limits,
@@ -23,7 +23,6 @@ from retriever.limits import (
 from retriever.sequences import (
     SessionKey,
     check_batch,
-    checked_kin,
 )
 from retriever.sessions.bindings import (
     BoundPaths,
@@ -56,14 +55,12 @@ class EmbeddedDrafter(OfOneProcess):
         state: what it holds: a service asks that for more, see `ServiceFace`, and an operator, see
             `Administration`.
         vocabulary: of the indexes, or as given.
-        takes_groups: see `GroupDrafter`.
-        takes_tenants: see `TenantDrafter`.
+        keeps_tenants: see `Drafter`.
 
     Raises: as `DrafterState`.
     """
 
-    takes_groups = True
-    takes_tenants = True
+    keeps_tenants = True
 
     def __init__(
         self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
@@ -100,31 +97,29 @@ class EmbeddedDrafter(OfOneProcess):
         ) as (indexes, tenants):
             return cls(indexes, bound=tenants, **options)
 
-    def open(
-        self,
-        session: str,
-        prompt: ArrayLike,
-        *,
-        remember: bool = True,
-        tenant: str = "",
-        predictions: Sequence[Prediction] = (),
-        **kin: Unpack[KinOptions],
-    ) -> None:
+    def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
         """Begin a sequence; see `Drafter.open`.
 
-        Drafts come from the tenant's own generations, never another's; the output is added to them
-        if `remember`. They also come from `predictions`, see `PredictionDrafter`, in this session
-        alone, and from the tenant's running sequences, see `GroupDrafter`.
+        Drafts come from the tenant's own generations, never another's, and from its running
+        sequences; and from predictions, in this session alone.
         """
-        stated = checked_kin(**kin) if kin else ALONE
-        prepared = self.state.prepare(
-            prompt, remember=remember, tenant=tenant, predictions=predictions
-        )
-        prepared.kin = stated
-        self.state.begin(SessionKey("", session), prepared)
+        state = self.state
+        state.begin(SessionKey("", session), state.prepare(prompt, options))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `PredictionDrafter.add_predictions`."""
+        """Add texts that the rest of a sequence is expected to contain.
+
+        One with the tokens of another of the session is that one, and costs nothing.
+
+        Args:
+            session: an open one; no other session's drafts are affected.
+            predictions: in any order.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+            InvalidRequestError: one is empty, or has a token outside the vocabulary.
+            LimitExceededError: the session's predictions would be too many or too long.
+        """
         whole(self.state.adding_predictions(SessionKey("", session), predictions))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -186,9 +181,8 @@ class EmbeddedDrafter(OfOneProcess):
             InvalidRequestError: the context, a prediction, the budget or the tenant is invalid.
         """
         check_draft(budget_nodes, min_probability, self.state.limits)
-        prepared = self.state.prepare(
-            context, remember=False, tenant=tenant, predictions=predictions
-        )
+        options = SequenceOptions(remember=False, predictions=tuple(predictions), tenant=tenant)
+        prepared = self.state.prepare(context, options)
         return self.state.draft_prepared(prepared, budget_nodes, min_probability)
 
     def remember(self, output: ArrayLike, *, tenant: str = "") -> None:

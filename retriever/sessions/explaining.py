@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import (
     Prediction,
+    SequenceOptions,
 )
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
@@ -40,7 +41,8 @@ def explain(  # noqa: PLR0913  (the last four are options)
     state = drafter.state
     check_documents(max_documents)
     check_draft(budget_nodes, min_probability, state.limits)
-    prepared = state.prepare(context, remember=False, tenant=tenant, predictions=predictions)
+    options = SequenceOptions(remember=False, predictions=tuple(predictions), tenant=tenant)
+    prepared = state.prepare(context, options)
     return whole(explaining(state, prepared, budget_nodes, min_probability, max_documents))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import DraftRequest, Kin, Prediction, TokenIds
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.context import Context
 from retriever.predict.databases import Databases
@@ -132,7 +132,7 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         unused.commit(context[:1])
         pool = Pool("", Generations(0), running=RunningOutputs())
         running = Databases(Context(context), pool, corpus)
-        running.join(Kin("group"), is_shared=True)
+        running.join(SequenceOptions(group="group"), is_shared=True)
         running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
         running.leave()
         for numbers, known in zip(kept, before, strict=True):

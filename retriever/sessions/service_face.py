@@ -251,7 +251,7 @@ class ServiceFace:
         output = context.last(len(context) - session.prompt_length)
         if len(output):
             self.state.name_vocabulary(session.tenant)
-        version, pool = session.kin.policy_version or 0, session.databases.pool
+        version, pool = session.options.policy_version or 0, session.databases.pool
         self.state.replication.hold(self.state.pools.remember(pool, output, key.name, version))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from retriever.drafter import ALONE, DraftRequest, Kin, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import LimitExceededError
 from retriever.limits import RETRY_S, Limits
 from retriever.predict.databases import Databases
@@ -27,7 +27,7 @@ class Session:
         last_used_s: time of the last request.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
-        kin: the running sequences that it belongs to.
+        options: that it was opened with, but for the predictions.
     """
 
     databases: Databases
@@ -36,7 +36,7 @@ class Session:
     last_used_s: float = 0.0
     is_open: bool = True
     is_committing: bool = False
-    kin: Kin = ALONE
+    options: SequenceOptions = DEFAULT
 
     @property
     def tenant(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retriever.drafter import ALONE, DraftRequest, Findings, Kin, Prediction, TokenIds
+from retriever.drafter import DraftRequest, Findings, Prediction, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
 from retriever.limits import (
     MAX_OUTCOMES,
@@ -93,34 +93,26 @@ def tokens_to_wire(tokens: ArrayLike) -> list[int]:
     return token_ids
 
 
-def opening_message(  # noqa: PLR0913  (what a message holds)
-    session_id: str,
-    prompt: TokenIds,
-    *,
-    remember: bool,
-    fingerprint: str,
-    predictions: Iterable[Prediction] = (),
-    kin: Kin = ALONE,
+def opening_message(
+    session_id: str, prompt: TokenIds, options: SequenceOptions, fingerprint: str
 ) -> pb.OpenSessionRequest:
     """Return the message that opens a session; the prompt, int32[n], is already checked.
 
     Args:
         session_id: the session's name on the wire.
         prompt: of the sequence.
-        remember: whether its output joins the generations.
+        options: of the sequence, checked; a service takes the tenant from the credentials.
         fingerprint: of the caller's tokenizer; empty if unknown.
-        predictions: what its output is expected to contain, checked.
-        kin: which sequences it is like, checked.
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
         prompt=prompt.tolist(),
-        forget=not remember,
+        forget=not options.remember,
         vocabulary_fingerprint=fingerprint,
-        predictions=prediction_messages(predictions),
-        group=kin.group,
-        policy_version=kin.policy_version,
-        oldest_version=kin.oldest_version,
+        predictions=prediction_messages(options.predictions),
+        group=options.group,
+        policy_version=options.policy_version,
+        oldest_version=options.oldest_version,
     )
 
 

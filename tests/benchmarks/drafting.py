@@ -7,7 +7,7 @@ import numpy as np
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import FORGOTTEN, Drafter, DraftRequest
 from retriever.tree import DraftTree
 
 IndexMaker = Callable[..., Index]
@@ -31,7 +31,7 @@ def ids(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 def draft_for(drafter: Drafter, context: list[int], budget: int) -> DraftTree:
     """The draft of a sequence that begins with the context."""
-    drafter.open("asked once", ids(*context), remember=False)
+    drafter.open("asked once", ids(*context), FORGOTTEN)
     request = DraftRequest("asked once", ids(), len(context), budget)
     tree = drafter.draft([request])[0]
     drafter.close("asked once")

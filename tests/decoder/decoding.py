@@ -28,7 +28,7 @@ from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder
 from decoder.model.capability_check import Verdicts
 from decoder.model.target import Target
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, Drafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
 from retriever.follower import DraftLimits, Followers
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -254,11 +254,11 @@ class ScriptedDrafter:
         self.num_drafts = 0
         self.remembers: dict[str, bool] = {}
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         if session in self.open_sessions:
             raise SessionExistsError(session)
         assert prompt.dtype == np.int32
-        self.remembers[session] = remember
+        self.remembers[session] = options.remember
         self.open_sessions[session] = prompt.tolist()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

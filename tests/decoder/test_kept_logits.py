@@ -22,7 +22,7 @@ from decoder.errors import ContradictoryOptionsError
 from decoder.model.pretrained import LanguageModel
 from decoder.model.stamp import fingerprint_of
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import FINDING_BYTES, Findings, FoundPage
+from retriever.drafter import FINDING_BYTES, FORGOTTEN, Findings, FoundPage
 from retriever.errors import DrafterUnavailableError, NotPossibleError, StateError
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -126,7 +126,7 @@ def test_nothing_is_kept_of_what_is_not_remembered(
     recycled = RecycledLogits(1 << 16)
     with kept_on(tmp_path, recycled) as drafter:
         decoder = decoder_with(model, FusedDrafter([], LIMITS, recycled=recycled))
-        for _ in decoder.generate(prompt, 20, remember=False):
+        for _ in decoder.generate(prompt, 20, FORGOTTEN):
             pass
         assert _content(recycled)
     with kept_on(tmp_path, RecycledLogits()) as drafter:

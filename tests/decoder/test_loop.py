@@ -16,6 +16,7 @@ from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from decoder.sampling.sampling_settings import SamplingSettings
+from retriever.drafter import SequenceOptions
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import (
     VOCABULARY,
@@ -183,7 +184,7 @@ def test_what_is_not_to_be_remembered_is_opened_so(prompt: list[int]) -> None:
     drafter = ScriptedDrafter(nothing)
     decoder = decoder_with(tiny_llama(), drafter)
     for remember in (True, False):
-        list(decoder.generate(prompt, 2, remember=remember))
+        list(decoder.generate(prompt, 2, SequenceOptions(remember=remember)))
     assert list(drafter.remembers.values()) == [True, False]
 
 

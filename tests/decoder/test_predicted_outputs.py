@@ -13,7 +13,7 @@ from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder, Generation, Request
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from retriever.drafter import Prediction
+from retriever.drafter import Prediction, SequenceOptions
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from tests.decoder.decoding import (
@@ -52,7 +52,9 @@ def wrong(seed: int = 9) -> list[Prediction]:
 
 
 def run(decoder: Decoder, prompt: list[int], predictions: Sequence[Prediction]) -> Generation:
-    generation = decoder.generate(prompt, NEW_TOKENS, predictions=predictions, remember=False)
+    generation = decoder.generate(
+        prompt, NEW_TOKENS, SequenceOptions(predictions=tuple(predictions), remember=False)
+    )
     for _ in generation:
         pass
     return generation
@@ -105,7 +107,7 @@ def test_each_of_many_has_its_own_predictions() -> None:
     model, prompt = llama(), PROMPTS[0]
     truth = list(truth_of(0))
     requests = [
-        Request(prompt, NEW_TOKENS, remember=False, predictions=each)
+        Request(prompt, NEW_TOKENS, SequenceOptions(remember=False, predictions=tuple(each)))
         for each in (predicting(truth), (), wrong())
     ]
     decoder = decoder_with(model, EmbeddedDrafter())
@@ -158,8 +160,11 @@ def test_what_is_no_prediction_ends_its_own_sequence_alone(tokens: list[int], re
     decoder = decoder_with(model, EmbeddedDrafter())
     predictions = predicting(tokens, "plan")
     with pytest.raises(InvalidPromptError, match=reason):
-        decoder.generate(PROMPTS[0], 4, predictions=predictions)
-    requests = [Request(PROMPTS[0], 4, predictions=predictions), Request(PROMPTS[1], 4)]
+        decoder.generate(PROMPTS[0], 4, SequenceOptions(predictions=tuple(predictions)))
+    requests = [
+        Request(PROMPTS[0], 4, SequenceOptions(predictions=tuple(predictions))),
+        Request(PROMPTS[1], 4),
+    ]
     done = {each.number: each for each, _ in decoder.generate_many(requests, 2) if each.is_over}
     assert isinstance(done[0].error, InvalidPromptError)
     assert output_of(done[1], PROMPTS[1]) == plainly(model, PROMPTS[1], 4)

@@ -34,7 +34,7 @@ from indexer.change.changes import remove_documents
 from indexer.format.records import checksum_of
 from indexer.reader import Index
 from indexer.tokenizer import Vocabulary, load_tokenizer
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
@@ -777,7 +777,9 @@ LIBRARY_ERRORS: Final[Mapping[str, Callable[[], object]]] = {
     "a prompt that is too long": lambda: _drafter(max_sequence_tokens=4).open("b", [1] * 5),
     "a session too many": lambda: _drafter(max_sessions=1).open("b", [1]),
     "a tenant's session too many": lambda: _drafter(max_tenant_sessions=1).open("b", [1]),
-    "a tenant with a long name": lambda: _drafter().open("b", [1], tenant="a" * 300),
+    "a tenant with a long name": lambda: _drafter().open(
+        "b", [1], SequenceOptions(tenant="a" * 300)
+    ),
     "a step that was lost": lambda: _drafted([5], 9),
     "a step with a token outside": lambda: _drafted([99], 5),
     "a negative budget": lambda: _drafted([5], 5, -1),
@@ -829,8 +831,8 @@ def _decoder_errors() -> Mapping[str, Callable[[], object]]:
     def sampling(*temperature: Any, **given: Any) -> Callable[[], object]:
         return lambda: SamplingSettings(*temperature, **given)
 
-    def generated(prompt: Any, *most: int) -> Callable[[], object]:
-        return lambda: list(decoder.generate(prompt, *most))
+    def generated(prompt: Any, most: int = 16) -> Callable[[], object]:
+        return lambda: list(decoder.generate(prompt, most))
 
     return {
         "a system message without a template": options(use_chat_template=False, system="s"),

@@ -46,7 +46,7 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import StoppableText, StopStrings, plain_text
 from indexer.tokenizer import CACHE_VARIABLE
-from retriever.drafter import Drafter, Kin, Prediction
+from retriever.drafter import Drafter, Prediction, SequenceOptions
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
@@ -398,11 +398,14 @@ def predictions(subject: Subject) -> Iterator[Step]:
                 yield from subject.learned(f"{name}/{kind}/{number}", prompt, ran)
 
 
+GROUPED: Final = SequenceOptions(remember=False, group="samples")
+
+
 def groups(subject: Subject) -> Iterator[Step]:
     """Draft for samples of one prompt from one another."""
     prompt = PROMPTS[0]
-    for name, kin in (("group", Kin("samples")), ("policy", Kin("samples", policy_version=3))):
-        requests = [Request(prompt, most, kin=kin, remember=False) for most in (NEW_TOKENS, 9, 9)]
+    for name, options in (("group", GROUPED), ("policy", replace(GROUPED, policy_version=3))):
+        requests = [Request(prompt, most, options) for most in (NEW_TOKENS, 9, 9)]
         requests += [requests[0]] * 2
         for kind, drafter in (("retrieval", EmbeddedDrafter()), ("fused", fused(embedded()))):
             for number, ran in enumerate(together(subject.decoder(drafter), requests)):
@@ -573,7 +576,7 @@ def plugins(subject: Subject) -> Iterator[Step]:
         "function": {"custom_generate": foredraft_generate, "drafter": script},
         "predictions": {"predictions": [Prediction(np.array(truth, np.int32), "")]},
         "budget": {"budget": 3},
-        "group": {"kin": Kin("samples")},
+        "group": {"options": SequenceOptions(group="samples")},
         "no drafts": {"drafts": False},
         "tenant": {"tenant": "a"},
         "assistant": {"custom_generate": plugged(subject, embedded(), assistant_model=assistant)},

@@ -10,7 +10,7 @@ import lmdb
 import numpy as np
 
 from indexer.reader import Vocabulary
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.golden.record import Step, exact, tree_step
@@ -64,9 +64,11 @@ def _converse(drafter: EmbeddedDrafter) -> None:
             drafter.open(
                 session,
                 output[:4],
-                tenant=tenant,
-                remember=number < 2,
-                policy_version=number if tenant == "acme" else None,
+                SequenceOptions(
+                    tenant=tenant,
+                    remember=number < 2,
+                    policy_version=number if tenant == "acme" else None,
+                ),
             )
             drafter.draft([DraftRequest(session, np.array(output[4:20], np.int32), 20, 8)])
             drafter.close(session, output[20:])
@@ -75,7 +77,7 @@ def _converse(drafter: EmbeddedDrafter) -> None:
 def _draft(drafter: EmbeddedDrafter, name: str, tenant: str) -> Step:
     session = f"{name}"
     prompt = _output(1 + len(tenant))[:8]
-    drafter.open(session, prompt, tenant=tenant, remember=False)
+    drafter.open(session, prompt, SequenceOptions(tenant=tenant, remember=False))
     (tree,) = drafter.draft([DraftRequest(session, np.empty(0, np.int32), len(prompt), 16)])
     drafter.close(session)
     return tree_step(name, tree, 16)

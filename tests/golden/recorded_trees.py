@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
-from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.predict.phrases import ListedPhrases
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -146,10 +146,10 @@ class _Lane:
         return self.done == len(self._trace.output)
 
     def open(self, drafter: EmbeddedDrafter) -> None:
-        options: dict[str, Any] = {"group": self._trace.group} if self._trace.group else {}
-        if self._trace.predictions:
-            options["predictions"] = self._trace.predictions
-        drafter.open(self._name, self._trace.prompt, **options)
+        options = SequenceOptions(
+            predictions=tuple(self._trace.predictions), group=self._trace.group or ""
+        )
+        drafter.open(self._name, self._trace.prompt, options)
 
     def close(self, drafter: EmbeddedDrafter) -> None:
         drafter.close(self._name, self._new)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,7 +35,14 @@ from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter
 from retriever.client.streams import remote_channel
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import NUM_FOUND, DraftRequest, Findings, Prediction, TokenIds
+from retriever.drafter import (
+    NUM_FOUND,
+    DraftRequest,
+    Findings,
+    Prediction,
+    SequenceOptions,
+    TokenIds,
+)
 from retriever.errors import RetrieverError
 from retriever.limits import Limits
 from retriever.operations.audit import AuditLog
@@ -509,7 +516,7 @@ def _streamed(stage: Stage) -> None:
 PREDICTIONS: Final = [
     Prediction(_ids(PHRASES[n]), label) for n, label in ((5, "the file"), (6, ""))
 ]
-OPTIONS: Final[dict[str, Any]] = {"group": "samples", "policy_version": 4}
+OPTIONS: Final = SequenceOptions(group="samples", policy_version=4)
 
 
 def _decode(client: Any, settle: Callable[[], None] = lambda: None) -> None:
@@ -519,8 +526,9 @@ def _decode(client: Any, settle: Callable[[], None] = lambda: None) -> None:
         client: of any kind that is not awaited.
         settle: waits until all that the client has sent is answered; not all clients do.
     """
-    client.open("s", PROMPT, predictions=PREDICTIONS[:1], **OPTIONS)
-    client.open("t", PROMPT[:20], remember=False, policy_version=5, oldest_version=3)
+    client.open("s", PROMPT, replace(OPTIONS, predictions=tuple(PREDICTIONS[:1])))
+    forgotten = SequenceOptions(remember=False, policy_version=5, oldest_version=3)
+    client.open("t", PROMPT[:20], forgotten)
     client.draft([_request("s", [], _N)])
     client.draft([_request("s", PHRASES[3][5:7], _N + 2), _request("t", PROMPT[20:23], 23, 4)])
     client.add_predictions("s", PREDICTIONS)
@@ -612,7 +620,7 @@ def _awaited(stage: Stage) -> None:
             open_channel=lambda _: remote_async_channel(served.address, shown),
         ) as client:
             assert await client.wait(LONG_S)
-            await client.open("s", PROMPT, **OPTIONS)
+            await client.open("s", PROMPT, OPTIONS)
             await client.draft([_request("s", [], _N)])
             await client.add_predictions("s", PREDICTIONS)
             await client.draft_ahead([_request("s", [9], _N + 1, 4, [PHRASES[6][:2], [1]])])
@@ -717,7 +725,7 @@ def _administered(stage: Stage) -> None:
     _, address = stage.between("", on_loop(plane.__aenter__()))
     stage.stack.callback(lambda: on_loop(plane.__aexit__(None, None, None)))
     served.drafter.open("s", PROMPT)
-    served.drafter.open("t", PROMPT[:20], tenant="acme", remember=False)
+    served.drafter.open("t", PROMPT[:20], SequenceOptions(tenant="acme", remember=False))
     served.drafter.draft([_request("s", [1, 2], _N + 2)])
     other = _built(stage.folder / "more", range(3))
     with grpc.insecure_channel(address) as channel:

@@ -30,7 +30,7 @@ from decoder.model.passes import Reading
 from decoder.model.target import Target
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, Drafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree
 from tests.oracles.elsewhere import Device, elsewhere, sent
@@ -127,7 +127,7 @@ class Foreknowing:
         self._texts, self._forks = texts, forks
         self._lengths: dict[str, tuple[TokenIds, int]] = {}
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:  # noqa: ARG002
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:  # noqa: ARG002
         """Find the text that a prompt begins."""
         text = next(each for each in self._texts if np.array_equal(each[: len(prompt)], prompt))
         self._lengths[session] = text, len(prompt)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, strategies as st
 
-from retriever.drafter import AheadDrafter, DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, AheadDrafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import DrafterUnavailableError, InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import OpenSessions, TokenSequence, check_step
@@ -49,8 +49,8 @@ class Foreseeing:
     def __post_init__(self) -> None:
         self.released.set()
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
-        self.told.add(session, TokenSequence(prompt, remember=remember))
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
+        self.told.add(session, TokenSequence(prompt, options=options))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         self.num_drafted += len(requests)

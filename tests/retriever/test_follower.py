@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from retriever.backoff import Backoff
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -48,12 +48,12 @@ class Strict:
     learned: list[tuple[str, object]] = field(default_factory=list)
     given_up: int = 0
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         if self.opening is not None:
             raise self.opening
         if self.refused in prompt:
             raise InvalidRequestError("a token that is not known")
-        self.told.add(session, TokenSequence(prompt, remember=remember))
+        self.told.add(session, TokenSequence(prompt, options=options))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         self.steps.append([request.session for request in requests])
@@ -82,7 +82,7 @@ class Strict:
 
 
 def of(tokens: Sequence[int], *, remember: bool = True) -> TokenSequence:
-    return TokenSequence(np.array(tokens, np.int32), remember=remember)
+    return TokenSequence(np.array(tokens, np.int32), options=SequenceOptions(remember=remember))
 
 
 def tokens_of(tree: DraftTree) -> list[int]:
@@ -163,7 +163,11 @@ def test_a_session_is_opened_with_the_prompt_and_told_the_output_behind_it() -> 
     follower = Followers(drafter).follow(sequence, "mine")
     follower.draft(1)
     told = drafter.told.get("mine")
-    assert (told.prompt.tolist(), told.output.tolist(), told.remember) == ([1, 2], [3], False)
+    assert (told.prompt.tolist(), told.output.tolist(), told.options.remember) == (
+        [1, 2],
+        [3],
+        False,
+    )
     sequence.extend([4])
     follower.close()
     assert drafter.closed == [([1, 2], [3, 4])]
@@ -255,7 +259,9 @@ def test_a_sequence_that_is_refused_costs_others_nothing_where_engines_go_on() -
 def test_a_tenants_sequence_is_told_to_no_drafter_that_keeps_tenants_together() -> None:
     drafter = Strict()
     followers = Followers(drafter, raises_refusals=False)
-    owned = followers.follow(TokenSequence(np.array([1, 2], np.int32), tenant="a"))
+    owned = followers.follow(
+        TokenSequence(np.array([1, 2], np.int32), options=SequenceOptions(tenant="a"))
+    )
     other = followers.follow(TokenSequence(np.array([3, 4], np.int32)))
     trees = followers.draft([(owned, 4), (other, 4)])
     assert [len(tree) for tree in trees] == [0, 1]
@@ -334,9 +340,9 @@ def test_after_its_time_no_session_but_the_first_is_opened() -> None:
     clock = Clock()
 
     class Slow(Strict):
-        def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+        def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
             clock.now_s += 1.0
-            super().open(session, prompt, remember=remember)
+            super().open(session, prompt, options)
 
     followers = Followers(Slow(), clock=clock)
     many: list[Follower] = [followers.follow(of([1])) for _ in range(5)]

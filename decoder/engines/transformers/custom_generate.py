@@ -79,7 +79,7 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.speedup import Speedup
 from indexer.launch import plugged
 from indexer.tokenizer import Vocabulary, vocabulary_of
-from retriever.drafter import ALONE, Drafter, Kin, OfOneProcess
+from retriever.drafter import DEFAULT, Drafter, OfOneProcess, SequenceOptions
 from retriever.follower import DraftLimits
 
 _log = getLogger(__name__)
@@ -127,7 +127,7 @@ class Foredraft(OfOneProcess):
             changes of yours do: what a hook or a layer of your own remembers does not show.
         queues: whether a call waits while another thread's call is decoded; otherwise it raises.
         counts_versions: whether weights that changed since the call before are another version of a
-            policy, for calls whose `kin` states none: what earlier ones wrote then counts less. A
+            policy, for calls whose `options` state none: what earlier ones wrote counts less. A
             change that no counter shows counts if `foredraft.model_changed` tells of it.
 
     Attributes:
@@ -248,11 +248,9 @@ class Foredraft(OfOneProcess):
         *,
         on_tokens: OnTokens | None = None,
         predictions: RowPredictions = (),
-        kin: Kin = ALONE,
-        remember: bool = True,
+        options: SequenceOptions = DEFAULT,
         drafts: bool = True,
         budget: int | None = None,
-        tenant: str = "",
         stop_strings: str | list[str] | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -271,12 +269,11 @@ class Foredraft(OfOneProcess):
                 each token, as well. Both are for one sequence.
             predictions: what the outputs are expected to contain: of all rows, or a list of them
                 for each row. Drafts come from them, too, where the drafter takes any.
-            kin: the group of all rows, which then draft from one another, and the version of the
-                model.
-            remember: whether later calls may draft from the outputs.
+            options: what the drafter is told of every row: whether later calls may draft from the
+                outputs; the group of all rows, which then draft from one another, and the version
+                of the model; whose call it is; and predictions, before those of the rows.
             drafts: whether drafts are made at all; the drafter is told nothing if not.
             budget: most nodes of a row's tree that a pass verifies; see `Request`.
-            tenant: whose call it is, where the drafter keeps tenants apart.
             stop_strings: end an output, as in `generate`; they are found with the tokenizer that
                 was given at the start.
             model_kwargs: further arguments of the model.
@@ -313,11 +310,9 @@ class Foredraft(OfOneProcess):
             )
             about = Request(
                 prompt=(),
-                remember=remember,
-                kin=self._versioned(kin),
+                options=self._versioned(options),
                 drafts=drafts,
                 budget=budget,
-                tenant=tenant,
             )
             return self._answered(call, about, predictions)
 
@@ -341,16 +336,18 @@ class Foredraft(OfOneProcess):
             )
         return StoppingCriteriaList([*criteria, StopStringCriteria(self._tokenizer, strings)])
 
-    def _versioned(self, kin: Kin) -> Kin:
-        """Return the kin of a call, with the version that its weights are if they are counted."""
+    def _versioned(self, options: SequenceOptions) -> SequenceOptions:
+        """Return options of a call, with the version that its weights are if they are counted."""
         if not self._counts_versions:
-            return kin
+            return options
         weights = [(id(each), version_of(each)) for each in self._model.parameters()]
         now = (weights, num_said())
         if self._weights is not None and now != self._weights:
             self._version += 1
         self._weights = now
-        return kin if kin.policy_version is not None else replace(kin, policy_version=self._version)
+        if options.policy_version is not None:
+            return options
+        return replace(options, policy_version=self._version)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -429,7 +426,7 @@ class Foredraft(OfOneProcess):
             replace(
                 self._request(about, row, ending, call, record),
                 past=held,
-                predictions=of_row,
+                options=replace(about.options, predictions=(*about.options.predictions, *of_row)),
                 accept=accept_rule(settings, record.around(own_processors(call.processors, row))),
             )
             for row, record, held, of_row in zip(rows, records, past, expected, strict=True)
@@ -549,11 +546,9 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     parallel: int = DEFAULT_PARALLEL,
     on_tokens: OnTokens | None = None,
     predictions: RowPredictions = (),
-    kin: Kin = ALONE,
-    remember: bool = True,
+    options: SequenceOptions = DEFAULT,
     drafts: bool = True,
     budget: int | None = None,
-    tenant: str = "",
     stop_strings: str | list[str] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -575,11 +570,9 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         generation_config,
         on_tokens=on_tokens,
         predictions=predictions,
-        kin=kin,
-        remember=remember,
+        options=options,
         drafts=drafts,
         budget=budget,
-        tenant=tenant,
         stop_strings=stop_strings,
         **model_kwargs,
     )

@@ -21,6 +21,7 @@ from decoder.observation import ObservedPass, Observer, Statistics, Times
 from decoder.sampling.stated import without_own_settings
 from decoder.sampling.verification import AcceptRule, Drawing, PassContext, SelectingRule, Selection
 from decoder.sampling.walk import Acceptance
+from retriever.drafter import SequenceOptions
 from retriever.tree import DraftTree
 
 PLAIN: Final = "plain"
@@ -141,7 +142,9 @@ class OwnContender:
         outputs: list[list[int]] = [[] for _ in prompts]
         total, parts = Statistics(), _PassTimes()
         requests = (
-            Request(prompt, self.max_new_tokens, remember, observer=parts.observer())
+            Request(
+                prompt, self.max_new_tokens, SequenceOptions(remember), observer=parts.observer()
+            )
             for prompt in prompts
         )
         start = time.perf_counter()

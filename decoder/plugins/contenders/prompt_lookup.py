@@ -11,7 +11,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from decoder.plugins.contenders.sequence_rule import SequenceRule, chain
-from retriever.drafter import TokenIds
+from retriever.drafter import SequenceOptions, TokenIds
 from retriever.kernels.compiling import kernel
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
@@ -31,8 +31,8 @@ class PromptLookup(SequenceRule[TokenSequence]):
         super().__init__()
         self._max_size = max_matching_ngram_size
 
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
-        return TokenSequence(prompt, remember=remember)
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> TokenSequence:
+        return TokenSequence(prompt, options=options)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
         state.extend(tokens)

@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from retriever.drafter import DraftRequest, TokenIds
-from retriever.sequences import OpenSessions, TokenSequence, check_step
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions, TokenIds
+from retriever.sequences import OpenSessions, TokenSequence, check_step, checked_options
 from retriever.tree import ROOT, DraftTree, Source
 
 State = TypeVar("State", bound=TokenSequence)
@@ -19,10 +19,11 @@ class SequenceRule(ABC, Generic[State]):
     def __init__(self) -> None:
         self._states: OpenSessions[str, State] = OpenSessions()
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         """Begin a sequence; see `Drafter.open`."""
         self._states.check_free(session)
-        self._states.add(session, self._begin(np.asarray(prompt, np.int32), remember=remember))
+        options = checked_options(options).without_predictions
+        self._states.add(session, self._begin(np.asarray(prompt, np.int32), options))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Return one tree for each request; see `Drafter.draft`."""
@@ -46,7 +47,7 @@ class SequenceRule(ABC, Generic[State]):
         return tree.prefix(int(np.sum(tree.probabilities >= request.min_probability)))
 
     @abstractmethod
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> State:
+    def _begin(self, prompt: TokenIds, options: SequenceOptions) -> State:
         """Return the state of a new sequence."""
 
     @abstractmethod
@@ -59,7 +60,7 @@ class SequenceRule(ABC, Generic[State]):
 
     @abstractmethod
     def _end(self, state: State) -> None:
-        """Forget a sequence; its output may be remembered where `state.remember`."""
+        """Forget a sequence; its output may be remembered where `state.options.remember`."""
 
 
 def chain(tokens: TokenIds, source: Source) -> DraftTree:

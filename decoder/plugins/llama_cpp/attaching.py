@@ -310,7 +310,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         if not fields.drafts:
             return None
         try:
-            followers = self._drafters.of(fields.tenant)
+            followers = self._drafters.of(fields.options.tenant)
             return following(followers).follow(sequence, followers.limits)
         except InvalidRequestError as error:
             self._guard.count(error)

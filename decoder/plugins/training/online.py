@@ -170,7 +170,7 @@ class LearningSpeculator:
     def follow(self, sequence: TokenSequence) -> SequenceReader:
         """Return the reading of a sequence by the head of this moment."""
         reading = self._current.follow(sequence)
-        if not sequence.remember:
+        if not sequence.options.remember:
             return reading
         return _TaughtReading(reading, sequence, TrueStates(self._numbers), self._learner)
 

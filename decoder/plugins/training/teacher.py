@@ -22,7 +22,7 @@ from decoder.plugins.training.taught_store import Example
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule, accept_greedy
-from retriever.drafter import TokenIds
+from retriever.drafter import FORGOTTEN, TokenIds
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
@@ -60,7 +60,7 @@ class Teacher:
             TrainingError: the target's states are no finite numbers.
         """
         texts = [np.concatenate([each.prompt, each.output]).astype(np.int32) for each in lessons]
-        read = self._decoded([Request(text[:-1], 1, remember=False) for text in texts])
+        read = self._decoded([Request(text[:-1], 1, FORGOTTEN) for text in texts])
         return [
             Example(text, len(each.prompt), self._states(one), each.is_own)
             for text, each, one in zip(texts, lessons, read, strict=True)
@@ -85,7 +85,7 @@ class Teacher:
             TrainingError: the target's states are no finite numbers.
         """
         rule = accept_rule(SamplingSettings(temperature, seed=seed))
-        requests = [Request(prompt, max_new_tokens, remember=False) for prompt in prompts]
+        requests = [Request(prompt, max_new_tokens, FORGOTTEN) for prompt in prompts]
         answered = self._decoded(requests, rule, _LEAST_BUSY * len(prompts))
         return [
             Example(one.tokens, len(prompt), self._states(one), is_own=True, was_asked=True)

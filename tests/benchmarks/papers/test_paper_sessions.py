@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import DRAFTERS
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.tree import DraftTree
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids
 
@@ -38,7 +38,7 @@ def test_finished_outputs_serve_later_sequences(name: str) -> None:
     drafter = DRAFTERS[name]([], [], 8)
     output = list(range(1, 30))
     for remember, expected in ((False, []), (True, [5, 6, 7])):
-        drafter.open("s", ids(40), remember=remember)
+        drafter.open("s", ids(40), SequenceOptions(remember=remember))
         drafter.close("s", ids(*output))
         assert draft_for(drafter, [41, 3, 4], 3).token_ids.tolist() == expected
 

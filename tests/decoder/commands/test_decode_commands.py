@@ -26,6 +26,7 @@ from decoder.model.pretrained import (
 from foredraft.program import commands
 from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Vocabulary
+from retriever.drafter import DEFAULT, SequenceOptions
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
 from tests.decoder.decoding import plainly
@@ -78,11 +79,9 @@ def test_answers_are_forgotten_if_wanted(
     opened = []
 
     class Watched(EmbeddedDrafter):
-        def open(
-            self, session: str, prompt: ArrayLike, *, remember: bool = True, **options: Any
-        ) -> None:
-            opened.append(remember)
-            super().open(session, prompt, remember=remember, **options)
+        def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
+            opened.append(options.remember)
+            super().open(session, prompt, options)
 
     monkeypatch.setattr(assembly, "EmbeddedDrafter", Watched)
     generate(monkeypatch, model_directory, "--prompt", PROMPT, "--max-new-tokens", "2", *option)

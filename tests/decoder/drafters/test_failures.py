@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decoder.drafters.following import NoDrafter
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -43,9 +43,9 @@ class Unreliable(ScriptedDrafter):
         self._lost: set[str] = set()
         self._num_calls = 0
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         self._fail_in_turn()
-        super().open(session, prompt, remember=remember)
+        super().open(session, prompt, options)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         lost = requests[0].session in self._lost

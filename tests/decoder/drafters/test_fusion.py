@@ -7,7 +7,7 @@ from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.sampling.verification import PassContext, accept_greedy
 from decoder.sampling.walk import Acceptance
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, Drafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -88,9 +88,9 @@ class Sharing(ScriptedDrafter):
         super().__init__(lambda _tokens, _budget: DraftTree.empty())
         self.prompts: list[TokenIds] = []
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         self.prompts.append(prompt)
-        super().open(session, prompt, remember=remember)
+        super().open(session, prompt, options)
 
 
 def test_the_loop_and_all_parts_share_one_sequence() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
     OutOfSequenceError,
@@ -44,8 +44,8 @@ class ScriptedDrafter:
     outputs: list[list[int]] = field(default_factory=list)
     num_drafted: int = 0
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
-        assert remember
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
+        assert options.remember
         self._check()
         if session in self.sessions:
             raise SessionExistsError(session)

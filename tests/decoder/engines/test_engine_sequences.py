@@ -16,7 +16,7 @@ from decoder.engines.engine_sequences import (
     SequenceLimits,
 )
 from decoder.engines.request_fields import PLAIN, RequestFields
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, FORGOTTEN, DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
@@ -41,10 +41,10 @@ class Ledger(ScriptedDrafter):
     refused: int = -1
     num_opened: int = 0
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         if self.refused in prompt.tolist():
             raise InvalidRequestError("an unknown token")
-        super().open(session, prompt, remember=remember)
+        super().open(session, prompt, options)
         self.num_opened += 1
 
 
@@ -377,9 +377,9 @@ def test_what_one_tenant_or_an_unremembered_request_wrote_is_drafted_for_no_othe
         sequences.step([row([1], 0, NamedRequest("a", fields=fields))])
         sequences.end("a", np.array([1, *output], np.int32))
 
-    write(RequestFields(remember=False))
-    assert drafted(RequestFields(remember=False)) == []
-    write(RequestFields(tenant="a"))
-    assert drafted(RequestFields(tenant="b")) == []
+    write(RequestFields(options=FORGOTTEN))
+    assert drafted(RequestFields(options=FORGOTTEN)) == []
+    write(RequestFields(options=SequenceOptions(tenant="a")))
+    assert drafted(RequestFields(options=SequenceOptions(tenant="b"))) == []
     assert drafted(PLAIN) == []
-    assert drafted(RequestFields(tenant="a")) == output[6:14]
+    assert drafted(RequestFields(options=SequenceOptions(tenant="a"))) == output[6:14]

@@ -7,7 +7,7 @@ import pytest
 
 from decoder.engines.request_fields import PLAIN, Complaints, FieldReader, RequestFields
 from indexer.reader import Vocabulary
-from retriever.drafter import Kin
+from retriever.drafter import SequenceOptions
 from retriever.errors import InvalidRequestError
 
 OWN = Vocabulary(100, "a" * 32)
@@ -38,9 +38,12 @@ def test_fields_are_read_one_by_one_and_from_a_mapping() -> None:
         }
     )
     assert ignored == ""
-    assert (one_by_one.budget, one_by_one.tenant, one_by_one.remember) == (3, "a", False)
-    assert one_by_one.kin == Kin("g", 2)
-    assert [each.tokens.tolist() for each in one_by_one.predictions] == [[0, 1, 2]]
+    options = one_by_one.options
+    assert one_by_one.budget == 3
+    assert options.without_predictions == SequenceOptions(
+        remember=False, group="g", policy_version=2, tenant="a"
+    )
+    assert [each.tokens.tolist() for each in options.predictions] == [[0, 1, 2]]
     nested, _ = reader().read({"foredraft": {"budget": 3, "drafts": "off"}})
     assert (nested.budget, nested.drafts) == (3, False)
 
@@ -56,7 +59,7 @@ def test_a_budget_is_within_what_the_engine_takes(budget: int | None, room: int,
 def test_predictions_are_texts_or_ids() -> None:
     def predicted(value: Any) -> list[list[int]]:
         found, _ = reader().read({"foredraft": {"predictions": value}})
-        return [each.tokens.tolist() for each in found.predictions]
+        return [each.tokens.tolist() for each in found.options.predictions]
 
     assert predicted([1, 2]) == [[1, 2]]
     assert predicted(["ab", "", "c"]) == [[0, 1], [2]]
@@ -92,7 +95,7 @@ def test_a_field_that_is_no_mapping_is_refused() -> None:
 
 
 def test_every_tenant_may_be_named_where_the_settings_say_so() -> None:
-    assert FieldReader(["*"]).read({"foredraft_tenant": "z"})[0].tenant == "z"
+    assert FieldReader(["*"]).read({"foredraft_tenant": "z"})[0].options.tenant == "z"
     with pytest.raises(InvalidRequestError, match="not among"):
         FieldReader().read({"foredraft_tenant": "z"})
 
@@ -111,16 +114,16 @@ def test_what_cannot_be_followed_is_left_out_and_said(fields: dict[str, Any], ig
     found, said = reader().read({f"foredraft_{name}": value for name, value in fields.items()})
     assert ignored in said
     assert found.drafts
-    assert found.predictions == ()
+    assert found.options.predictions == ()
     assert found.budget in (None, 6)
 
 
 def test_ids_of_the_engines_own_tokenizer_are_drafted_from() -> None:
     found, said = reader().read({"foredraft": {"predictions": [1], "vocabulary": "a" * 32}})
-    assert len(found.predictions) == 1
+    assert len(found.options.predictions) == 1
     assert said == ""
     texts, said = FieldReader().read({"foredraft_predictions": "abc"})
-    assert texts.predictions == ()
+    assert texts.options.predictions == ()
     assert "tokenizer is not known" in said
 
 

@@ -15,6 +15,7 @@ from decoder.model import target as target_module
 from decoder.model.cache import Prefix, PrefixStore, num_shared
 from decoder.model.passes import Reading
 from decoder.model.target import Target
+from retriever.drafter import FORGOTTEN
 from tests.decoder.decoding import (
     MODELS,
     ScriptedDrafter,
@@ -120,7 +121,7 @@ def test_nothing_is_kept_of_what_shall_not_be_remembered(
     decoder = Decoder(target, NoDrafter(), FixedBudget(0))
     prompt = prompt_of(40)
     for _ in range(2):
-        list(decoder.generate(prompt, 4, remember=False))
+        list(decoder.generate(prompt, 4, FORGOTTEN))
         assert counted.take() == 40
     decoded(decoder, prompt, 4)
     target.forget()

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions, TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 from tests.oracles.exactness.tiny_models import FIRST_FREE, VOCABULARY
 
@@ -120,7 +120,7 @@ class Foreteller:
         self._rng = np.random.default_rng(0)
         self._length = 0
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:  # noqa: ARG002  it has no sessions
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:  # noqa: ARG002  it has no sessions
         """See `Drafter`."""
         self._length = len(prompt)
 

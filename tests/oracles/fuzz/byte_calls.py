@@ -21,6 +21,7 @@ from grpc import aio
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
+from retriever.drafter import SequenceOptions
 from retriever.limits import Limits
 from retriever.operations.lifecycle import Lifecycle, Phase
 from retriever.operations.observer import CallCounts, Interceptor
@@ -252,5 +253,7 @@ def _drafter_with_a_victim(folder: Path) -> EmbeddedDrafter:
     drafter = EmbeddedDrafter(vocabulary=vocabulary, limits=LIMITS, bound=bound)
     drafter.warm()
     drafter.remember(secret, tenant=VICTIM)
-    drafter.state.begin(SessionKey(VICTIM, SESSION), drafter.state.prepare(secret, tenant=VICTIM))
+    drafter.state.begin(
+        SessionKey(VICTIM, SESSION), drafter.state.prepare(secret, SequenceOptions(tenant=VICTIM))
+    )
     return drafter

@@ -16,6 +16,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from retriever.drafter import SequenceOptions
 from retriever.sequences import SessionKey
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -187,7 +188,8 @@ class Fuzzer:
         secret = np.array([*_PREFIX, *SECRETS[:40]], np.int32)
         drafter.remember(secret, tenant=VICTIM)
         drafter.state.begin(
-            SessionKey(VICTIM, SESSION), drafter.state.prepare(secret, tenant=VICTIM)
+            SessionKey(VICTIM, SESSION),
+            drafter.state.prepare(secret, SequenceOptions(tenant=VICTIM)),
         )
 
     def _check_victim(self) -> None:

@@ -11,7 +11,7 @@ from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest, Prediction
+from retriever.drafter import DEFAULT, DraftRequest, Prediction, SequenceOptions
 from retriever.tree import DraftTree
 from tests.retriever.security.in_process import on_loop
 
@@ -28,8 +28,8 @@ class Awaited:
 
         self.drafter = on_loop(made())
 
-    def open(self, session: str, prompt: ArrayLike, **options: Any) -> None:
-        on_loop(self.drafter.open(session, prompt, **options))
+    def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
+        on_loop(self.drafter.open(session, prompt, options))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         return on_loop(self.drafter.draft(requests))

@@ -12,6 +12,7 @@ import grpc
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
+from retriever.drafter import SequenceOptions
 from retriever.errors import RetrieverError
 from retriever.sessions.administration import Administration, SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -40,7 +41,9 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
         tokens = wire.tokens_from_wire(request.prompt)
         self._or_status(
             context,
-            lambda: self.drafter.open(request.session_id, tokens, remember=not request.forget),
+            lambda: self.drafter.open(
+                request.session_id, tokens, SequenceOptions(remember=not request.forget)
+            ),
         )
         return pb.OpenSessionResponse()
 

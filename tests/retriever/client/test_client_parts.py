@@ -23,7 +23,7 @@ from retriever.client.conversation import (
 from retriever.client.local import LocalDrafter
 from retriever.client.planner import LocalSide, Plan, Planner, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import FORGOTTEN, DraftRequest, SequenceOptions
 from retriever.errors import InvalidRequestError, OutOfSequenceError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.sequences import TokenSequence
@@ -96,7 +96,7 @@ def test_local_draft_is_what_followed_the_longest_match() -> None:
 
 def test_local_drafter_keeps_its_contract() -> None:
     drafter = LocalDrafter(recent_tokens=8)
-    drafter.open("s", [1, 2, 3], remember=False)
+    drafter.open("s", [1, 2, 3], FORGOTTEN)
     with pytest.raises(OutOfSequenceError):
         drafter.draft([DraftRequest("s", ids(1), 9, 4)])
     (tree,) = drafter.draft([DraftRequest("s", ids(1, 2), 5, 4, 0.3)])
@@ -286,7 +286,7 @@ def test_outputs_reach_the_service_unless_they_are_to_be_forgotten() -> None:
     with serving(service) as address, ResilientDrafter(address, deadline_s=5) as drafter:
         assert drafter.wait(60)
         for name, token, remember in (("kept", 1, True), ("gone", 2, False)):
-            drafter.open(name, PROMPT, remember=remember)
+            drafter.open(name, PROMPT, SequenceOptions(remember=remember))
             drafter.draft([DraftRequest(name, ids(token, token), len(PROMPT) + 2, 0)])
             drafter.close(name, ids(token, token + 10))
     assert wait_until(lambda: len(service.state.sessions) == 0)

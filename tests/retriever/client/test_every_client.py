@@ -12,11 +12,11 @@ from indexer.reader import Index
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import (
+    DEFAULT,
     AheadDrafter,
     DraftRequest,
-    GroupDrafter,
     Prediction,
-    PredictionDrafter,
+    SequenceOptions,
     TokenIds,
 )
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -52,9 +52,9 @@ class Both:
         self.sources: set[int] = set()
         self.num_nodes = 0
 
-    def open(self, name: str, prompt: TokenIds, **options: Any) -> None:
+    def open(self, name: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         for each in (self.client, self.local):
-            each.open(name, prompt, **options)
+            each.open(name, prompt, options)
         self.lengths[name] = len(prompt)
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -94,12 +94,12 @@ class Both:
         }
 
 
-def step(both: Both, rng: np.random.Generator, opening: Callable[[int], dict[str, Any]]) -> None:
+def step(both: Both, rng: np.random.Generator, opening: Callable[[int], SequenceOptions]) -> None:
     """Open three sessions, step them at once, close them; again and again."""
     for _ in range(NUM_ROUNDS):
         for number, name in enumerate(NAMES):
             begin = int(rng.integers(0, 300))
-            both.open(name, both.corpus[begin : begin + 20], **opening(number))
+            both.open(name, both.corpus[begin : begin + 20], opening(number))
         for _ in range(NUM_STEPS):
             both.draft(both.pieces(rng))
         for name in NAMES:
@@ -109,23 +109,22 @@ def step(both: Both, rng: np.random.Generator, opening: Callable[[int], dict[str
 
 
 def plainly(both: Both, rng: np.random.Generator) -> None:
-    step(both, rng, lambda _: {})
+    step(both, rng, lambda _: DEFAULT)
     assert {Source.CORPUS, Source.CONTEXT} <= both.sources
 
 
 def in_groups(both: Both, rng: np.random.Generator) -> None:
-    client: object = both.client
-    assert isinstance(client, GroupDrafter)
-    step(both, rng, lambda number: {"group": "g" if number else "", "policy_version": number})
+    def opening(number: int) -> SequenceOptions:
+        return SequenceOptions(group="g" if number else "", policy_version=number)
+
+    step(both, rng, opening)
     assert Source.SIBLINGS in both.sources
 
 
 def with_predictions(both: Both, rng: np.random.Generator) -> None:
     """Given at the opening, added later, and the same ones again."""
-    client: object = both.client
-    assert isinstance(client, PredictionDrafter)
     file, later = rng.permutation(50).astype(np.int32), rng.permutation(50).astype(np.int32)
-    both.open("a", both.corpus[:9], predictions=[Prediction(file, "file")])
+    both.open("a", both.corpus[:9], SequenceOptions(predictions=(Prediction(file, "file"),)))
     both.draft({"a": file[:3]})
     assert Source.PREDICTIONS in both.sources
     both.call("add_predictions", "a", [Prediction(later, "later")])

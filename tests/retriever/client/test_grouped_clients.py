@@ -8,10 +8,10 @@ import pytest
 
 from retriever.client.local import LocalDrafter
 from retriever.client.resilient import ResilientDrafter
-from retriever.drafter import DraftRequest, GroupDrafter
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions
 from retriever.errors import InvalidRequestError
 from retriever.follower import Followers
-from retriever.sequences import TokenSequence, checked_kin
+from retriever.sequences import TokenSequence
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
@@ -32,10 +32,8 @@ def step(drafter: Any, session: str, new: list[int], length: int) -> Any:
 @clients
 def test_sequences_of_a_group_draft_from_one_another(connect: Any) -> None:
     with serving(EmbeddedDrafter()) as address, ready(connect(address)) as drafter:
-        assert isinstance(drafter, GroupDrafter)
         for name, group in (("a", "g"), ("b", "g"), ("c", "other"), ("d", "")):
-            options = {"group": group} if group else {}
-            drafter.open(name, PROMPT, **options)  # type: ignore[arg-type]
+            drafter.open(name, PROMPT, SequenceOptions(group=group))
             step(drafter, name, [], 3)
         step(drafter, "a", [1, 2, 3, 4], 7)
         assert step(drafter, "b", [1], 4).token_ids.tolist()[:3] == [2, 3, 4]
@@ -48,13 +46,14 @@ def test_sequences_of_a_group_draft_from_one_another(connect: Any) -> None:
 def test_versions_travel(connect: Any) -> None:
     service = WatchedDrafter()
     with serving(service) as address, ready(connect(address)) as drafter:
-        drafter.open("s", PROMPT, group="g\u00e9", policy_version=1 << 40, oldest_version=3)
+        stated = SequenceOptions(group="g\u00e9", policy_version=1 << 40, oldest_version=3)
+        drafter.open("s", PROMPT, stated)
         step(drafter, "s", [], 3)
         (session,) = service.open_sessions()
-        assert session.kin == checked_kin(group="g\u00e9", policy_version=1 << 40, oldest_version=3)
-        drafter.open("t", PROMPT, policy_version=0)
+        assert session.options == stated
+        drafter.open("t", PROMPT, SequenceOptions(policy_version=0))
         step(drafter, "t", [], 3)
-        assert [each.kin.policy_version for each in service.open_sessions()] == [1 << 40, 0]
+        assert [each.options.policy_version for each in service.open_sessions()] == [1 << 40, 0]
 
 
 @clients
@@ -65,7 +64,7 @@ def test_clients_refuse_what_is_no_group_or_version(connect: Any, kin: dict[str,
         connect(address) as drafter,
         pytest.raises(InvalidRequestError),
     ):
-        drafter.open("s", PROMPT, **kin)
+        drafter.open("s", PROMPT, SequenceOptions(**kin))
 
 
 @pytest.mark.parametrize(
@@ -100,19 +99,26 @@ def test_a_stream_that_ends_leaves_nothing_of_its_lanes() -> None:
         assert not np.isin(running.tokens, [1, 2, 3]).any()
 
 
-def test_a_drafter_that_takes_no_groups_is_not_told() -> None:
-    told: list[dict[str, Any]] = []
+def test_a_drafter_that_uses_no_hints_is_told_them_and_no_tenant() -> None:
+    told: list[SequenceOptions] = []
 
     class Plain:
-        def open(self, _session: str, _prompt: Any, **options: Any) -> None:
+        def open(self, _session: str, _prompt: Any, options: SequenceOptions) -> None:
             told.append(options)
 
-    sequence = TokenSequence(ids(1, 2), kin=checked_kin(group="g"))
+    stated = SequenceOptions(group="g", predictions=(Prediction(ids(3)),))
+    sequence = TokenSequence(ids(1, 2), options=stated)
     followers = Followers(Plain())  # type: ignore[arg-type]
     followers.open([followers.follow(sequence)])
-    assert told == [{"remember": True}]
+    assert told == [stated]
+    owned = TokenSequence(ids(1, 2), options=SequenceOptions(tenant="a"))
+    with pytest.raises(InvalidRequestError, match="no tenants apart"):
+        followers.open([followers.follow(owned)])
+    assert told == [stated]
     local = Followers(LocalDrafter())
     local.open([local.follow(sequence)])
+    with pytest.raises(InvalidRequestError, match="no tenants apart"):
+        LocalDrafter().open("s", ids(1, 2), SequenceOptions(tenant="a"))
 
 
 def test_replicas_have_a_group_together() -> None:
@@ -127,8 +133,8 @@ def test_replicas_have_a_group_together() -> None:
         for group in ("g", "h", ""):
             for number in range(8):
                 name = f"{group}-{number}"
-                drafter.open(name, PROMPT, group=group)
+                drafter.open(name, PROMPT, SequenceOptions(group=group))
                 step(drafter, name, [], 3)
         for group in ("g", "h"):
-            having = [{each.kin.group for each in one.open_sessions()} for one in services]
+            having = [{each.options.group for each in one.open_sessions()} for one in services]
             assert sum(group in each for each in having) == 1

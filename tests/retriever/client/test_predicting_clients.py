@@ -10,7 +10,7 @@ import pytest
 from retriever.client.conversation import Conversation, SequenceStep
 from retriever.client.local import LocalDrafter
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest, Prediction
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -55,9 +55,11 @@ def test_what_cannot_be_a_prediction_is_refused_at_once(connect: Callable[[str],
     huge = [Prediction(np.zeros(10_000_000, np.int32), "huge")]
     with serving(service) as address, ready(connect(address)) as drafter:
         with pytest.raises(LimitExceededError, match="max_sequence_tokens"):
-            drafter.open("s", ids(*PROMPT), predictions=huge)
+            drafter.open("s", ids(*PROMPT), SequenceOptions(predictions=tuple(huge)))
         with pytest.raises(InvalidRequestError, match="prediction 'plan' has no tokens"):
-            drafter.open("s", ids(*PROMPT), predictions=[Prediction(ids(), "plan")])
+            drafter.open(
+                "s", ids(*PROMPT), SequenceOptions(predictions=(Prediction(ids(), "plan"),))
+            )
         drafter.open("s", ids(*PROMPT))
         with pytest.raises(LimitExceededError, match="max_sequence_tokens"):
             drafter.add_predictions("s", huge)
@@ -75,7 +77,7 @@ def test_long_predictions_travel_as_short_ones_do(connect: Callable[[str], Any])
     texts = [rng.integers(0, 49_000, 30_000).astype(np.int32) for _ in range(2)]
     service = EmbeddedDrafter()
     with serving(service) as address, ready(connect(address)) as drafter:
-        drafter.open("s", ids(*PROMPT), predictions=[Prediction(texts[0])])
+        drafter.open("s", ids(*PROMPT), SequenceOptions(predictions=(Prediction(texts[0]),)))
         assert begins(draft(drafter, [], 3), texts[0].tolist())
         drafter.add_predictions("s", [Prediction(texts[1])])
         new = texts[1][20_000:20_012].tolist()
@@ -89,7 +91,7 @@ def test_a_service_that_was_started_again_is_told_all_predictions(
 ) -> None:
     replica = Replica()
     with ready(connect(replica.address)) as drafter:
-        drafter.open("s", ids(*PROMPT), predictions=[Prediction(ids(*FILE))])
+        drafter.open("s", ids(*PROMPT), SequenceOptions(predictions=(Prediction(ids(*FILE)),)))
         assert begins(draft(drafter, [], 3), FILE)
         drafter.add_predictions("s", [Prediction(ids(*LATER))])
         assert begins(draft(drafter, FILE[:9], 12), FILE[9:])
@@ -124,7 +126,7 @@ def told(message: pb.DraftStreamRequest) -> tuple[list[list[int]], list[list[int
 
 def test_a_message_carries_what_its_server_has_not_been_told() -> None:
     conversation = Conversation("a", "")
-    sequence = TokenSequence(ids(1), predictions=[Prediction(ids(2))])
+    sequence = TokenSequence(ids(1), options=SequenceOptions(predictions=(Prediction(ids(2)),)))
     for _ in range(2):  # again on a stream after the first
         conversation.begin()
         known = [each.tokens.tolist() for each in sequence.predictions]
@@ -142,7 +144,7 @@ def test_a_server_that_refuses_predictions_is_told_of_the_sequence_without() -> 
     now_s = 0.0
     conversation = Conversation("a", "", clock=lambda: now_s)
     conversation.begin()
-    sequence = TokenSequence(ids(1), predictions=[Prediction(ids(2))])
+    sequence = TokenSequence(ids(1), options=SequenceOptions(predictions=(Prediction(ids(2)),)))
     message, _ = conversation.ask([step_of(sequence)], 0.0, 1.0)
     refusal = LimitExceededError("too long", limit="max_sequence_tokens")
     status = session_status(message.openings[0].session_id, refusal)
@@ -159,7 +161,9 @@ def test_predictions_beyond_a_drafters_limits_cost_themselves_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     drafter = EmbeddedDrafter(limits=Limits(max_sequence_tokens=100))
-    sequence = TokenSequence(ids(*[1, 2, 3] * 5), predictions=[Prediction(ids(*range(500)))])
+    sequence = TokenSequence(
+        ids(*[1, 2, 3] * 5), options=SequenceOptions(predictions=(Prediction(ids(*range(500))),))
+    )
     follower = Followers(drafter).follow(sequence)
     assert len(follower.draft(8)) == 8
     assert follower.num_failures == 0
@@ -197,7 +201,9 @@ def test_bare_contexts_are_drafted_for_and_explained_with_predictions() -> None:
 
 def test_nobody_adds_predictions_to_sessions_of_others() -> None:
     drafter = EmbeddedDrafter()
-    drafter.state.begin(SessionKey("a", "s"), drafter.state.prepare(PROMPT, tenant="a"))
+    drafter.state.begin(
+        SessionKey("a", "s"), drafter.state.prepare(PROMPT, SequenceOptions(tenant="a"))
+    )
     with pytest.raises(UnknownSessionError):
         for _ in drafter.state.adding_predictions(SessionKey("b", "s"), [Prediction(ids(1))]):
             pass
@@ -208,9 +214,8 @@ def test_a_message_has_few_predictions() -> None:
     service = EmbeddedDrafter()
     with serving(service) as address, grpc.insecure_channel(address) as channel:
         stub = RetrieverServiceStub(channel)
-        opening = opening_message(
-            "s", ids(1), remember=True, fingerprint="", predictions=[Prediction(ids(2))] * 1000
-        )
+        many = SequenceOptions(predictions=(Prediction(ids(2)),) * 1000)
+        opening = opening_message("s", ids(1), many, "")
         stub.OpenSession(opening)
         addition = addition_message("s", [Prediction(ids(2))] * 1025)
         with pytest.raises(grpc.RpcError, match="1025 predictions in one message") as refused:
@@ -220,18 +225,16 @@ def test_a_message_has_few_predictions() -> None:
 
 
 def test_tokens_of_predictions_count_as_work() -> None:
-    opening = opening_message(
-        "s", ids(1, 2), remember=True, fingerprint="", predictions=[Prediction(ids(*range(9)))]
-    )
+    options = SequenceOptions(predictions=(Prediction(ids(*range(9))),))
+    opening = opening_message("s", ids(1, 2), options, "")
     assert tokens_of_opening(opening, {}) == 11
     assert tokens_of_addition(addition_message("s", [Prediction(ids(*range(9)))]), {}) == 9
 
 
 def test_long_predictions_are_cut_out_where_they_stand() -> None:
     long = np.arange(10_000, 10_000 + LONG_LIST, dtype=np.int32)
-    opening = opening_message(
-        "s", long, remember=True, fingerprint="", predictions=[Prediction(ids(1)), Prediction(long)]
-    )
+    options = SequenceOptions(predictions=(Prediction(ids(1)), Prediction(long)))
+    opening = opening_message("s", long, options, "")
     message = pb.DraftStreamRequest(
         openings=[pb.OpenSessionRequest(), opening],
         predictions=[addition_message("t", [Prediction(long), Prediction(ids(3))])],
@@ -248,7 +251,7 @@ def test_long_predictions_are_cut_out_where_they_stand() -> None:
 
 def test_the_local_drafter_follows_predictions() -> None:
     drafter = LocalDrafter()
-    drafter.open("s", ids(*PROMPT), predictions=[Prediction(ids(*FILE))])
+    drafter.open("s", ids(*PROMPT), SequenceOptions(predictions=(Prediction(ids(*FILE)),)))
     tree = draft(drafter, [], 3)
     assert begins(tree, FILE)
     assert set(tree.sources.tolist()) == {Source.PREDICTIONS}

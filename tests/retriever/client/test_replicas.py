@@ -277,7 +277,7 @@ def refusing(error: LimitExceededError) -> Callable[..., pb.DraftStreamResponse]
 def test_a_session_stays_where_it_was_if_the_next_server_refuses_it() -> None:
     wire = Wire()
     wire.begin("a", "b")
-    wire.planner.open("s", PROMPT, remember=True)
+    wire.planner.open("s", PROMPT)
     length = {"s": len(PROMPT)}
     wire.step(length)
     conversations = wire.planner.conversations
@@ -300,7 +300,7 @@ def test_a_session_stays_where_it_was_if_the_next_server_refuses_it() -> None:
 def test_a_server_that_asks_for_patience_is_given_it() -> None:
     wire = Wire()
     wire.begin(wire.home)
-    wire.planner.open("s", PROMPT, remember=True)
+    wire.planner.open("s", PROMPT)
     length, home = {"s": len(PROMPT)}, wire.planner.conversations[wire.home]
     wire.step(length, refusing(LimitExceededError("full", retry_after_s=25.0)))
     wire.now_s = 24.0
@@ -318,7 +318,7 @@ def test_sequences_return_at_a_bounded_rate() -> None:
     wire.begin(wire.other)
     lengths = {f"{number}": 1000 for number in range(100)} | {"long": 20_000, "s": 200_000}
     for name, length in lengths.items():
-        wire.planner.open(name, np.zeros(length, np.int32), remember=True)
+        wire.planner.open(name, np.zeros(length, np.int32))
     for _ in range(20):
         wire.step(lengths, deadline_s=1.0)
     assert {wire.planner.server_of(name) for name in lengths} == {wire.other}
@@ -347,7 +347,7 @@ def test_a_draining_server_is_left_within_deadlines() -> None:
     wire.begin("a", "b")
     lengths = {f"{number}": 20_000 for number in range(10)} | {"s": 500_000}
     for name, length in lengths.items():
-        wire.planner.open(name, np.zeros(length, np.int32), remember=True)
+        wire.planner.open(name, np.zeros(length, np.int32))
     for _ in range(15):
         wire.step(lengths, deadline_s=1.0)
     wire.planner.conversations[wire.home].is_draining = True

@@ -17,7 +17,7 @@ from retriever.client.merging import merge_trees
 from retriever.client.sharded import ShardedDrafter, connect
 from retriever.client.strict import RemoteDrafter
 from retriever.commands import app
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import FORGOTTEN, Drafter, DraftRequest
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -104,8 +104,8 @@ def test_draft_is_the_merger_of_what_embedded_drafters_give(
     with ShardedDrafter([left_address, slow[1]], deadline_s=PATIENT_S) as drafter:
         everyone: list[Drafter] = [drafter, *embedded]
         for each in everyone:
-            each.open("a", np.array([9, *BEGINNING], np.int32), remember=False)
-            each.open("b", np.array(LEFT, np.int32), remember=False)
+            each.open("a", np.array([9, *BEGINNING], np.int32), FORGOTTEN)
+            each.open("b", np.array(LEFT, np.int32), FORGOTTEN)
         lengths = {"a": 7, "b": 9}
         for _ in range(10):
             step = []
@@ -362,7 +362,7 @@ def test_replay_drafts_from_several_servers(
 
 def test_threads_draft_at_once(left_address: str, slow: tuple[SlowServicer, str]) -> None:
     def decode(name: str) -> list[int]:
-        drafter.open(name, BEGINNING, remember=False)
+        drafter.open(name, BEGINNING, FORGOTTEN)
         trees = [drafter.draft([request(name, [7], length)])[0] for length in range(7, 27)]
         drafter.close(name)
         return [len(tree) for tree in trees]

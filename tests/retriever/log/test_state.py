@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from indexer.reader import Vocabulary
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import StateError, VocabularyMismatchError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
@@ -46,7 +46,7 @@ def test_a_drafter_opened_again_drafts_as_before(tmp_path: Path, num_outputs: in
 def test_closed_sequences_are_kept_and_those_that_opted_out_are_not(tmp_path: Path) -> None:
     with drafter_on(tmp_path) as drafter:
         for session, remember in (("kept", True), ("forgotten", False)):
-            drafter.open(session, ids(9), remember=remember)
+            drafter.open(session, ids(9), SequenceOptions(remember=remember))
             number = 1 if remember else 2
             drafter.draft([DraftRequest(session, output(number)[:5], 6, 4)])
             drafter.close(session, output(number)[5:])
@@ -155,7 +155,7 @@ def test_threads_that_close_sessions_at_once_lose_nothing(tmp_path: Path) -> Non
     def work(worker: int) -> None:
         for number in range(50):
             name = f"{worker}/{number}"
-            drafter.open(name, ids(9), tenant=str(number % 3))
+            drafter.open(name, ids(9), SequenceOptions(tenant=str(number % 3)))
             drafter.close(name, output(100 * worker + number))
 
     with drafter_on(tmp_path) as drafter:

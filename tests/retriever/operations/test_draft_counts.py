@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.kernels.entries import count_outcome
 from retriever.kernels.layout import MAX_POSITIONS, Grown
 from retriever.service.draft_stream import DraftStream
@@ -127,9 +127,9 @@ def test_latencies_fall_into_the_buckets_of_their_bounds() -> None:
 
 def test_a_census_counts_what_is_held() -> None:
     drafter = EmbeddedDrafter()
-    drafter.open("a", [1, 2, 3], tenant="one")
-    drafter.open("b", [1, 2], tenant="one")
-    drafter.open("c", [1], tenant="two")
+    drafter.open("a", [1, 2, 3], SequenceOptions(tenant="one"))
+    drafter.open("b", [1, 2], SequenceOptions(tenant="one"))
+    drafter.open("c", [1], SequenceOptions(tenant="two"))
     drafter.remember([1, 2, 3, 4], tenant="two")
     census = drafter.state.census()
     assert (census.sessions, census.session_tokens) == ({"one": 2, "two": 1}, 6)

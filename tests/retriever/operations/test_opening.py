@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import DrafterUnavailableError
 from retriever.log.generations_log import GenerationsLog
 from tests.patience import free_port
@@ -109,7 +109,7 @@ def test_what_open_sessions_generated_is_remembered_when_a_drain_ends(tmp_path: 
     )
     with RemoteDrafter(address, timeout_s=5) as remote:
         for name, remember in (("kept", True), ("not", False)):
-            remote.open(name, [1, 2, 3], remember=remember)
+            remote.open(name, [1, 2, 3], SequenceOptions(remember=remember))
         kept, forgotten = np.arange(10, 20, dtype=np.int32), np.arange(30, 40, dtype=np.int32)
         remote.draft([DraftRequest("kept", kept, 13, 4), DraftRequest("not", forgotten, 13, 4)])
         process.terminate()

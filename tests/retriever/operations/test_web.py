@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.lifecycle import Phase
 from retriever.operations.observer import ServiceObserver
@@ -324,7 +324,7 @@ def test_the_page_counts_in_words_that_fit_and_says_where_there_is_nothing() -> 
     assert "of 0 tenants" in empty.cells["figures"]
     for tenants, counted in ((["acme"], "of 1 tenant"), (["globex"], "of 2 tenants")):
         for tenant in tenants:
-            drafter.open(tenant, np.arange(3, dtype=np.int32), tenant=tenant)
+            drafter.open(tenant, np.arange(3, dtype=np.int32), SequenceOptions(tenant=tenant))
         shown = Page(page(service, History(DraftCounts)))
         assert counted in shown.cells["figures"]
         assert f"open, {counted}," in shown.cells["sessions"][0]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from grpc import aio
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.operations.observer import ServiceObserver
 from retriever.operations.service_report import Service
 from retriever.operations.web import Web, WebAddress
@@ -40,7 +40,7 @@ def drafted(index: Path) -> EmbeddedDrafter:
     """A drafter that has drafted four times, three of them for what then came true."""
     drafter = EmbeddedDrafter.open_indexes([index])
     corpus = drafter.stats().indexes[0].segments[0].tokens[:12].astype(np.int32)
-    drafter.open(HIDDEN, corpus, tenant=NASTY)
+    drafter.open(HIDDEN, corpus, SequenceOptions(tenant=NASTY))
     length, new = len(corpus), np.empty(0, np.int32)
     for _ in range(4):
         (tree,) = drafter.draft([DraftRequest(HIDDEN, new, length, 8)])

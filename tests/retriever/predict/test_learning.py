@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import FORGOTTEN, DraftRequest, SequenceOptions, TokenIds
 from retriever.predict.weights import (
     Weights,
     from_bytes,
@@ -33,7 +33,7 @@ def is_prior(weights: Weights) -> bool:
 
 
 def learn_something(drafter: EmbeddedDrafter, session: str, tenant: str = "") -> None:
-    drafter.open(session, PROMPT, tenant=tenant)
+    drafter.open(session, PROMPT, SequenceOptions(tenant=tenant))
     draft(drafter, session, ids(), len(PROMPT))
     draft(drafter, session, ids(3, 4, 9), len(PROMPT) + 3, budget=0)
 
@@ -59,7 +59,7 @@ def test_the_end_of_a_sequence_is_learned_from() -> None:
 def test_only_the_last_draft_is_learned_from() -> None:
     drafter = EmbeddedDrafter()
     for session in ("first", "last"):
-        drafter.open(session, PROMPT, tenant=session)
+        drafter.open(session, PROMPT, SequenceOptions(tenant=session))
         draft(drafter, session, ids(), len(PROMPT))
     drafter.close("first", ids(3, 4))
     assert is_prior(drafter.state.pool("first").weights)
@@ -71,7 +71,7 @@ def test_a_step_of_several_sequences_learns_from_the_last_of_them() -> None:
     drafter = EmbeddedDrafter()
     sessions = ("a", "b", "c")
     for session in sessions:
-        drafter.open(session, PROMPT, tenant=session)
+        drafter.open(session, PROMPT, SequenceOptions(tenant=session))
     for new, length in ((ids(), len(PROMPT)), (ids(3), len(PROMPT) + 1)):
         drafter.draft([DraftRequest(session, new, length, 8) for session in sessions])
     assert [drafter.state.pool(session).learned for session in sessions] == [0, 0, 1]
@@ -88,7 +88,7 @@ def test_a_bare_context_takes_the_place_of_the_last_draft() -> None:
 
 def test_sequences_that_opted_out_teach_nothing() -> None:
     drafter = EmbeddedDrafter()
-    drafter.open("s", PROMPT, remember=False)
+    drafter.open("s", PROMPT, FORGOTTEN)
     draft(drafter, "s", ids(), len(PROMPT))
     draft(drafter, "s", ids(3), len(PROMPT) + 1)
     drafter.close("s", ids(4))
@@ -108,7 +108,7 @@ def test_no_tenant_learns_from_another() -> None:
 
 def test_sessions_of_a_deleted_tenant_teach_nothing() -> None:
     drafter = EmbeddedDrafter()
-    drafter.open("s", PROMPT, tenant="a")
+    drafter.open("s", PROMPT, SequenceOptions(tenant="a"))
     pool = drafter.state.pool("a")
     draft(drafter, "s", ids(), len(PROMPT))
     draft(drafter, "s", ids(3), len(PROMPT) + 1)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.kernels.compiling import kernel, take_number
 from retriever.kernels.entries import CONTEXT, CORPUS, GENERATIONS, TREE, step_sequences
 from retriever.predict import draft
@@ -50,9 +50,9 @@ def drafter_of(
         drafter.open(
             str(number),
             prompt,
-            tenant="ab"[number % 5 == 3],
-            remember=number % 7 != 6,
-            predictions=expected,
+            SequenceOptions(
+                tenant="ab"[number % 5 == 3], remember=number % 7 != 6, predictions=tuple(expected)
+            ),
         )
     return drafter
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexer.reader import Vocabulary
-from retriever.drafter import DraftRequest, Prediction, PredictionDrafter, TokenIds, predictions_of
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions, TokenIds, predictions_of
 from retriever.errors import InvalidRequestError, LimitExceededError, UnknownSessionError
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import MAX_MATCH, Scratch
@@ -58,18 +58,18 @@ def test_the_first_draft_is_the_beginning_of_the_prediction() -> None:
     """Before anything agrees with it, and also behind a prompt that repeats itself."""
     drafter = EmbeddedDrafter()
     text = range(100, 200)
-    drafter.open("s", PROMPT, predictions=predicted(text))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(text))))
     tree = draft(drafter, [], 3, nodes=16)
     assert tree.token_ids.tolist() == list(text[:16])
     assert set(tree.sources.tolist()) == {Source.PREDICTIONS}
-    drafter.open("t", [7, 8, 9, 7, 8], predictions=predicted(text))
+    drafter.open("t", [7, 8, 9, 7, 8], SequenceOptions(predictions=tuple(predicted(text))))
     assert len(draft(drafter, [], 5, "t", nodes=16).follow(ids(*text))) >= 6
 
 
 def test_each_of_several_predictions_may_come_first() -> None:
     drafter = EmbeddedDrafter()
     texts = [range(100 * number, 100 * number + 50) for number in range(1, 5)]
-    drafter.open("s", PROMPT, predictions=predicted(*texts))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(*texts))))
     tree = draft(drafter, [], 3)
     assert all(len(tree.follow(ids(*text))) >= 2 for text in texts)
     tree = draft(drafter, [300, 301], 5)
@@ -85,7 +85,7 @@ def test_what_was_predicted_is_followed_across_edits(edit: str) -> None:
         file = random_file(rng)
         before, after = edited(rng, file, edit)
         drafter, output, known = EmbeddedDrafter(), before + after, 0
-        drafter.open("s", PROMPT, predictions=predicted(file))
+        drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(file))))
         trees = []
         for end in [40, *range(90, len(before) + 4)]:
             trees.append(draft(drafter, output[known:end], len(PROMPT) + end))
@@ -161,10 +161,10 @@ def test_no_other_session_or_tenant_drafts_from_a_prediction() -> None:
     """While its session is open and after it was closed, whatever was drafted and remembered."""
     drafter = EmbeddedDrafter()
     text = list(range(100, 150))
-    drafter.open("s", PROMPT, predictions=predicted(text))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(text))))
     draft(drafter, text[:3], 6)
     for tenant in ("", "other"):
-        drafter.open("beside", text[:9], tenant=tenant)
+        drafter.open("beside", text[:9], SequenceOptions(tenant=tenant))
         assert len(draft(drafter, [], 9, "beside")) == 0
         drafter.close("beside")
     drafter.close("s", ids(9, 9, 9))
@@ -176,8 +176,7 @@ def test_no_other_session_or_tenant_drafts_from_a_prediction() -> None:
 
 def test_a_prediction_that_is_added_later_is_drafted_from() -> None:
     drafter = EmbeddedDrafter()
-    assert isinstance(drafter, PredictionDrafter)
-    drafter.open("s", PROMPT, predictions=predicted(range(100, 120)))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(range(100, 120)))))
     draft(drafter, [100, 101], 5)
     drafter.add_predictions("s", [Prediction(ids(*range(300, 340)), "later")])
     tree = draft(drafter, [], 5)
@@ -191,8 +190,10 @@ def test_a_prediction_that_is_added_later_is_drafted_from() -> None:
 def test_the_same_a_thousand_times_costs_what_it_costs_once() -> None:
     drafter = WatchedDrafter()
     text = predicted(range(1000))
-    drafter.open("once", PROMPT, predictions=text)
-    drafter.open("often", PROMPT, predictions=[Prediction(ids(*range(1000)))] * 1000)
+    drafter.open("once", PROMPT, SequenceOptions(predictions=tuple(text)))
+    drafter.open(
+        "often", PROMPT, SequenceOptions(predictions=tuple([Prediction(ids(*range(1000)))] * 1000))
+    )
     once, often = databases_of(drafter, "once"), databases_of(drafter, "often")
     assert once.num_bytes == often.num_bytes
     assert often.predictions is not None
@@ -213,9 +214,11 @@ def test_predictions_are_bounded_by_the_limits_of_sessions() -> None:
         (many, "max_predictions"),
     ):
         with pytest.raises(LimitExceededError, match="beyond the limit") as refused:
-            drafter.open("s", PROMPT, predictions=wrong)
+            drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(wrong)))
         assert refused.value.limit == limit
-        drafter.open("s", PROMPT, predictions=wrong[:1] if len(wrong) > 1 else [])
+        drafter.open(
+            "s", PROMPT, SequenceOptions(predictions=tuple(wrong[:1] if len(wrong) > 1 else []))
+        )
         with pytest.raises(LimitExceededError) as refused:
             drafter.add_predictions("s", wrong)
         assert refused.value.limit == limit
@@ -226,7 +229,9 @@ def test_predictions_are_bounded_by_the_limits_of_sessions() -> None:
 def test_ten_million_tokens_are_refused_before_they_are_read() -> None:
     drafter = EmbeddedDrafter()
     with pytest.raises(LimitExceededError, match=r"10000000 tokens.*max_sequence_tokens"):
-        drafter.open("s", PROMPT, predictions=[Prediction(np.zeros(10_000_000, np.int32))])
+        drafter.open(
+            "s", PROMPT, SequenceOptions(predictions=(Prediction(np.zeros(10_000_000, np.int32)),))
+        )
     assert drafter.state.census().session_bytes == 0
 
 
@@ -242,7 +247,7 @@ def test_ten_million_tokens_are_refused_before_they_are_read() -> None:
 def test_what_is_no_prediction_is_refused_by_name(tokens: TokenIds, reason: str) -> None:
     drafter = EmbeddedDrafter(vocabulary=Vocabulary(50, "ab" * 32))
     with pytest.raises(InvalidRequestError, match=reason):
-        drafter.open("s", ids(1), predictions=[Prediction(tokens, "plan")])
+        drafter.open("s", ids(1), SequenceOptions(predictions=(Prediction(tokens, "plan"),)))
     drafter.open("s", ids(1))
     with pytest.raises(InvalidRequestError, match=reason):
         drafter.add_predictions("s", [Prediction(tokens, "plan")])
@@ -257,12 +262,12 @@ def test_memory_of_predictions_is_charged_and_given_back() -> None:
     drafter = EmbeddedDrafter(limits=Limits(max_bytes=20 << 20, max_tenant_bytes=10 << 20))
     drafter.open("plain", PROMPT)
     without = drafter.state.census()
-    drafter.open("s", PROMPT, predictions=predicted(range(100_000)))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(range(100_000)))))
     held = drafter.state.census()
     assert held.reserved_bytes - without.reserved_bytes > 28 * 100_000
     assert held.session_bytes - without.session_bytes > 28 * 100_000
     with pytest.raises(LimitExceededError) as refused:
-        drafter.open("t", PROMPT, predictions=predicted(range(300_000)))
+        drafter.open("t", PROMPT, SequenceOptions(predictions=tuple(predicted(range(300_000)))))
     assert refused.value.limit == "max_tenant_bytes"
     drafter.close("s", remember=False)
     del refused
@@ -272,7 +277,7 @@ def test_memory_of_predictions_is_charged_and_given_back() -> None:
 
 def test_a_deleted_session_leaves_no_prediction_in_memory() -> None:
     drafter = WatchedDrafter()
-    drafter.open("s", PROMPT, predictions=predicted(range(100, 200)))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(range(100, 200)))))
     databases = databases_of(drafter)
     assert databases.predictions is not None
     tokens = databases.predictions.texts()[0].tokens
@@ -302,7 +307,9 @@ def test_a_prediction_is_trusted_more_than_a_corpus_from_the_start() -> None:
 
 def test_drafts_ahead_follow_predictions_and_leave_no_trace() -> None:
     drafter = WatchedDrafter()
-    drafter.open("s", PROMPT, predictions=predicted(range(100, 200)), remember=False)
+    drafter.open(
+        "s", PROMPT, SequenceOptions(predictions=tuple(predicted(range(100, 200))), remember=False)
+    )
     outcomes = (ids(100, 101), ids(7), ids(100, 9, 101))
     request = DraftRequest("s", ids(), 3, 16, outcomes=outcomes)
     (trees,) = drafter.draft_ahead([request])
@@ -310,7 +317,11 @@ def test_drafts_ahead_follow_predictions_and_leave_no_trace() -> None:
     assert found is not None
     assert found.cursors.tolist() == [[0, 0, LONG]]
     for outcome, tree in zip(outcomes, trees, strict=True):
-        drafter.open("t", PROMPT, predictions=predicted(range(100, 200)), remember=False)
+        drafter.open(
+            "t",
+            PROMPT,
+            SequenceOptions(predictions=tuple(predicted(range(100, 200))), remember=False),
+        )
         draft(drafter, [], 3, "t", 16)
         came = draft(drafter, outcome.tolist(), 3 + len(outcome), "t", 16)
         assert came.token_ids.tolist() == tree.token_ids.tolist()
@@ -321,7 +332,7 @@ def test_drafts_ahead_follow_predictions_and_leave_no_trace() -> None:
 def test_what_is_learned_of_predictions_is_kept(tmp_path: Path) -> None:
     """The weights are of the tenant; the text is not among them."""
     drafter = EmbeddedDrafter(state=tmp_path)
-    drafter.open("s", PROMPT, predictions=predicted(range(100, 400)))
+    drafter.open("s", PROMPT, SequenceOptions(predictions=tuple(predicted(range(100, 400)))))
     length = 3
     for begin in range(100, 200, 10):
         draft(drafter, range(begin, begin + 10), length + 10)

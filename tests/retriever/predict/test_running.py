@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, GroupDrafter, Kin, TokenIds
+from retriever.drafter import DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError
 from retriever.kernels.chains import FADING, LEAST_FADED
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
@@ -27,7 +27,7 @@ from retriever.predict.running import (
     lane_fields,
     running_bytes,
 )
-from retriever.sequences import SessionKey, checked_kin
+from retriever.sequences import SessionKey, checked_options
 from retriever.sessions.administration import Administration
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import LongCommit, ServiceFace
@@ -50,7 +50,7 @@ class Talk:
         self.lengths: dict[str, int] = {}
 
     def open(self, name: str, prompt: TokenIds = PROMPT, **options: object) -> None:
-        self.drafter.open(name, prompt, **options)  # type: ignore[arg-type]
+        self.drafter.open(name, prompt, SequenceOptions(**options))  # type: ignore[arg-type]
         self.lengths[name] = len(prompt)
 
     def step(self, name: str, new: Sequence[int] = (), nodes: int = 32) -> DraftTree:
@@ -71,7 +71,6 @@ def tokens_held(pool: Pool) -> set[int]:
 
 def test_what_one_commits_serves_its_group_in_the_next_step() -> None:
     talk = Talk(EmbeddedDrafter())
-    assert isinstance(talk.drafter, GroupDrafter)
     talk.open("a", group="g")
     talk.open("b", group="g")
     assert len(talk.step("a")) == len(talk.step("b")) == 0
@@ -292,7 +291,7 @@ def test_versions_survive_the_ring_and_a_deletion() -> None:
     drafter = EmbeddedDrafter(limits=Limits(generations_tokens=1024))
     generations = drafter.state.pool("").generations
     for version in range(1, 400):
-        drafter.open(f"w{version}", ids(), policy_version=version)
+        drafter.open(f"w{version}", ids(), SequenceOptions(policy_version=version))
         drafter.close(f"w{version}", np.arange(version, version + 19, dtype=np.int32))
     versions = [each.version for each in generations.outputs()]
     assert versions == list(range(versions[0], 400))
@@ -307,7 +306,7 @@ def test_versions_survive_the_ring_and_a_deletion() -> None:
 def test_versions_are_kept_on_disk(tmp_path: Path) -> None:
     first = EmbeddedDrafter(state=tmp_path)
     for number, version in enumerate((None, 7, 1 << 40)):
-        first.open("w", ids(), policy_version=version)
+        first.open("w", ids(), SequenceOptions(policy_version=version))
         first.close("w", ids(1, 2, 3, number))
     first.shut_down()
     again = EmbeddedDrafter(state=tmp_path)
@@ -337,9 +336,9 @@ def test_versions_are_kept_on_disk(tmp_path: Path) -> None:
 def test_what_is_no_group_or_version_is_refused(kin: dict[str, object]) -> None:
     drafter = EmbeddedDrafter()
     with pytest.raises(InvalidRequestError):
-        checked_kin(**kin)  # type: ignore[arg-type]
+        checked_options(SequenceOptions(**kin))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError):
-        drafter.open("s", PROMPT, **kin)  # type: ignore[arg-type]
+        drafter.open("s", PROMPT, SequenceOptions(**kin))  # type: ignore[arg-type]
     assert len(drafter.state.sessions) == 0
 
 
@@ -360,8 +359,8 @@ class Sides:
 
     def begin(self) -> None:
         prompt, group = self.some(20), f"g{self.rng.integers(3)}"
-        kin = Kin(group, int(self.rng.integers(-1, 4)))
-        kin = kin if kin.policy_version != -1 else Kin(group)
+        kin = SequenceOptions(group=group, policy_version=int(self.rng.integers(-1, 4)))
+        kin = kin if kin.policy_version != -1 else SequenceOptions(group=group)
         is_shared = bool(self.rng.random() < 0.7)
         context = Context(ids(*prompt))
         fields = lane_fields(kin, self.running.join(), is_shared=is_shared)
@@ -429,7 +428,10 @@ def test_a_ring_that_grows_keeps_what_it_has() -> None:
     for text in texts:
         context = Context(text[:5])
         output = RunningOutput(
-            running, lane_fields(Kin("g"), running.join(), is_shared=True), context, 5
+            running,
+            lane_fields(SequenceOptions(group="g"), running.join(), is_shared=True),
+            context,
+            5,
         )
         lanes.append((context, output))
     sizes = set()
@@ -439,7 +441,7 @@ def test_a_ring_that_grows_keeps_what_it_has() -> None:
             output.commit(text[begin : begin + 5])
         sizes.add(len(running.tokens))
     assert len(sizes) > 1
-    reader = RunningOutput(None, lane_fields(Kin("g"), 10**6))
+    reader = RunningOutput(None, lane_fields(SequenceOptions(group="g"), 10**6))
     for text in texts:
         for place in (20, 300, 590):
             scratch = Scratch(DEPTH)
@@ -499,7 +501,7 @@ def test_a_step_over_threads_drafts_the_same() -> None:
         rng = np.random.default_rng(1)
         text = rng.integers(0, 50, 400).astype(np.int32)
         for number in range(16):
-            drafter.open(f"s{number}", PROMPT, group="g" if number % 2 else "")
+            drafter.open(f"s{number}", PROMPT, SequenceOptions(group="g" if number % 2 else ""))
         drawn = []
         for begin in range(0, 40, 4):
             drawn += drafter.draft(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError, OutOfSequenceError
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
@@ -31,7 +31,7 @@ def opened(threads: int = 2, *, learns: bool = True) -> EmbeddedDrafter:
     drafter = EmbeddedDrafter(threads=threads)
     drafter.remember(text(1, 400))
     for number in range(MANY):
-        drafter.open(str(number), text(number, 60), remember=learns)
+        drafter.open(str(number), text(number, 60), SequenceOptions(remember=learns))
     return drafter
 
 

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from typer.testing import CliRunner
 
 from retriever.commands import app
-from retriever.drafter import DraftRequest
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions
 from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
@@ -37,7 +37,7 @@ def on_path(*nodes: int) -> Any:
 class Oracle:
     """Drafts 0, 1, 2 with known probabilities, whatever comes before."""
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
         pass
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from indexer.sources.conversations import Turn
 from indexer.sources.recordings import RecordingTally
 from retriever.commands import app
-from retriever.drafter import DraftRequest, Prediction
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions
 from retriever.errors import TraceError
 from retriever.limits import Limits
 from retriever.replay import traces as encoding
@@ -429,8 +429,8 @@ def by_hand(rows: list[dict[str, Any]], num_lanes: int, *, in_groups: bool) -> t
         while waiting or running:
             while waiting and len(running) < num_lanes:
                 row = waiting.pop(0)
-                options: Any = {"group": f"{group}"} if in_groups else {}
-                drafter.open(f"{number}", row["prompt_ids"], **options)
+                options = SequenceOptions(group=f"{group}" if in_groups else "")
+                drafter.open(f"{number}", row["prompt_ids"], options)
                 running.append([f"{number}", row, 0, []])
                 number += 1
             requests = [

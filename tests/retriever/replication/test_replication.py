@@ -11,7 +11,7 @@ import pytest
 import retriever.replication
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import FORGOTTEN, DraftRequest
 from retriever.errors import ReplicationError
 from retriever.limits import Limits
 from retriever.log.pools import Pools
@@ -56,7 +56,7 @@ def test_a_service_and_a_drafter_of_another_process_draft_what_the_other_generat
 
 
 def drafted(drafter: RemoteDrafter, number: int) -> list[int]:
-    drafter.open("s", output(number)[:8], remember=False)
+    drafter.open("s", output(number)[:8], FORGOTTEN)
     tree = drafter.draft([DraftRequest("s", ids(), 8, 4)])[0]
     drafter.close("s", remember=False)
     return [int(token) for token in tree.token_ids]
@@ -149,7 +149,7 @@ def test_other_vocabularies_share_nothing(server: RedisServer) -> None:
 
 def test_nothing_is_published_of_what_is_forgotten(server: RedisServer) -> None:
     with sharing(server.url) as one:
-        one.open("opened", ids(9), remember=False)
+        one.open("opened", ids(9), FORGOTTEN)
         one.close("opened", output(1))
         one.open("closed", ids(9))
         one.close("closed", output(2), remember=False)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import LimitExceededError, StateError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.log.pools import Pools
@@ -178,7 +178,7 @@ def test_a_deleted_tenant_is_gone_everywhere(server: RedisServer, tmp_path: Path
             soon(lambda: away.stats().replication.learned == 10)
         with sharing(server.url, tmp_path / "other") as other, server.client() as client:
             soon(lambda: other.stats().replication.learned == 10)
-            other.open("open", ids(9), tenant="gone")
+            other.open("open", ids(9), SequenceOptions(tenant="gone"))
             assert planted in client.dump(OUTPUTS)
             one.delete("gone")
             soon(
@@ -211,13 +211,13 @@ def test_a_deleted_sessions_outputs_are_gone_everywhere(
         with sharing(server.url, tmp_path / "away") as away:
             for number in range(8):
                 session, tenant = ("gone" if number % 2 else "kept"), ("a" if number < 6 else "b")
-                one.open(session, ids(9), tenant=tenant)
+                one.open(session, ids(9), SequenceOptions(tenant=tenant))
                 one.close(session, output(number))
             soon(lambda: away.stats().replication.learned == 8)
         with sharing(server.url, tmp_path / "other") as other:
             soon(lambda: other.stats().replication.learned == 8)
             for session in ("gone", "kept"):
-                other.open(session, ids(9), tenant="a")
+                other.open(session, ids(9), SequenceOptions(tenant="a"))
             assert planted in client.dump(OUTPUTS)
             one.delete("a", "gone")
             soon(
@@ -334,7 +334,7 @@ def test_what_was_remembered_before_a_deletion_is_not_published_after_it() -> No
     """As where a session is closed while its tenant is deleted."""
     with sharing("redis://127.0.0.1:1") as one:
         for tenant in ("gone", "kept"):
-            one.open(tenant, ids(9), tenant=tenant)
+            one.open(tenant, ids(9), SequenceOptions(tenant=tenant))
             one.state.end(SessionKey("", tenant), output(1))  # which publishes nothing yet
         one.delete("gone")
         one.state.flush()

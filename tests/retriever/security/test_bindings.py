@@ -10,7 +10,7 @@ from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.client.credentials import Credentials
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import InvalidRequestError
 from retriever.predict.phrases import ListedPhrases
 from retriever.security.access import add_token
@@ -60,7 +60,7 @@ def known_to(drafter: EmbeddedDrafter, tenant: str) -> set[int]:
     alone = drafter.draft_context(COMMON, 64, tenant=tenant)
     explained = explain(drafter, COMMON, 64, tenant=tenant).tree
     key = SessionKey(tenant, "s")
-    drafter.state.begin(key, drafter.state.prepare(COMMON[:6], tenant=tenant))
+    drafter.state.begin(key, drafter.state.prepare(COMMON[:6], SequenceOptions(tenant=tenant)))
     tree = drafted(drafter, DraftRequest("s", ids(7, 8), 8, 64), tenant)
     drafter.state.end(key)
     for other in (explained, tree):
@@ -100,7 +100,8 @@ def test_sessions_keep_to_their_own_when_an_index_changes(paths: dict[str, Path]
     with bound_drafter(paths) as drafter:
         for tenant in ("a", "b", "c"):
             drafter.state.begin(
-                SessionKey(tenant, "t"), drafter.state.prepare(COMMON[:6], tenant=tenant)
+                SessionKey(tenant, "t"),
+                drafter.state.prepare(COMMON[:6], SequenceOptions(tenant=tenant)),
             )
         build_from_tokens(
             [("2.txt", texts(200)), ("4.txt", texts(400))], paths["a"].parent / "new", VOCABULARY

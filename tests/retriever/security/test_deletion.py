@@ -13,7 +13,7 @@ import pytest
 
 from retriever.client.credentials import Credentials
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, SequenceOptions, TokenIds
 from retriever.errors import UnknownSessionError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
@@ -48,7 +48,7 @@ def tenants(drafter: EmbeddedDrafter, folder: Path) -> Iterator[Clients]:
 
 
 def generate(client: RemoteDrafter, session: str, tokens: TokenIds, **options: bool) -> None:
-    client.open(session, ids(9), remember=options.get("remember", True))
+    client.open(session, ids(9), SequenceOptions(remember=options.get("remember", True)))
     client.close(session, tokens, remember=not options.get("forget", False))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from retriever.client.strict import RemoteDrafter
+from retriever.drafter import SequenceOptions
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError, StateError
 from retriever.limits import Limits
 from retriever.predict.context import context_bytes
@@ -46,7 +47,7 @@ def refusals(sessions: int, tokens: int, limits: Limits = LIMITS) -> list[str]:
     def begin(tenant: str, name: str, length: int) -> None:
         key = SessionKey(tenant, name)
         prompt = np.arange(length, dtype=np.int32)
-        drafter.state.begin(key, drafter.state.prepare(prompt, tenant=tenant))
+        drafter.state.begin(key, drafter.state.prepare(prompt, SequenceOptions(tenant=tenant)))
 
     for number in range(sessions):
         begin("other", str(number), tokens)

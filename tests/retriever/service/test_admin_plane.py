@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from retriever.client.administrator import administering
 from retriever.client.credentials import Credentials
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import (
     InsecureAddressError,
     NotPossibleError,
@@ -180,7 +180,7 @@ def test_the_contract_keeps_the_rules_of_the_other() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_tenants_and_strangers_are_refused_and_learn_nothing(guarded: Served, name: str) -> None:
-    guarded.drafter.open("private", np.arange(5), tenant="other")
+    guarded.drafter.open("private", np.arange(5), SequenceOptions(tenant="other"))
     before, told = len(guarded.drafter.state.sessions), guarded.recorded()
     may_draft = Credentials(token=guarded.tokens["drafts"])
     may_delete = Credentials(token=guarded.tokens["deletes"])
@@ -311,7 +311,7 @@ def test_an_empty_filter_ends_nothing_unless_all_is_meant(service: Served) -> No
 
 def test_many_sessions_and_tenants_are_listed_in_parts(service: Served) -> None:
     for number in range(600):
-        service.drafter.open(f"s{number}", np.arange(3), tenant=f"t{number % 300}")
+        service.drafter.open(f"s{number}", np.arange(3), SequenceOptions(tenant=f"t{number % 300}"))
     with administering(service.admin) as calls:
         sessions = answer(calls, "ListSessions")
         assert [len(each.sessions) for each in sessions] == [*[64] * 9, 24]
@@ -325,7 +325,7 @@ def test_use_is_told_by_tenant(service: Served) -> None:
     use = service.drafter.state.uses.of("acme")
     use.drafts, use.nodes, use.tokens, use.seconds, use.refused = 3, 40, 500, 0.25, 1
     service.drafter.state.uses.others.drafts = 9
-    service.drafter.open("s", np.arange(300) % 50, tenant="acme")
+    service.drafter.open("s", np.arange(300) % 50, SequenceOptions(tenant="acme"))
     with administering(service.admin) as calls:
         first, second = answer(calls, "GetUse")
         assert first.others.num_drafts == 9

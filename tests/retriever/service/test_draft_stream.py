@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import LimitExceededError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.predict.context import context_bytes
@@ -185,7 +185,9 @@ def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() ->
     prompt = np.arange(10, dtype=np.int32)
 
     def begin(tenant: str, name: str) -> None:
-        drafter.state.begin(SessionKey(tenant, name), drafter.state.prepare(prompt, tenant=tenant))
+        drafter.state.begin(
+            SessionKey(tenant, name), drafter.state.prepare(prompt, SequenceOptions(tenant=tenant))
+        )
 
     begin("a", "s")
     begin("b", "s")

@@ -14,7 +14,7 @@ import pytest
 from indexer.build import build_from_tokens
 from indexer.errors import IndexerError, IndexNotFoundError, TokenizerMismatchError
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -134,7 +134,7 @@ def test_open_sessions_go_on_with_what_is_attached_then(
 def test_a_detached_index_is_closed_once_nothing_drafts_from_it(
     drafter: EmbeddedDrafter, others: list[Path], tenant: str | None
 ) -> None:
-    drafter.open("s", text_of(others[0])[:12], tenant=tenant or "")
+    drafter.open("s", text_of(others[0])[:12], SequenceOptions(tenant=tenant or ""))
     Administration(drafter.state).attach(str(others[0]), tenant)
     drafter.draft([DraftRequest("s", NO_TOKENS, 12, 8)])
     assert held(others[0]) > 0
@@ -285,8 +285,8 @@ def test_concurrent_attachments_of_one_index_attach_it_once(
 
 def test_sessions_are_listed_by_tenant_name_and_idle_time(drafter: EmbeddedDrafter) -> None:
     text = np.arange(20, dtype=np.int32)
-    drafter.open("one", text, tenant="acme")
-    drafter.open("two", text[:5], tenant="acme", remember=False)
+    drafter.open("one", text, SequenceOptions(tenant="acme"))
+    drafter.open("two", text[:5], SequenceOptions(tenant="acme", remember=False))
     drafter.open("three", text[:7])
     drafter.draft([DraftRequest("one", text[:4], 24, 4)])
     found = reports(drafter)
@@ -315,9 +315,9 @@ def test_ended_sessions_leave_their_outputs_unless_these_are_to_be_forgotten(
 ) -> None:
     output = np.array([7, 3, 9, 1, 7, 3, 9, 1, 4, 4, 2], np.int32)
     for name, remember in (("kept", True), ("opened to be forgotten", False)):
-        drafter.open(name, output[:2], remember=remember)
+        drafter.open(name, output[:2], SequenceOptions(remember=remember))
         drafter.draft([DraftRequest(name, output, 13, 4)])
-    drafter.open("another's", output[:2], tenant="acme")
+    drafter.open("another's", output[:2], SequenceOptions(tenant="acme"))
     ended = Administration(drafter.state).end(SessionFilter(tenant=""), forget=forget)
     assert (ended.num_ended, ended.num_kept) == (2, 0 if forget else 1)
     assert [each.name for each in reports(drafter)] == ["another's"]
@@ -332,7 +332,7 @@ def test_ending_many_sessions_lets_others_draft_and_spares_new_ones(index: Path)
     text = text_of(index)
     for number in range(1500):
         drafter.open(f"old-{number}", text[:50])
-    drafter.open("victim", text[:50], tenant="acme")
+    drafter.open("victim", text[:50], SequenceOptions(tenant="acme"))
     longest, reopened = 0.0, list[str]()
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(
@@ -356,7 +356,7 @@ def test_a_tenants_pool_leaves_memory_and_its_data_stays(index: Path, tmp_path: 
     output = np.tile(np.array([7, 3, 9, 1, 4], np.int32), 20)
     drafter.remember(output, tenant="acme")
     before = form(drafter.draft_context(output[:6], 16, tenant="acme"))
-    drafter.open("s", output[:5], tenant="acme")
+    drafter.open("s", output[:5], SequenceOptions(tenant="acme"))
     assert Administration(drafter.state).evict("acme", lose=False) == (True, 1)
     assert ServiceFace(drafter.state).is_loaded("acme")
     drafter.close("s", remember=False)
@@ -469,7 +469,7 @@ def test_a_snapshot_under_load_opens_as_a_state_and_drafts_as_well(
     texts = [np.tile(rng.integers(0, 50, 8).astype(np.int32), 6) for _ in range(40)]
     for text in texts:
         drafter.remember(text, tenant="acme")
-    drafter.open("s", texts[0], tenant="acme")
+    drafter.open("s", texts[0], SequenceOptions(tenant="acme"))
     length = len(texts[0])
     for _ in range(20):  # learns, so that the weights are not those of the prior
         (tree,) = drafter.draft([DraftRequest("s", texts[1][:3], length + 3, 16)])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, Prediction, TokenIds
+from retriever.drafter import FORGOTTEN, DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError
 from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.predict import databases
@@ -75,7 +75,11 @@ def test_a_sequence_drafted_ahead_for_stays_what_it_was(index: Path, remember: b
     length, new, awaited = 60, list[int](), DraftTree.empty()
     expected = [Prediction(ids(*tokens[100:200])), Prediction(ids(*tokens[60:90], 1))]
     for drafter in (ahead, plain):
-        drafter.open("s", ids(*tokens[:length]), remember=remember, predictions=expected)
+        drafter.open(
+            "s",
+            ids(*tokens[:length]),
+            SequenceOptions(remember=remember, predictions=tuple(expected)),
+        )
     num_nodes = 0
     while length < 300:
         true = tokens[length : length + int(rng.integers(1, 9))]
@@ -109,13 +113,13 @@ def test_every_outcome_is_answered_as_if_it_had_come(index: Path) -> None:
         tokens = text(np.random.default_rng(trial), 120)
         length = int(rng.integers(10, 100))
         guessed = outcomes_of(rng, tokens[length : length + int(rng.integers(1, 9))])
-        drafter.open("ahead", ids(*tokens[:length]), remember=False)
+        drafter.open("ahead", ids(*tokens[:length]), FORGOTTEN)
         (trees,) = drafter.draft_ahead(
             [DraftRequest("ahead", ids(), length, 24, 0.01, outcomes=guessed)]
         )
         drafter.close("ahead")
         for outcome, tree in zip(guessed, trees, strict=True):
-            drafter.open("after", ids(*tokens[:length]), remember=False)
+            drafter.open("after", ids(*tokens[:length]), FORGOTTEN)
             drafter.draft([DraftRequest("after", ids(), length, 24)])
             request = DraftRequest("after", outcome, length + len(outcome), 24, 0.01)
             assert same(tree, drafter.draft([request])[0])
@@ -210,9 +214,9 @@ def test_what_one_tenant_asks_ahead_for_is_seen_by_no_other_sequence(index: Path
     tokens = text(rng, 300)
     secret = [NUM_TOKENS - 1, NUM_TOKENS - 2, NUM_TOKENS - 1, NUM_TOKENS - 3]
     for drafter in (ahead, plain):
-        drafter.open("asking", ids(*tokens[:100]), tenant="a")
-        drafter.open("same", ids(*tokens[:50]), tenant="a")
-        drafter.open("other", ids(*tokens[:50]), tenant="b")
+        drafter.open("asking", ids(*tokens[:100]), SequenceOptions(tenant="a"))
+        drafter.open("same", ids(*tokens[:50]), SequenceOptions(tenant="a"))
+        drafter.open("other", ids(*tokens[:50]), SequenceOptions(tenant="b"))
     for length in range(100, 200, 5):
         new = () if length == 100 else tokens[length - 5 : length]
         outcomes = tuple(ids(*secret[:count], *tokens[:3]) for count in (1, 2, 3, 4))
@@ -227,8 +231,8 @@ def test_what_one_tenant_asks_ahead_for_is_seen_by_no_other_sequence(index: Path
             assert same(*(drafter.draft(step)[0] for drafter in (ahead, plain)))
     for drafter in (ahead, plain):
         drafter.close("asking", ids(*tokens[195:200]))
-        drafter.open("later", ids(*secret), tenant="a")
-        drafter.open("elsewhere", ids(*secret), tenant="b")
+        drafter.open("later", ids(*secret), SequenceOptions(tenant="a"))
+        drafter.open("elsewhere", ids(*secret), SequenceOptions(tenant="b"))
     for name in ("later", "elsewhere"):
         step = [DraftRequest(name, ids(), len(secret), 32)]
         assert same(*(drafter.draft(step)[0] for drafter in (ahead, plain)))

@@ -8,7 +8,7 @@ import pytest
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import TokenizerMismatchError
 from indexer.reader import Vocabulary
-from retriever.drafter import DraftRequest
+from retriever.drafter import FORGOTTEN, DraftRequest, SequenceOptions
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -68,7 +68,7 @@ def test_prompts_do_not_join_the_generations() -> None:
 
 def test_sequences_that_opted_out_are_forgotten() -> None:
     drafter = EmbeddedDrafter()
-    drafter.open("first", ids(9), remember=False)
+    drafter.open("first", ids(9), FORGOTTEN)
     drafter.close("first", ids(10, 11, 12))
     drafter.open("second", ids(10, 11))
     assert len(draft(drafter, "second", [], 2)) == 0
@@ -117,7 +117,7 @@ def test_drafting_in_steps_equals_drafting_from_the_whole(
     stepped = EmbeddedDrafter.open_indexes([index])
     tokens = stepped.stats().indexes[0].segments[0].tokens
     sequence = tokens[tokens < 50][:400].astype(np.int32)
-    stepped.open("s", sequence[:5], remember=False)
+    stepped.open("s", sequence[:5], FORGOTTEN)
     done = 5
     while done < len(sequence):
         new = sequence[done : done + int(rng.integers(1, 6))]
@@ -271,7 +271,9 @@ def test_no_tenant_names_the_tokenizer_of_another(tmp_path: Path) -> None:
     drafter = EmbeddedDrafter(state=tmp_path)
     for tenant, fingerprint in (("wrong", "cd"), ("right", "ab"), ("other", "ab")):
         ServiceFace(drafter.state).check_vocabulary(fingerprint, tenant)
-        drafter.state.begin(SessionKey(tenant, "s"), drafter.state.prepare(ids(1), tenant=tenant))
+        drafter.state.begin(
+            SessionKey(tenant, "s"), drafter.state.prepare(ids(1), SequenceOptions(tenant=tenant))
+        )
     with pytest.raises(VocabularyMismatchError):
         ServiceFace(drafter.state).check_vocabulary("ab", "wrong")
     drafter.state.end(SessionKey("wrong", "s"))  # it has no output

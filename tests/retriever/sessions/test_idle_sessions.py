@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from retriever.drafter import SequenceOptions
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
 from retriever.sequences import SessionKey
@@ -20,7 +21,7 @@ class Timed:
         )
 
     def begin(self, tenant: str, name: str) -> None:
-        prepared = self.drafter.state.prepare(np.arange(3), tenant=tenant)
+        prepared = self.drafter.state.prepare(np.arange(3), SequenceOptions(tenant=tenant))
         self.drafter.state.begin(SessionKey(tenant, name), prepared)
 
     @property

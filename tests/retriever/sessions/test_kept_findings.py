@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from indexer.reader import Vocabulary
-from retriever.drafter import FINDING_BYTES, Findings, FoundPage
+from retriever.drafter import FINDING_BYTES, Findings, FoundPage, SequenceOptions
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -176,7 +176,7 @@ def test_findings_make_room_for_what_is_open() -> None:
                 piece = findings(MAX_FINDINGS * number, MAX_FINDINGS)
                 drafter.state.share_findings(MODEL, piece, tenant=tenant)
         assert drafter.state.census().recycled_bytes == 12 * MAX_FINDINGS * FINDING_BYTES
-        drafter.open("s", np.zeros(1 << 15, np.int32), tenant="b")
+        drafter.open("s", np.zeros(1 << 15, np.int32), SequenceOptions(tenant="b"))
         assert drafter.stats().evictions["recycled"] >= 1
         assert not len(of(drafter, "b"))
         drafter.close("s", ids())

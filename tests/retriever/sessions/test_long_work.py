@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import FORGOTTEN, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.predict.context import context_bytes
@@ -222,7 +222,7 @@ def test_a_ring_that_grows_or_wraps_in_pieces_holds_the_same(held: int) -> None:
 def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
     drafter = EmbeddedDrafter()
     context = tokens(VERY_LONG)
-    prepared, num_pieces = whole(drafter.state.preparing(context, remember=False))
+    prepared, num_pieces = whole(drafter.state.preparing(context, FORGOTTEN))
     assert num_pieces > 3
     one, other = drafter.state.draft_prepared(prepared, 24), drafter.draft_context(context, 24)
     assert one.token_ids.tolist() == other.token_ids.tolist()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
 from retriever.predict.context import SEQUENCE_BYTES, Context, context_bytes
@@ -29,7 +29,9 @@ PROMPT = np.arange(10, dtype=np.int32)
 
 def begin(drafter: EmbeddedDrafter, tenant: str, name: str, length: int = 10) -> None:
     prompt = np.arange(length, dtype=np.int32)
-    drafter.state.begin(SessionKey(tenant, name), drafter.state.prepare(prompt, tenant=tenant))
+    drafter.state.begin(
+        SessionKey(tenant, name), drafter.state.prepare(prompt, SequenceOptions(tenant=tenant))
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 511, 512, 513, 4097, 100_000])

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import FORGOTTEN, Drafter, DraftRequest, SequenceOptions
 from retriever.kernels.layout import Tables
 from retriever.predict.provenance import trace_nodes
 from retriever.sessions import explaining, refreshed_corpora
@@ -80,7 +80,7 @@ def test_a_session_goes_on_across_additions_removals_and_compaction(
     library: Library, drafter: EmbeddedDrafter
 ) -> None:
     tokens = document(100)
-    drafter.open("s", tokens[:SEEN], remember=False)
+    drafter.open("s", tokens[:SEEN], FORGOTTEN)
     assert not is_known(draft(drafter, "s", [], SEEN), 100)
 
     library.add(100, 101)
@@ -112,7 +112,7 @@ def test_a_session_that_matched_nothing_finds_what_is_added(
 ) -> None:
     """How long a match can be is known from the draft before: not of another corpus."""
     tokens = document(200)
-    drafter.open("s", tokens[:40], remember=False)
+    drafter.open("s", tokens[:40], FORGOTTEN)
     draft(drafter, "s", [], 40)
     library.add(200)
     drafter.refresh()
@@ -256,7 +256,7 @@ def test_what_cannot_be_opened_leaves_drafts_as_they_were(
     damage: Callable[[Library], None],
     reason: str,
 ) -> None:
-    drafter.open("s", document(5)[:SEEN], remember=False)
+    drafter.open("s", document(5)[:SEEN], FORGOTTEN)
     before = draft(drafter, "s", [], SEEN)
     damage(library)
     with caplog.at_level(logging.INFO):
@@ -319,7 +319,7 @@ def test_threads_draft_while_snapshots_change(library: Library) -> None:
             number = num_drafts % 40  # these stay
             tokens = document(number)
             name = f"{thread}-{num_drafts}"
-            drafter.open(name, tokens[:SEEN], remember=num_drafts % 3 == 0)
+            drafter.open(name, tokens[:SEEN], SequenceOptions(remember=num_drafts % 3 == 0))
             for seen in range(SEEN + 1, SEEN + 6):
                 assert is_known(draft(drafter, name, [tokens[seen - 1]], seen), number, seen)
                 num_drafts += 1
@@ -392,7 +392,7 @@ def test_a_service_drafts_from_what_its_index_becomes(library: Library) -> None:
     tokens = document(100)
     try:
         with RemoteDrafter(address, timeout_s=10) as remote:
-            remote.open("s", tokens[:SEEN], remember=False)
+            remote.open("s", tokens[:SEEN], FORGOTTEN)
             (before,) = remote.list_indexes()
             library.add(100)
             eventually(lambda: is_known(draft(remote, "s", [], SEEN), 100))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
@@ -25,7 +25,7 @@ def test_no_tenant_drafts_from_another(tmp_path: Path, state: str | None) -> Non
     path = tmp_path / state if state else None
     with drafter_on(path) as drafter:
         for number, tenant in enumerate(tenants):
-            drafter.open(tenant or "s", ids(9), tenant=tenant)
+            drafter.open(tenant or "s", ids(9), SequenceOptions(tenant=tenant))
             drafter.close(tenant or "s", output(number))
         assert_separate(drafter, tenants)
     if path is not None:
@@ -37,7 +37,7 @@ def assert_separate(drafter: EmbeddedDrafter, tenants: list[str]) -> None:
     for asking in tenants:
         for number, planted in enumerate(tenants):
             assert knows(drafter, number, asking) == (asking == planted)
-            drafter.open("asks", output(number)[:8], tenant=asking)
+            drafter.open("asks", output(number)[:8], SequenceOptions(tenant=asking))
             tree = drafter.draft([DraftRequest("asks", ids(), 8, 8)])[0]
             drafter.close("asks")
             assert (len(tree) > 0) == (asking == planted)
@@ -72,7 +72,7 @@ def test_without_a_log_a_tenant_that_left_memory_is_forgotten() -> None:
 
 def test_a_session_whose_tenant_left_memory_is_still_of_its_pool(tmp_path: Path) -> None:
     with drafter_on(tmp_path, replace(SMALL, max_tenants=1)) as drafter:
-        drafter.open("s", ids(9), tenant="a")
+        drafter.open("s", ids(9), SequenceOptions(tenant="a"))
         drafter.remember(output(1), tenant="b")
         drafter.close("s", output(2))
         assert knows(drafter, 2, "a")
@@ -87,7 +87,7 @@ def test_a_deleted_tenant_is_gone_and_the_others_are_not(tmp_path: Path, in_memo
         for tenant in ("gone", "other") if not in_memory else ("other", "gone"):
             drafter.remember(output(1), tenant=tenant)
         if in_memory:
-            drafter.open("s", output(2), tenant="gone")
+            drafter.open("s", output(2), SequenceOptions(tenant="gone"))
             drafter.delete("gone")
             drafter.close("s", output(3))
         else:
@@ -143,4 +143,4 @@ def test_a_tenant_can_be_deleted_without_a_log() -> None:
 @pytest.mark.parametrize("tenant", ["x" * 257, "\ud800"])
 def test_names_of_tenants_are_checked(tenant: str) -> None:
     with drafter_on(None) as drafter, pytest.raises(InvalidRequestError, match="name"):
-        drafter.open("s", ids(1), tenant=tenant)
+        drafter.open("s", ids(1), SequenceOptions(tenant=tenant))

@@ -11,7 +11,7 @@ from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.engines.transformers.requests import TESTED
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
-from retriever.drafter import TokenIds
+from retriever.drafter import DEFAULT, SequenceOptions, TokenIds
 from retriever.errors import UnknownSessionError, VocabularyMismatchError
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import (
@@ -28,10 +28,10 @@ from tests.decoder.engines.transformers.generating import NEW_TOKENS, foredraft,
 class RestartedForAnotherTokenizer(ScriptedDrafter):
     """Forgets its session after some drafts, and takes it back only from another tokenizer."""
 
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+    def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
         if self.num_drafts:
             raise VocabularyMismatchError("drafts are for another tokenizer")
-        super().open(session, prompt, remember=remember)
+        super().open(session, prompt, options)
 
     def draft(self, requests: Any) -> Any:
         if self.num_drafts == 3:

@@ -22,7 +22,7 @@ from decoder.errors import (
     UnsupportedEngineError,
 )
 from decoder.model.stamp import model_changed
-from retriever.drafter import Drafter, Kin, Prediction
+from retriever.drafter import DEFAULT, FORGOTTEN, Drafter, Prediction, SequenceOptions
 from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -46,7 +46,7 @@ def decoded(drafting: Foredraft, model: PreTrainedModel, **stated: Any) -> tuple
 def test_each_field_reaches_the_drafter() -> None:
     model, drafter = tiny_llama(), EmbeddedDrafter()
     drafting = foredraft(model, drafter)
-    decoded(drafting, model, remember=False)
+    decoded(drafting, model, options=FORGOTTEN)
     cold = decoded(drafting, model)[1]  # nothing was kept of the call before
     warm = decoded(drafting, model)[1]
     assert warm > cold
@@ -55,15 +55,15 @@ def test_each_field_reaches_the_drafter() -> None:
     assert 0 < drafted <= NEW_TOKENS
     assert 0 < accepted <= warm
     assert decoded(drafting, model, budget=0) == (0, 0)
-    assert decoded(drafting, model, kin=Kin("samples"))[1] > cold
+    assert decoded(drafting, model, options=SequenceOptions(group="samples"))[1] > cold
 
 
 def test_tenants_draft_from_their_own_outputs_alone() -> None:
     model = tiny_llama()
     drafting = foredraft(model, EmbeddedDrafter())
-    first = decoded(drafting, model, tenant="a")
-    again = decoded(drafting, model, tenant="a")
-    other = decoded(drafting, model, tenant="b")
+    first = decoded(drafting, model, options=SequenceOptions(tenant="a"))
+    again = decoded(drafting, model, options=SequenceOptions(tenant="a"))
+    other = decoded(drafting, model, options=SequenceOptions(tenant="b"))
     assert again[1] > first[1]
     assert other == first
 
@@ -73,11 +73,11 @@ def test_what_was_found_likely_for_one_tenant_is_not_drafted_for_another() -> No
     fused = FusedDrafter([EmbeddedDrafter()], limits, recycled=RecycledLogits())
     model = tiny_llama()
     drafting = foredraft(model, fused)
-    decoded(drafting, model, tenant="a")
-    decoded(drafting, model, tenant="a")
+    decoded(drafting, model, options=SequenceOptions(tenant="a"))
+    decoded(drafting, model, options=SequenceOptions(tenant="a"))
     with pytest.raises(InvalidRequestError, match="recycled logits for each"):
-        decoded(drafting, model, tenant="b")
-    decoded(drafting, model, tenant="a")
+        decoded(drafting, model, options=SequenceOptions(tenant="b"))
+    decoded(drafting, model, options=SequenceOptions(tenant="a"))
 
 
 def test_what_cannot_be_followed_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,10 +92,10 @@ def test_what_cannot_be_followed_is_told(caplog: pytest.LogCaptureFixture) -> No
     with pytest.raises(InvalidPromptError, match="plan"):
         decoded(drafting, model, predictions=[foreign])
     with pytest.raises(InvalidPromptError, match="tenant"):
-        decoded(drafting, model, tenant="a" * 10_000)
+        decoded(drafting, model, options=SequenceOptions(tenant="a" * 10_000))
     for keeps_none_apart in (NoDrafter(),):
         with pytest.raises(InvalidRequestError, match="no tenants apart"):
-            decoded(foredraft(model, keeps_none_apart), model, tenant="a")
+            decoded(foredraft(model, keeps_none_apart), model, options=SequenceOptions(tenant="a"))
     decoded(drafting, model)
 
 
@@ -156,9 +156,9 @@ class Spying(EmbeddedDrafter):
         super().__init__()
         self.versions: list[int | None] = []
 
-    def open(self, session: str, prompt: Any, **stated: Any) -> None:
-        self.versions.append(stated.get("policy_version"))
-        super().open(session, prompt, **stated)
+    def open(self, session: str, prompt: Any, options: SequenceOptions = DEFAULT) -> None:
+        self.versions.append(options.policy_version)
+        super().open(session, prompt, options)
 
 
 @torch.no_grad()
@@ -182,7 +182,7 @@ def test_versions_of_a_policy_follow_its_weights_where_they_are_counted() -> Non
     for change in changes:
         change()
         generated(model, PROMPT, custom_generate=drafting)
-    generated(model, PROMPT, custom_generate=drafting, kin=Kin(policy_version=7))
+    generated(model, PROMPT, custom_generate=drafting, options=SequenceOptions(policy_version=7))
     assert drafter.versions == [0, 0, 1, 2, 3, 3, 7]
     generated(model, PROMPT, custom_generate=foredraft(model, drafter))
     assert drafter.versions[-1] is None

@@ -54,6 +54,7 @@ from decoder.plugins.contenders.contender import (
 from decoder.plugins.contenders.registry import DEFAULT, Contest, Lineup, Setting
 from decoder.plugins.contenders.standings import Comparison
 from indexer.reader import Vocabulary
+from retriever.drafter import SequenceOptions
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import tree_of
 from tests.decoder.plugins.bench.wrong_answers import flipping
@@ -100,6 +101,9 @@ def measured(
     return report_of(Benchmark(language_model, contest.opened, prompts, chosen, plain=plain))
 
 
+REMEMBERED = SequenceOptions()
+
+
 class Watched(EmbeddedDrafter):
     """Notes which prompts began a sequence, and whether the answer was to be remembered."""
 
@@ -107,11 +111,9 @@ class Watched(EmbeddedDrafter):
         super().__init__(vocabulary=vocabulary)
         self.opened: list[tuple[list[int], bool]] = []
 
-    def open(
-        self, session: str, prompt: ArrayLike, *, remember: bool = True, **options: Any
-    ) -> None:
-        self.opened.append((np.asarray(prompt).tolist(), remember))
-        super().open(session, prompt, remember=remember, **options)
+    def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = REMEMBERED) -> None:
+        self.opened.append((np.asarray(prompt).tolist(), options.remember))
+        super().open(session, prompt, options)
 
 
 def test_warm_answers_and_repeats_never_show_a_measured_answer(

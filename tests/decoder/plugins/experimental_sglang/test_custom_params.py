@@ -18,7 +18,7 @@ from decoder.plugins.experimental_sglang.corpus import DrafterCorpus
 from decoder.plugins.experimental_sglang.custom_params import CustomParams
 from indexer.reader import Vocabulary
 from retriever.client.resilient import ResilientDrafter
-from retriever.drafter import Kin
+from retriever.drafter import SequenceOptions
 from retriever.errors import SettingsError
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.plugins.experimental_sglang.sglang_decoding import Request, step
@@ -65,11 +65,15 @@ def test_fields_are_read() -> None:
         remember=False,
     )
     assert fields.budget == 5
-    assert fields.kin == Kin("g", 3, 2)
-    assert fields.tenant == "a"
-    assert [each.tokens.tolist() for each in fields.predictions] == [[97, 98], [99]]
-    assert not fields.remember
-    assert read(predictions=[5, 6], vocabulary="f" * 32).predictions[0].tokens.tolist() == [5, 6]
+    stated = SequenceOptions(
+        remember=False, group="g", policy_version=3, oldest_version=2, tenant="a"
+    )
+    assert fields.options.without_predictions == stated
+    assert [each.tokens.tolist() for each in fields.options.predictions] == [[97, 98], [99]]
+    assert read(predictions=[5, 6], vocabulary="f" * 32).options.predictions[0].tokens.tolist() == [
+        5,
+        6,
+    ]
     assert not read(drafts=False).drafts
 
 
@@ -96,14 +100,17 @@ def test_a_field_that_shapes_drafts_and_cannot_be_used_is_left_out_and_logged(
 ) -> None:
     others = {"tenant": "a", "remember": False}
     with caplog.at_level(logging.WARNING):
-        assert read(**fields, **others) == RequestFields(tenant="a", remember=False)
+        assert read(**fields, **others) == RequestFields(
+            options=SequenceOptions(tenant="a", remember=False)
+        )
     assert "request r: " in caplog.text
 
 
 def test_what_stands_beside_a_wrong_field_is_used() -> None:
     fields = read(budget="many", group="g", policy_version=1, predictions="ab", tenant="a")
-    assert (fields.budget, fields.kin, fields.tenant) == (None, Kin("g", 1), "a")
-    assert [each.tokens.tolist() for each in fields.predictions] == [[97, 98]]
+    stated = SequenceOptions(group="g", policy_version=1, tenant="a")
+    assert (fields.budget, fields.options.without_predictions) == (None, stated)
+    assert [each.tokens.tolist() for each in fields.options.predictions] == [[97, 98]]
     assert read(budget=0, group=7).budget == 0
 
 
@@ -112,7 +119,9 @@ def test_a_tokenizer_that_fails_costs_predictions_alone() -> None:
         raise RuntimeError(text)
 
     of = CustomParams(FieldReader(TENANTS, None, failing)).of
-    assert of(stated(predictions="ab", tenant="a")) == RequestFields(tenant="a")
+    assert of(stated(predictions="ab", tenant="a")) == RequestFields(
+        options=SequenceOptions(tenant="a")
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,7 @@ def test_tenants_are_those_of_the_settings(plugin: Any, monkeypatch: pytest.Monk
     def tenant_of(name: str) -> str | None:
         _, opened = module.open_sequences(None)
         fields: RequestFields = opened.of(stated(tenant=name))
-        return fields.tenant if fields.drafts else None
+        return fields.options.tenant if fields.drafts else None
 
     assert tenant_of("a") is None
     monkeypatch.setenv("FOREDRAFT_TENANTS", os.pathsep.join(["a", "b"]))

@@ -9,7 +9,7 @@ import pytest
 from decoder.engines.engine_sequences import EngineSequences
 from decoder.plugins.experimental_sglang.corpus import DrafterCorpus, Nodes
 from retriever.client.local import LocalDrafter
-from retriever.drafter import DraftRequest
+from retriever.drafter import DEFAULT, DraftRequest, SequenceOptions
 from retriever.errors import DrafterUnavailableError
 from retriever.tree import DraftTree, Source
 from tests.decoder.plugins.experimental_sglang.sglang_decoding import Request, plain, step
@@ -28,8 +28,8 @@ class Watched(LocalDrafter):
         self.closed: dict[str, list[int]] = {}
         self.fails: Callable[[], list[DraftTree]] | None = None
 
-    def open(self, session: str, prompt: Any, *, remember: bool = True, **options: Any) -> None:
-        super().open(session, prompt, remember=remember, **options)
+    def open(self, session: str, prompt: Any, options: SequenceOptions = DEFAULT) -> None:
+        super().open(session, prompt, options)
         self.opened[session] = prompt.tolist()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:

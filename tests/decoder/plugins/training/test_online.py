@@ -37,7 +37,7 @@ from decoder.plugins.training.online import (
     read_messages,
     write_message,
 )
-from retriever.drafter import TokenIds
+from retriever.drafter import FORGOTTEN, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from tests.decoder.decoding import VOCABULARY, ScriptedDrafter, tiny_llama, tree_of
@@ -180,7 +180,7 @@ def prompt_pass(states: dict[int, torch.Tensor], last_token: int, next_token: in
 
 def told_by(reader: LearningSpeculator) -> torch.Tensor:
     """Return the logits of a new sequence, which is not to be learned from."""
-    sequence = TokenSequence(prompts_of([9], 3)[0], remember=False)
+    sequence = TokenSequence(prompts_of([9], 3)[0], options=FORGOTTEN)
     generator = torch.Generator().manual_seed(0)
     states = {each: torch.randn(9, 32, generator=generator) for each in sorted(reader.states)}
     reading = reader.follow(sequence)
@@ -318,7 +318,7 @@ def test_what_is_not_remembered_is_not_learned(
 ) -> None:
     decoder = decoder_of(language_model, learning)
     secret, told = (prompt.tolist() for prompt in prompts_of([6, 6]))
-    list(decoder.generate(secret, 40, remember=False))
+    list(decoder.generate(secret, 40, FORGOTTEN))
     list(decoder.generate(told, 40))
     (example,) = sent_by(learning, tmp_path)
     assert example["tokens"][:6].tolist() == told
