@@ -22,7 +22,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -425,7 +425,7 @@ class LogStore:
         with transaction.cursor() as cursor:
             extent = known or _extent(cursor, prefix)
             if len(entry.output.tokens):
-                output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
+                output = entry.output._replace(tokens=entry.output.tokens[1 - self._capacity :])
                 _put(transaction, numbered_key(prefix, extent.next_number), encode_output(output))
                 num_tokens = extent.num_tokens + len(output.tokens) + 1
                 num_tokens = self._trim(cursor, prefix, num_tokens, now_s)
@@ -440,7 +440,7 @@ class LogStore:
         """Return an output dated now at the latest: its clock may have been ahead."""
         if output.time_s <= now_s or self._options.max_age_s == math.inf:
             return output
-        return replace(output, time_s=now_s)
+        return output._replace(time_s=now_s)
 
     def _trim(self, cursor: Any, prefix: bytes, num_tokens: int, now_s: float) -> int:
         """Remove the oldest outputs beyond a ring's capacity; return the remaining tokens."""
@@ -496,7 +496,7 @@ def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
         content = unseal(key, cursor.value())
         output = None if content is None else decode_output(content)
         if output is not None and output.time_s > now_s:
-            _put(cursor, key, encode_output(replace(output, time_s=now_s)))
+            _put(cursor, key, encode_output(output._replace(time_s=now_s)))
 
 
 def _put(writer: Any, key: bytes, content: bytes) -> None:

@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, NamedTuple, Self
 from weakref import ref
@@ -78,8 +77,7 @@ measured over 1,000 of them."""
 _END: Final = np.array([SEPARATOR], np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """One generation: what a model wrote for one sequence.
 
     Attributes:
@@ -341,7 +339,7 @@ class Generations:
         newest_first = [*self.outputs(), *coming][::-1]
         if newest_first:  # of a longer one, its end stays
             newest = newest_first[0]
-            newest_first[0] = replace(newest, tokens=newest.tokens[1 - size :])
+            newest_first[0] = newest._replace(tokens=newest.tokens[1 - size :])
         for output in newest_first:
             num_tokens += len(output.tokens) + 1
             if num_tokens > size:

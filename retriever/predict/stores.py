@@ -343,7 +343,9 @@ class ChainStore:
     def last(self, num_tokens: int) -> TokenIds:
         """Return a view of the last tokens; only for a ring that has not wrapped."""
         end = len(self)
-        return self.tokens[max(0, end - num_tokens) : end]
+        first = max(0, end - num_tokens)
+        begin = self._begin + self._plan.places["tokens"][0] + INT32.itemsize * first
+        return np.ndarray(end - first, INT32, self._memory, begin)
 
 
 def appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:

@@ -313,8 +313,9 @@ class DrafterState:
 
         Outputs that the disk refuses stay in memory: their fates (`end`) and `log_failures` tell.
         """
-        with self.replication.publishing():
-            self.pools.commit()
+        if self._keeps_elsewhere:
+            with self.replication.publishing():
+                self.pools.commit()
 
     def draft_prepared(
         self, prepared: Session, budget_nodes: int, min_probability: float = 0.0

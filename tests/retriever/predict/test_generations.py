@@ -1,6 +1,5 @@
 """generations in memory: bounded, oldest out first, and small while they are few."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -152,7 +151,7 @@ def test_what_is_loaded_at_once_is_read_as_what_was_added_one_by_one(capacity: i
     held = at_once.outputs()
     for one, other in zip(held, one_by_one.outputs(), strict=True):
         assert np.array_equal(one.tokens, other.tokens)
-        assert replace(one, tokens=outputs[0].tokens) == replace(other, tokens=outputs[0].tokens)
+        assert one._replace(tokens=outputs[0].tokens) == other._replace(tokens=outputs[0].tokens)
     tokens = np.concatenate([each.tokens for each in held])
     num_rows = 0
     for end in range(9, len(tokens), 7):
