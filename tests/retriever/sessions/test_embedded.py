@@ -19,6 +19,7 @@ from retriever.errors import (
 )
 from retriever.limits import Limits
 from retriever.sequences import SessionKey
+from retriever.sessions.draft_counts import NOTHING_HELD
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.tree import DraftTree, Source
@@ -347,3 +348,22 @@ def test_index_of_another_tokenizer_is_refused(index: Path, tmp_path: Path) -> N
         EmbeddedDrafter.open_indexes([index, tmp_path / "other"])
     with pytest.raises(VocabularyMismatchError, match="model's own tokenizer"):
         ServiceFace(EmbeddedDrafter.open_indexes([index]).state).check_vocabulary("cd" * 32)
+
+
+def test_it_has_thirteen_members_and_few_attributes() -> None:
+    members = {
+        *("open_indexes", "open", "add_predictions", "draft", "draft_ahead", "close"),
+        *("draft_context", "remember", "delete", "refresh", "warm", "stats", "shut_down"),
+    }
+    drafter = EmbeddedDrafter()
+    shown = {name for name in dir(drafter) if not name.startswith("_")}
+    assert shown == members | {"limits", "vocabulary", "state", "keeps_tenants"}
+    assert len(members) == 13
+
+
+def test_looking_often_counts_no_memory() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.open("s", ids(1, 2, 3))
+    assert drafter.stats(census=False).num_sessions == 1
+    assert drafter.stats(census=False).census is NOTHING_HELD
+    assert drafter.stats().census.session_tokens == 3

@@ -334,9 +334,9 @@ def test_a_preempted_request_goes_on_however_long_it_waits(
     opened_prompts = []
     open_session = EmbeddedDrafter.open
 
-    def noting(drafter: EmbeddedDrafter, name: str, prompt: TokenIds, **options: Any) -> None:
+    def noting(drafter: EmbeddedDrafter, name: str, prompt: TokenIds, *options: Any) -> None:
         opened_prompts.append(prompt.tolist())
-        open_session(drafter, name, prompt, **options)
+        open_session(drafter, name, prompt, *options)
 
     monkeypatch.setattr(EmbeddedDrafter, "open", noting)
     engine = Runner()
