@@ -3,7 +3,7 @@
 import asyncio
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any
@@ -30,7 +30,6 @@ from retriever.sequences import TokenSequence
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
-from retriever.sessions.session_table import CheckedRequest
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
@@ -209,11 +208,13 @@ def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
 def test_cancelled_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that was planned is finished, too."""
     plan, finish, under_way = Planner.plan, Planner.finish, list[Plan]()
-    draft_each, released = ServiceFace.draft_each, Event()
+    step_each, released = ServiceFace.step_each, Event()
 
-    def stuck(face: ServiceFace, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
+    def stuck(
+        face: ServiceFace, requests: Sequence[DraftRequest], namespace: str
+    ) -> list[DraftTree] | None:
         assert released.wait(60)
-        return draft_each(face, steps)
+        return step_each(face, requests, namespace)
 
     def planned(planner: Planner, *arguments: Any) -> Plan:
         under_way.append(plan(planner, *arguments))
@@ -225,7 +226,7 @@ def test_cancelled_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Planner, "plan", planned)
     monkeypatch.setattr(Planner, "finish", finished)
-    monkeypatch.setattr(ServiceFace, "draft_each", stuck)
+    monkeypatch.setattr(ServiceFace, "step_each", stuck)
 
     async def run() -> None:
         with serving(EmbeddedDrafter()) as address:

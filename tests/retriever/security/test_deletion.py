@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +67,27 @@ def on_disk(state: Path, number: int) -> bool:
     return any(form in each for form in forms for each in content)
 
 
-def arrays_in(value: Any, seen: set[int]) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the arrays that are reached from a value."""
+def memory_in(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield what is in the arrays and blocks of memory that are reached from a value."""
     if id(value) in seen or isinstance(value, type):
         return
     seen.add(id(value))
     if isinstance(value, np.ndarray):
-        yield value
+        yield value.tobytes()
+    elif isinstance(value, bytearray | mmap):
+        yield bytes(value)
     for each in gc.get_referents(value):
         if type(each).__module__.split(".")[0] not in {"builtins", "retriever", "numpy"} and not (
-            isinstance(each, dict | list | tuple)
+            isinstance(each, dict | list | tuple | mmap)
         ):
             continue
         if type(each).__name__ not in {"function", "module", "type", "method"}:
-            yield from arrays_in(each, seen)
+            yield from memory_in(each, seen)
 
 
 def in_memory(drafter: EmbeddedDrafter, number: int) -> bool:
     tokens = output(number)[4:12].astype(np.int32).tobytes()
-    return any(tokens in each.tobytes() for each in arrays_in(drafter, set()))
+    return any(tokens in each for each in memory_in(drafter, set()))
 
 
 def test_a_tenants_data_is_deleted_on_request(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from retriever.drafter import DraftRequest
 from retriever.kernels.cursors import begin_cursor
 from retriever.kernels.layout import MAX_MATCH
-from retriever.predict.draft import Asked, Predictor
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Predictor
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.twins.row_twins import Row, bucket_of, copy_from, match_length
 
@@ -69,11 +71,13 @@ class CursorTwin:
         return rows[:room]
 
 
-def _step_without_cursor(predictor: Predictor, asked: Asked) -> DraftTree:
+def _step_without_cursor(
+    predictor: Predictor, databases: Databases, request: DraftRequest
+) -> DraftTree:
     """In place of `Predictor.step`: forgets where cursors stood, so that they have no effect."""
-    predictor.commit(asked.databases, asked.tokens)
-    begin_cursor(asked.databases.context.cursor)
-    return predictor.draft(asked.databases, asked.budget, asked.min_probability)
+    predictor.commit(databases, request.new_tokens)
+    begin_cursor(databases.context.cursor)
+    return predictor.draft(databases, request.budget_nodes, request.min_probability)
 
 
 def without_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
