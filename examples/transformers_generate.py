@@ -8,12 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from foredraft import EmbeddedDrafter, Foredraft, ResilientDrafter, vocabulary_of
 

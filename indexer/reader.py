@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
 from indexer.format.names import KEY_STRIDE, key_bits, token_dtype
-from indexer.format.opening import (
-    Before,
-    Segment,
-    Snapshot,
-    enter_resident_pages,
-    open_snapshot,
-)
+from indexer.format.opening import Before, Segment, Snapshot, enter_resident_pages, open_snapshot
 from indexer.format.phrase_tables import COUNT_VALUES, PhraseTables
 from indexer.format.records import Document
 from indexer.format.same_folder import Identity, folder_identity, from_same_folder

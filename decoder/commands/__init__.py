@@ -5,12 +5,7 @@ What they do is imported when they do it, so that their help comes at once.
 
 import typer
 
-from decoder.commands.options import (
-    AnsweredPrompts,
-    ChatSettings,
-    ModelSettings,
-    ShownSettings,
-)
+from decoder.commands.options import AnsweredPrompts, ChatSettings, ModelSettings, ShownSettings
 from decoder.drafters.options import DraftOptions
 from decoder.errors import DecoderError
 from decoder.sampling.sampling_settings import SamplingSettings

@@ -15,12 +15,7 @@ from decoder.assembly import assemble, check_drafts, connect_drafter, own_rule
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, painted
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
-from decoder.commands.options import (
-    ChatSettings,
-    ModelSettings,
-    PromptSettings,
-    is_dumb,
-)
+from decoder.commands.options import ChatSettings, ModelSettings, PromptSettings, is_dumb
 from decoder.commands.prompts import checked_text
 from decoder.commands.terminal import Painter, Palette
 from decoder.drafters.options import DraftOptions

@@ -14,12 +14,7 @@ from decoder.assembly import Extent, assemble, check_drafts, connect_drafter, ow
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, Answerer, PassWriter, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
-from decoder.commands.options import (
-    AnsweredPrompts,
-    Colouring,
-    ModelSettings,
-    ShownSettings,
-)
+from decoder.commands.options import AnsweredPrompts, Colouring, ModelSettings, ShownSettings
 from decoder.commands.plain_comparison import PlainAnswers
 from decoder.commands.prompts import (
     DEFAULT_CATEGORY,

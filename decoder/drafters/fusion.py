@@ -21,13 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.asking import AskedDraft, StepCosts
-from decoder.drafters.following import (
-    NO_TABLE,
-    Likely,
-    SequenceDrafter,
-    Verified,
-    following,
-)
+from decoder.drafters.following import NO_TABLE, Likely, SequenceDrafter, Verified, following
 from decoder.drafters.kernels.forest import NOWHERE, Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn

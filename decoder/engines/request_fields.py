@@ -8,13 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from indexer.reader import Vocabulary
-from retriever.drafter import (
-    DEFAULT,
-    Prediction,
-    SequenceOptions,
-    TokenIds,
-    predictions_of,
-)
+from retriever.drafter import DEFAULT, Prediction, SequenceOptions, TokenIds, predictions_of
 from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.phrases import Encode

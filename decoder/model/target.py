@@ -64,12 +64,7 @@ from decoder.model.products import LeastWeights
 from decoder.model.ranks import led, ranks_of, refuse_shared
 from decoder.model.stamp import ModelWatch, Structure, num_said, weights_of
 from decoder.model.states import States
-from decoder.model.user_model import (
-    UserModel,
-    has_code_of_others,
-    is_spread,
-    noting_windows,
-)
+from decoder.model.user_model import UserModel, has_code_of_others, is_spread, noting_windows
 from decoder.sampling.verification import Drawing
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds

@@ -18,13 +18,7 @@ from indexer.format.snapshots import HeldSnapshot, hold_latest
 from indexer.screening.screen import ScreenOptions
 from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceDocument
 from indexer.stages.build_options import DEFAULTS, BuildOptions
-from indexer.stages.gathering import (
-    READING,
-    OnProgress,
-    gather_part,
-    read_parts,
-    scratch_folder,
-)
+from indexer.stages.gathering import READING, OnProgress, gather_part, read_parts, scratch_folder
 from indexer.stages.parts import Part
 from indexer.stages.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, CoreTokenizer, loaded_tokenizer

@@ -19,12 +19,7 @@ from indexer.sources.finding import Finder
 from indexer.sources.lines import cut_lines, read_lines
 from indexer.sources.record_documents import TableError
 from indexer.sources.record_files import check_columns, read_csv, read_json, with_form
-from indexer.sources.source_options import (
-    NAME_ENCODING,
-    NOT_TEXT,
-    STANDARD_INPUT,
-    SourceOptions,
-)
+from indexer.sources.source_options import NAME_ENCODING, NOT_TEXT, STANDARD_INPUT, SourceOptions
 from indexer.sources.tables import DamagedTableError, cut_table, read_table
 from indexer.sources.texts import DAMAGED, keep_standard_input, read_text
 

@@ -7,10 +7,7 @@ from typing import Any
 import grpc
 
 from retriever.client.credentials import Credentials, open_channel
-from retriever.errors import (
-    DrafterUnavailableError,
-    RetrieverError,
-)
+from retriever.errors import DrafterUnavailableError, RetrieverError
 from retriever.v1 import admin_pb2 as messages
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS

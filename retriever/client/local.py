@@ -8,12 +8,7 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DEFAULT, DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.limits import check_session_name, checked_tokens
-from retriever.sequences import (
-    OpenSessions,
-    TokenSequence,
-    check_step,
-    checked_options,
-)
+from retriever.sequences import OpenSessions, TokenSequence, check_step, checked_options
 from retriever.tree import DraftTree, Source
 
 _NO_TOKEN: Final = -1  # between outputs, so that no match spans two

@@ -25,11 +25,7 @@ from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.explaining import explain
-from retriever.sessions.options import (
-    check_files,
-    indexed_tokenizer,
-    load_phrases,
-)
+from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 
 _SHOWN_POSITIONS: Final = 3

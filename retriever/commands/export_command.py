@@ -13,10 +13,7 @@ from retriever.commands.options import ExportForm, progress
 from retriever.errors import ExportError, VocabularyMismatchError
 from retriever.exports.exllamav3 import AutomatonReport, export_exllamav3, tokenizer_digests
 from retriever.exports.exported_documents import token_documents
-from retriever.exports.sglang_corpus import (
-    CorpusReport,
-    export_sglang_corpus,
-)
+from retriever.exports.sglang_corpus import CorpusReport, export_sglang_corpus
 
 
 def write_corpus(

@@ -18,11 +18,7 @@ from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.replay import replay, replay_lanes, tables
 from retriever.replay.trace_spool import trace_spool
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
-from retriever.sessions.options import (
-    check_files,
-    indexed_tokenizer,
-    load_phrases,
-)
+from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
 
 
 def replay_traces(

@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
-from retriever.kernels.layout import (
-    DEPTH_BUCKETS,
-    HIDDEN,
-    MATCH_BUCKETS,
-    Evidence,
-    Traits,
-    Work,
-)
+from retriever.kernels.layout import DEPTH_BUCKETS, HIDDEN, MATCH_BUCKETS, Evidence, Traits, Work
 
 _FAST: Final = {"contract", "reassoc", "nsz"}
 """What may be done to sums: they become vector code, rounded as the compiler comes to order them.

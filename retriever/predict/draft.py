@@ -19,14 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import NO_TOKENS, DraftRequest, TokenIds
-from retriever.kernels.entries import (
-    APPEND,
-    CHECK,
-    DRAFT,
-    OUTCOME,
-    check_steps,
-    step_sequences,
-)
+from retriever.kernels.entries import APPEND, CHECK, DRAFT, OUTCOME, check_steps, step_sequences
 from retriever.kernels.layout import BOUNDS, MAX_POSITIONS, PRIOR, Scratch, Shared, pack
 from retriever.predict.databases import DATABASES, Databases
 from retriever.predict.generations import live_table
@@ -173,8 +166,12 @@ class Predictor:
         is_alike = self._ask_all(asked)
         steps = _addresses(asked)
         refused = check_steps(self.bounds, steps)
-        if refused >= 0:
-            raise RefusedStepError(refused)
+        if refused >= 0:  # or there is no room, which there will be
+            for databases, request in asked[refused:]:
+                databases.context.ensure_room(len(request.new_tokens))
+            refused = check_steps(self.bounds, steps)
+            if refused >= 0:
+                raise RefusedStepError(refused)
         self._learn_first(asked)
         if is_alike:
             trees = self._draft_together(asked, steps)
@@ -204,16 +201,16 @@ class Predictor:
             RefusedStepError: a number is none, or a budget is too large.
         """
         first, is_alike, place = asked[0][0], True, 0
-        pool, corpus = first.pool, first.corpus
+        pool, corpus, most = first.pool, first.corpus, self._max_budget
         try:
-            for place, (databases, request) in enumerate(asked):  # noqa: B007  (told by the error)
+            for place, (databases, request) in enumerate(asked):
                 _, tokens, length, budget, min_probability, _ = request
                 is_whole = databases.appends and budget > 0 and length > 0
                 is_of_them = databases.pool is pool and databases.corpus is corpus
                 is_alike = is_alike and is_whole and is_of_them
-                databases.context.ensure_room(len(tokens))
                 stages = _COMMIT + DRAFT if is_whole else _COMMIT
-                self._check_budget(budget)
+                if budget > most:
+                    raise RefusedStepError(place)  # noqa: TRY301  (a call for each would cost more)
                 databases.step.ask(stages, tokens, length, budget, min_probability, 0.0)
         except (struct.error, TypeError, RefusedStepError) as error:
             raise RefusedStepError(place) from error

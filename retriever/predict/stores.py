@@ -24,15 +24,7 @@ from retriever.kernels.entries import (
     suppose_tokens,
     withdraw_tokens,
 )
-from retriever.kernels.layout import (
-    CACHE_LINE,
-    INT32,
-    INT64,
-    STORE_LAYOUT,
-    Chains,
-    Cursor,
-    Orders,
-)
+from retriever.kernels.layout import CACHE_LINE, INT32, INT64, STORE_LAYOUT, Chains, Cursor, Orders
 from retriever.limits import MAPPED_BYTES
 from retriever.tree import Source
 

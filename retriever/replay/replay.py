@@ -13,12 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from retriever.drafter import (
-    Drafter,
-    DraftRequest,
-    SequenceOptions,
-    TokenIds,
-)
+from retriever.drafter import Drafter, DraftRequest, SequenceOptions, TokenIds
 from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree, Source

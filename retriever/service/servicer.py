@@ -28,11 +28,7 @@ from retriever.sequences import SessionKey
 from retriever.service.allowances import work_of_tokens
 from retriever.service.draft_stream import DraftStream
 from retriever.service.open_streams import OpenStreams
-from retriever.service.scheduler import (
-    Scheduler,
-    tokens_of_addition,
-    tokens_of_opening,
-)
+from retriever.service.scheduler import Scheduler, tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc

@@ -30,11 +30,7 @@ from retriever.drafter import (
     SequenceOptions,
     TokenIds,
 )
-from retriever.errors import (
-    LimitExceededError,
-    OutOfSequenceError,
-    UnknownSessionError,
-)
+from retriever.errors import LimitExceededError, OutOfSequenceError, UnknownSessionError
 from retriever.kernels.entries import first_outside
 from retriever.kernels.layout import BOUNDS
 from retriever.limits import (
@@ -66,11 +62,7 @@ from retriever.sequences import (
     checked_options,
     checked_predictions,
 )
-from retriever.sessions.bindings import (
-    NO_PHRASES,
-    Bindings,
-    common_vocabulary,
-)
+from retriever.sessions.bindings import NO_PHRASES, Bindings, common_vocabulary
 from retriever.sessions.deletion import forget
 from retriever.sessions.draft_counts import (
     Census,
@@ -81,10 +73,7 @@ from retriever.sessions.draft_counts import (
 )
 from retriever.sessions.eviction import Eviction
 from retriever.sessions.kept_findings import KeptFindings
-from retriever.sessions.options import (
-    DEFAULT_LIMITS,
-    DrafterOptions,
-)
+from retriever.sessions.options import DEFAULT_LIMITS, DrafterOptions
 from retriever.sessions.refreshed_corpora import IndexState
 from retriever.sessions.session_table import CheckedRequest, Session, Sessions
 from retriever.tree import DraftTree

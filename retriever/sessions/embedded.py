@@ -9,35 +9,13 @@ from typing import Self, Unpack
 
 from numpy.typing import ArrayLike
 
-from retriever.drafter import (
-    DEFAULT,
-    DraftRequest,
-    OfOneProcess,
-    Prediction,
-    SequenceOptions,
-)
-from retriever.limits import (
-    Limits,
-    check_draft,
-)
-from retriever.sequences import (
-    SessionKey,
-    check_batch,
-)
-from retriever.sessions.bindings import (
-    BoundPaths,
-)
-from retriever.sessions.draft_counts import (
-    NOTHING_HELD,
-    DrafterStats,
-    resident_bytes,
-)
+from retriever.drafter import DEFAULT, DraftRequest, OfOneProcess, Prediction, SequenceOptions
+from retriever.limits import Limits, check_draft
+from retriever.sequences import SessionKey, check_batch
+from retriever.sessions.bindings import BoundPaths
+from retriever.sessions.draft_counts import NOTHING_HELD, DrafterStats, resident_bytes
 from retriever.sessions.drafter_state import DrafterState, whole
-from retriever.sessions.options import (
-    DrafterOptions,
-    OpeningOptions,
-    opened_indexes,
-)
+from retriever.sessions.options import DrafterOptions, OpeningOptions, opened_indexes
 from retriever.sessions.refreshed_corpora import IndexState, warm_kernels
 from retriever.tree import DraftTree
 

@@ -4,15 +4,8 @@ from collections.abc import Generator, Sequence
 
 from numpy.typing import ArrayLike
 
-from retriever.drafter import (
-    Prediction,
-    SequenceOptions,
-)
-from retriever.limits import (
-    DEFAULT_DOCUMENTS,
-    check_documents,
-    check_draft,
-)
+from retriever.drafter import Prediction, SequenceOptions
+from retriever.limits import DEFAULT_DOCUMENTS, check_documents, check_draft
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.sessions.drafter_state import DrafterState, whole
 from retriever.sessions.embedded import EmbeddedDrafter

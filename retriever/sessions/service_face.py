@@ -7,23 +7,13 @@ from typing import Final, NamedTuple
 
 from indexer.reader import Index
 from retriever.drafter import NO_TOKENS, DraftRequest
-from retriever.errors import (
-    RetrieverError,
-    UnknownSessionError,
-    VocabularyMismatchError,
-)
-from retriever.limits import (
-    check_fingerprint,
-    check_length,
-    shown,
-)
+from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMismatchError
+from retriever.limits import check_fingerprint, check_length, shown
 from retriever.predict.context import context_bytes
 from retriever.predict.draft import Asked, RefusedStepError
 from retriever.predict.ledger import Charge
 from retriever.predict.pool import Pool
-from retriever.sequences import (
-    SessionKey,
-)
+from retriever.sequences import SessionKey
 from retriever.sessions.drafter_state import DrafterState
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.tree import DraftTree

@@ -14,11 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from retriever.drafter import DraftRequest, Findings, Prediction, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
-from retriever.limits import (
-    MAX_OUTCOMES,
-    check_num_findings,
-    checked_tokens,
-)
+from retriever.limits import MAX_OUTCOMES, check_num_findings, checked_tokens
 from retriever.tree import (
     DocumentOccurrence,
     DraftTree,

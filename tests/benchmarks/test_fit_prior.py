@@ -4,13 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fit_prior.network import (
-    Network,
-    Schedule,
-    fit,
-    mean_surprise,
-    random_weights,
-)
+from benchmarks.fit_prior.network import Network, Schedule, fit, mean_surprise, random_weights
 from benchmarks.fit_prior.outcomes import Outcome, Outcomes
 from benchmarks.fit_prior.recording import Recorder, record
 from benchmarks.workloads import Workload

@@ -15,11 +15,7 @@ import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.change.verifying import verify_index
-from indexer.errors import (
-    IndexerError,
-    IndexNotFoundError,
-    TokenizerMismatchError,
-)
+from indexer.errors import IndexerError, IndexNotFoundError, TokenizerMismatchError
 from indexer.format.snapshots import HeldSnapshot, hold_latest
 from indexer.reader import Index, Vocabulary
 from tests.retriever.warm_interpreter import run

@@ -46,12 +46,7 @@ from decoder.engines.transformers.requests import (
     predictions_by_row,
     streamer_of_call,
 )
-from decoder.engines.transformers.results import (
-    RowRecord,
-    Wanted,
-    fill,
-    given_prefixes,
-)
+from decoder.engines.transformers.results import RowRecord, Wanted, fill, given_prefixes
 from decoder.errors import (
     ContradictoryOptionsError,
     DecoderBusyError,
@@ -64,12 +59,7 @@ from decoder.errors import (
 from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
 from decoder.model.cache import Prefix
 from decoder.model.capability_check import FOUND_HERE
-from decoder.model.compatibility import (
-    Capability,
-    computed_limit,
-    num_embeddings,
-    tell_once,
-)
+from decoder.model.compatibility import Capability, computed_limit, num_embeddings, tell_once
 from decoder.model.stamp import Structure, num_said, version_of
 from decoder.model.target import Target
 from decoder.model.user_model import generating

@@ -16,12 +16,7 @@ from decoder.commands.plots import check_plot
 from decoder.commands.terminal import print_table
 from decoder.model.pretrained import ModelOptions, load_model
 from decoder.plugins.contenders.drafting_rules import DraftingRule, drafting_rules
-from decoder.plugins.estimate.cost_curve import (
-    CostCurve,
-    from_file,
-    measured,
-    roofline,
-)
+from decoder.plugins.estimate.cost_curve import CostCurve, from_file, measured, roofline
 from decoder.plugins.estimate.estimate_plot import draw
 from decoder.plugins.estimate.estimate_report import (
     Crowded,

@@ -2,13 +2,7 @@
 
 import pytest
 
-from benchmarks.engines.engine_report import (
-    OVERALL,
-    Run,
-    Way,
-    Whose,
-    report,
-)
+from benchmarks.engines.engine_report import OVERALL, Run, Way, Whose, report
 from decoder.commands.prompts import Prompt
 
 PROMPTS = [Prompt("sums", "one"), Prompt("sums", "two"), Prompt("poems", "three")]

@@ -5,12 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.index.process_tree import (
-    TreeMemory,
-    kill_tree,
-    memory_of_tree,
-    tree_of,
-)
+from benchmarks.index.process_tree import TreeMemory, kill_tree, memory_of_tree, tree_of
 from benchmarks.index.scale_report import as_markdown, judged
 from tests.benchmarks.conftest import run_apart
 from tests.indexer.engines.corpora import save_byte_tokenizer

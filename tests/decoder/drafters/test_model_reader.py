@@ -20,11 +20,7 @@ from tests.decoder.decoding import (
     prompt_of,
     random_tree,
 )
-from tests.decoder.drafters.draft_models import (
-    distribution,
-    llama,
-    most_probable_prefixes,
-)
+from tests.decoder.drafters.draft_models import distribution, llama, most_probable_prefixes
 from tests.decoder.drafters.drafted_chains import LIMITS, paths_of
 from tests.decoder.rounding import Rounding
 

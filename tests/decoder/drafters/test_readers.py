@@ -15,19 +15,9 @@ from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.follower import DraftLimits
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
-from tests.decoder.decoding import (
-    MODELS,
-    VOCABULARY,
-    decoder_with,
-    prompt_of,
-)
+from tests.decoder.decoding import MODELS, VOCABULARY, decoder_with, prompt_of
 from tests.decoder.drafters.drafted_chains import LIMITS, logits_for, paths_of, saying
-from tests.decoder.drafters.scripted_readers import (
-    SURE,
-    ScriptedReader,
-    Unavailable,
-    counting,
-)
+from tests.decoder.drafters.scripted_readers import SURE, ScriptedReader, Unavailable, counting
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 NEW_TOKENS = 60

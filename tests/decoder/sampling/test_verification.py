@@ -4,13 +4,7 @@ import torch
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from decoder.sampling.verification import (
-    PassContext,
-    accept_greedy,
-    draw,
-    drawn_numbers,
-    uniforms,
-)
+from decoder.sampling.verification import PassContext, accept_greedy, draw, drawn_numbers, uniforms
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import tree_of
 

@@ -9,10 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from indexer.build import BuildOptions, build_from_texts
-from indexer.errors import (
-    DamagedIndexError,
-    FormatVersionError,
-)
+from indexer.errors import DamagedIndexError, FormatVersionError
 from indexer.format.names import KEYS_FILE, PHRASE_FILES, SEGMENT_FILES, TOKENIZER_FILE
 from indexer.format.records import FileRecord, checksum_of, encode_json
 from indexer.reader import Index

@@ -11,11 +11,7 @@ from retriever.client.conversation import Conversation, SequenceStep
 from retriever.client.local import LocalDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest, Prediction, SequenceOptions
-from retriever.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    UnknownSessionError,
-)
+from retriever.errors import InvalidRequestError, LimitExceededError, UnknownSessionError
 from retriever.follower import Followers
 from retriever.limits import Limits
 from retriever.sequences import SessionKey, TokenSequence

@@ -16,15 +16,7 @@ from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
-from tests.retriever.log.state_folders import (
-    drafter_on,
-    keep,
-    kept,
-    knows,
-    log_on,
-    output,
-    tree_of,
-)
+from tests.retriever.log.state_folders import drafter_on, keep, kept, knows, log_on, output, tree_of
 from tests.retriever.token_ids import ids
 
 

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from retriever.drafter import FORGOTTEN, DraftRequest, SequenceOptions, TokenIds
-from retriever.predict.weights import (
-    Weights,
-    from_bytes,
-    prior_weights,
-    to_bytes,
-    values_of,
-)
+from retriever.predict.weights import Weights, from_bytes, prior_weights, to_bytes, values_of
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever.log.state_folders import drafter_on, log_on, output

@@ -11,12 +11,7 @@ import pytest
 
 from indexer.reader import Vocabulary
 from retriever.drafter import FINDING_BYTES, Findings, FoundPage, SequenceOptions
-from retriever.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    NotPossibleError,
-    StorageError,
-)
+from retriever.errors import InvalidRequestError, LimitExceededError, NotPossibleError, StorageError
 from retriever.limits import MAX_FINDINGS, Limits
 from retriever.log import log_store as records
 from retriever.log.generations_log import GenerationsLog

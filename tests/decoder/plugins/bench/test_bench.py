@@ -24,13 +24,7 @@ from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, loa
 from decoder.model.target import Target
 from decoder.observation import Statistics, Watcher
 from decoder.plugins.bench import exactness
-from decoder.plugins.bench.bench import (
-    Benchmark,
-    BenchOptions,
-    BenchPrompt,
-    grouped,
-    unwatched,
-)
+from decoder.plugins.bench.bench import Benchmark, BenchOptions, BenchPrompt, grouped, unwatched
 from decoder.plugins.bench.bench_report import (
     conclusions_of,
     draw,

@@ -41,10 +41,7 @@ from tests.decoder.decoding import (
     tiny_llama,
 )
 from tests.decoder.plugins.speculators.drafted_sequences import parts_of
-from tests.decoder.plugins.speculators.published_heads import (
-    official_eagle,
-    official_eagle3,
-)
+from tests.decoder.plugins.speculators.published_heads import official_eagle, official_eagle3
 
 FREE = StepCosts(target_s=1.0, pass_s=0.0)
 LIMITS = DraftLimits(VOCABULARY, VOCABULARY)

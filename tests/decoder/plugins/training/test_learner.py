@@ -18,10 +18,7 @@ from decoder.plugins.training import head_trainer, learner as learning
 from decoder.plugins.training.head_start import trained_states
 from decoder.plugins.training.head_trainer import HeadTrainer, Stage, Teaching
 from decoder.plugins.training.judging import HeadAgreement
-from decoder.plugins.training.learner import (
-    HeadLearner,
-    RecentExamples,
-)
+from decoder.plugins.training.learner import HeadLearner, RecentExamples
 from decoder.plugins.training.online import read_messages, write_message
 from decoder.plugins.training.taught_store import Example
 from decoder.plugins.training.teacher import Teacher

@@ -31,12 +31,7 @@ from decoder.plugins.speculators.head_files import HeadTarget, load_head, save_h
 from decoder.plugins.training import learner
 from decoder.plugins.training.head_start import trained_states
 from decoder.plugins.training.learner import TRAINED_ONLINE
-from decoder.plugins.training.online import (
-    LearningSpeculator,
-    Order,
-    read_messages,
-    write_message,
-)
+from decoder.plugins.training.online import LearningSpeculator, Order, read_messages, write_message
 from retriever.drafter import FORGOTTEN, TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
