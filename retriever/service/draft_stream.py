@@ -31,10 +31,14 @@ from retriever.service.scheduler import (
 from retriever.service.turns import Line
 from retriever.sessions.service_face import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
-from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.long_messages import ADDITIONS, CLOSINGS, OPENINGS, STEPS, lists_within
-from retriever.wire.messages import DEFAULT_BUDGET_NODES, converting_requests, tree_to_message
+from retriever.wire.messages import (
+    DEFAULT_BUDGET_NODES,
+    add_trees,
+    converting_requests,
+    tree_to_message,
+)
 from retriever.wire.statuses import late_status, session_status
 
 _COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
@@ -270,19 +274,11 @@ class DraftStream:
         trees = self._drafter.step_each(requests, self._tenant)
         if trees is None:
             return False
-        self._scheduler.uses.of(self._tenant).tokens += sum(
-            len(each.new_tokens) for each in requests
-        )
-        self._answer_with(trees, response)
-        return True
-
-    def _answer_with(self, trees: Iterable[DraftTree], response: pb.DraftStreamResponse) -> None:
-        """Add trees that were made for the tenant."""
         use = self._scheduler.uses.of(self._tenant)
-        for tree in trees:
-            response.trees.append(tree_to_message(tree))
-            use.drafts += 1
-            use.nodes += len(tree)
+        use.tokens += sum(len(each.new_tokens) for each in requests)
+        use.drafts += len(trees)
+        use.nodes += add_trees(response, trees)
+        return True
 
     async def _commit(
         self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse
@@ -320,6 +316,7 @@ class DraftStream:
         deadline_s: float | None,
     ) -> None:
         """Add a tree for each step until the client's timeout has passed."""
+        use = self._scheduler.uses.of(self._tenant)
         for at, step in enumerate(steps):
             if deadline_s is not None and time.monotonic() > deadline_s:
                 response.trees.extend(pb.DraftTree() for _ in steps[at:])
@@ -328,7 +325,8 @@ class DraftStream:
             if step is None:
                 response.trees.add()
                 continue
-            self._answer_with(self._drafter.draft_each([step]), response)
+            use.drafts += 1
+            use.nodes += add_trees(response, self._drafter.draft_each([step]))
             if self._line.is_over:
                 await self._line.give_way()
 

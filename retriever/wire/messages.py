@@ -276,6 +276,15 @@ def _outcome_trees(answer: pb.OutcomeTrees, request: DraftRequest) -> list[Draft
     return [tree.prefix(request.budget_nodes) for tree in trees]
 
 
+def add_trees(response: pb.DraftStreamResponse, trees: Iterable[DraftTree]) -> int:
+    """Add trees to an answer; return how many nodes they have."""
+    num_nodes = 0
+    for tree in trees:
+        response.trees.append(tree_to_message(tree))
+        num_nodes += len(tree)
+    return num_nodes
+
+
 def tree_to_message(tree: DraftTree) -> pb.DraftTree:
     """Return the wire form of a tree."""
     return pb.DraftTree(
