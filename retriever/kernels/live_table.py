@@ -112,7 +112,7 @@ def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
     if step < 0:
         return
     if least_count <= 1:
-        ways[least] = _entry(check, 1, token)
+        ways[least] = _entry(check, np.int64(1), token)
     else:
         ways[least] -= np.int64(1) << _COUNT_SHIFT
 

@@ -66,6 +66,7 @@ from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
+from retriever.rare_kernels import GROUPS
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import (
@@ -84,6 +85,7 @@ from retriever.sessions.bindings import (
     common_vocabulary,
 )
 from retriever.sessions.client_lives import Client, check_client
+from retriever.sessions.cold_start import warm_drafts, width_of
 from retriever.sessions.deletion import forget
 from retriever.sessions.draft_counts import (
     Census,
@@ -100,7 +102,7 @@ from retriever.sessions.options import (
     OpeningOptions,
     opened_indexes,
 )
-from retriever.sessions.refreshed_corpora import IndexState, warm_kernels
+from retriever.sessions.refreshed_corpora import IndexState
 from retriever.sessions.session_table import CheckedRequest, Session, Sessions
 from retriever.tree import DraftTree, Explanation
 
@@ -759,8 +761,12 @@ class EmbeddedDrafter(OfOneProcess):
         return self._bindings.refresh()
 
     def warm(self) -> None:
-        """Compile or load all kernels now, so that no draft waits for it."""
-        warm_kernels(self._predictor, self._bindings.corpus(""), self._lock)
+        """Compile or load now what a first draft needs, so that none waits for it.
+
+        What groups, predictions, listed phrases and drafts ahead need besides is compiled when the
+        first of them comes.
+        """
+        warm_drafts(self.token_widths)
         self._bindings.warm()
         self._base_bytes = 0
         self._base_bytes = resident_bytes()[0] - self.census().memory_bytes
@@ -771,6 +777,11 @@ class EmbeddedDrafter(OfOneProcess):
         self._replication.shut_down()
         self._bindings.shut_down()
         self._pools.close()
+
+    @property
+    def token_widths(self) -> set[int]:
+        """Bytes of a token in what tenants draft from: each needs kernels of its own."""
+        return set(map(width_of, self._bindings.corpora_of_all()))
 
     @property
     def indexes(self) -> tuple[Index, ...]:
@@ -846,7 +857,7 @@ class EmbeddedDrafter(OfOneProcess):
     def _join(self, session: Session) -> None:
         """Have a session serve its group; where there is no room for it, it does not."""
         pool = session.databases.pool
-        if session.kin.group and pool.running is None:
+        if session.kin.group and pool.running is None and GROUPS.are_wanted():
             with suppress(LimitExceededError):
                 least = running_bytes(FEWEST_TOKENS)
                 charge = self._ledger.take(pool.tenant, least, is_locked=True)

@@ -28,6 +28,7 @@ from retriever.predict.running import (
     running_bytes,
 )
 from retriever.sequences import SessionKey, checked_kin
+from retriever.sessions.cold_start import warm_rare
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.stages import collect_running
@@ -221,9 +222,9 @@ def test_a_group_of_thousands_stays_within_its_memory() -> None:
     assert drafter.census().reserved_bytes == empty
 
 
-def test_warming_compiles_what_groups_need() -> None:
+def test_rare_kernels_of_groups_are_all_that_groups_need() -> None:
     kernels = (append_to_lane, move_lanes, withdraw_lane)
-    EmbeddedDrafter().warm()
+    warm_rare()
     known = [len(each.signatures) for each in kernels]
     assert all(known)
     talk = Talk(EmbeddedDrafter())
