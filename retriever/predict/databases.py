@@ -13,6 +13,7 @@ from functools import cache
 from typing import Final, NamedTuple, cast
 
 from retriever.drafter import Kin, TokenIds
+from retriever.kernels.compiling import AHEAD, PHRASES, PREDICTIONS
 from retriever.kernels.entries import CONTEXT, CORPUS, GENERATIONS, TREE
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.context import Context
@@ -23,7 +24,6 @@ from retriever.predict.question import Database, Question, SupposingDatabase
 from retriever.predict.running import READER, RunningOutput, RunningOutputs, lane_fields
 from retriever.predict.searched_corpus import Corpus
 from retriever.predict.step_record import StepRecord
-from retriever.rare_kernels import AHEAD, PHRASES, PREDICTIONS
 from retriever.tree import Source
 
 

@@ -18,7 +18,17 @@ import numpy as np
 
 from indexer.reader import PhraseTables
 from retriever.drafter import Kin, Prediction
-from retriever.kernels.compiling import NotKeptError, can_keep, only_kept
+from retriever.kernels.compiling import (
+    AHEAD,
+    GROUPS,
+    PHRASES,
+    PREDICTIONS,
+    RARE,
+    NotKeptError,
+    RareKernels,
+    can_keep,
+    only_kept,
+)
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.context import Context
 from retriever.predict.databases import Databases
@@ -31,9 +41,7 @@ from retriever.predict.question import Question
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
 from retriever.predict.searched_corpus import Corpus, tables_of, to_kernel
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
-from retriever.rare_kernels import AHEAD, GROUPS, PHRASES, PREDICTIONS, RARE, RareKernels
 from retriever.tree import Source
-from retriever.wire import long_messages
 
 _log = getLogger(__name__)
 
@@ -187,7 +195,6 @@ def _compile(what: list[str]) -> None:
     with suppress(OSError):
         os.nice(_NICENESS)
     warm_stores()
-    long_messages.warm()
     for each in what:
         if each in _WARMS:
             _WARMS[each]()

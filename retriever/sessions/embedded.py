@@ -39,6 +39,7 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.kernels.compiling import GROUPS
 from retriever.kernels.entries import first_outside
 from retriever.kernels.layout import BOUNDS
 from retriever.limits import (
@@ -66,7 +67,6 @@ from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
-from retriever.rare_kernels import GROUPS
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import (

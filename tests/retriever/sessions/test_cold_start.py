@@ -14,8 +14,7 @@ from numba.core import config
 
 from retriever.client.sharded import connect
 from retriever.drafter import DraftRequest, Prediction
-from retriever.kernels.compiling import NotKeptError, only_kept
-from retriever.rare_kernels import GROUPS, PREDICTIONS, RareKernels
+from retriever.kernels.compiling import GROUPS, PREDICTIONS, NotKeptError, RareKernels, only_kept
 from retriever.service.draft_stream import without_drafts
 from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
