@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from decoder.engines.engine_options import EngineSettings
+from decoder.engines.late_drafter import LateDrafter
 from indexer.errors import IndexerError
-from indexer.reader import Index, Vocabulary
+from indexer.reader import Index, Vocabulary, token_dtype
 from indexer.tokenizer import vocabulary_of
 from retriever.client.credentials import open_channel
 from retriever.client.resilient import ResilientDrafter
@@ -22,6 +23,7 @@ from retriever.drafter import Drafter
 from retriever.errors import RetrieverError
 from retriever.limits import Limits
 from retriever.predict.phrases import Encode, ListedPhrases
+from retriever.sessions.cold_start import are_kept, defer_rare
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import load_phrases
 from retriever.wire.channels import CLIENT_OPTIONS
@@ -32,6 +34,8 @@ DEADLINE_S: Final = 0.02
 """How long a step waits for drafts by default, in seconds: retrieval in this process takes far
 less, and a large model's pass about as long, so a stalled drafter costs about a pass."""
 
+_NARROW: Final = token_dtype(0).itemsize
+
 _CONNECT_S: Final = 2.0
 """How long a start waits for a service: enough for one on another machine, and short against the
 loading of a model. It connects later by itself."""
@@ -40,7 +44,7 @@ loading of a model. It connects later by itself."""
 def open_drafter(
     settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
 ) -> Drafter:
-    """Return a drafter, compiled or connected.
+    """Return a drafter, connected, compiled or being compiled: no start waits for that.
 
     Args:
         settings: where drafts come from.
@@ -54,7 +58,7 @@ def open_drafter(
     """
     if len(settings.server) > 1:
         return _sharded(settings, vocabulary)
-    embedded = _embedded(settings, vocabulary, encode)
+    embedded = _own(settings, vocabulary, encode)
     return _resilient(settings, vocabulary, embedded) if settings.server else embedded
 
 
@@ -76,7 +80,7 @@ def vocabulary_and_encoder(tokenizer: Any) -> tuple[Vocabulary | None, Encode | 
 
 
 def _resilient(
-    settings: EngineSettings, vocabulary: Vocabulary | None, local: EmbeddedDrafter
+    settings: EngineSettings, vocabulary: Vocabulary | None, local: Drafter
 ) -> ResilientDrafter:
     drafter = ResilientDrafter(
         settings.server,
@@ -101,6 +105,20 @@ def _sharded(settings: EngineSettings, vocabulary: Vocabulary | None) -> Drafter
     )
 
 
+def _own(
+    settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
+) -> EmbeddedDrafter | LateDrafter:
+    """Return the drafter of this process; where its kernels are not compiled, one that waits."""
+    width = token_dtype(vocabulary.size).itemsize if settings.index and vocabulary else _NARROW
+    opened = partial(_embedded, settings, vocabulary, encode)
+    if not are_kept([width]):
+        return LateDrafter(opened, vocabulary)
+    drafter = opened()
+    drafter.warm()
+    defer_rare()
+    return drafter
+
+
 def _embedded(
     settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
 ) -> EmbeddedDrafter:
@@ -119,7 +137,6 @@ def _embedded(
     except RetrieverError as error:  # its folder is in use, full, or of another tokenizer
         _log.warning("outputs are kept in memory only: %s", error)
         drafter = make(state=None)
-    drafter.warm()
     return drafter
 
 

@@ -505,7 +505,7 @@ def move_lanes(lanes: Lanes, grown: Lanes, orders: NDArray[np.int64]) -> None:
                 _link_lane(grown, orders, num_orders, 0, known, place, position)
 
 
-@kernel()
+@kernel(inline="always")
 def collect_lanes(
     lanes: Lanes,
     indexed: Orders,

@@ -4,8 +4,9 @@ Logarithms and powers of two are accurate enough for scores, and loops over them
 """
 
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from logging import getLogger
 from pathlib import Path
@@ -36,6 +37,8 @@ def kernel(
     Unless a kernel `allocates`, reference counting is off: the arrays' owners outlive the call.
     Counting took a third of the time of short loops.
 
+    Nothing is compiled to hand a kernel to another one as a value (`no_cfunc_wrapper`).
+
     What sums with `fastmath` is inlined (`forceinline`), and so are its callers up to those that
     Python calls. A callee that is not inlined is optimized once by itself and again within each
     caller, which may order its sums anew, and both copies have one name: a process that compiled
@@ -45,9 +48,9 @@ def kernel(
         allocates: whether the kernel creates arrays.
         options: further options of numba.
     """
-    compiled: Any = njit  # its stubs lack this option
+    compiled: Any = njit  # its stubs lack these options
     decorate: Callable[[_Function], Dispatcher[_Function]] = compiled(
-        nogil=True, _nrt=allocates, **options
+        nogil=True, _nrt=allocates, no_cfunc_wrapper=True, **options
     )
 
     def compile_later(function: _Function) -> "Dispatcher[_Function]":
@@ -60,12 +63,47 @@ def kernel(
     return compile_later
 
 
+class NotKeptError(Exception):
+    """A kernel would have to be compiled, and nobody may wait for that here."""
+
+
+_loads_only: ContextVar[bool] = ContextVar("loads_only", default=False)
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """Have kernels that are called in the block loaded from disk, and none compiled.
+
+    Raises:
+        NotKeptError: one is not kept.
+    """
+    before = _loads_only.set(True)
+    try:
+        yield
+    finally:
+        _loads_only.reset(before)
+
+
+def _check_may_compile() -> None:
+    if _loads_only.get():
+        raise NotKeptError
+
+
 def _cache_of(function: Callable[..., Any]) -> Any:
     """Return numba's cache of a kernel; one that keeps nothing where no folder can be written."""
     try:
         return _Cache(function)
     except (RuntimeError, OSError):  # as numba says that it found none; a limit on open files
+        _not_kept.append(function.__name__)
         return _NoCache()
+
+
+_not_kept: Final[list[str]] = []
+
+
+def can_keep() -> bool:
+    """Return whether all kernels of this process have a folder to be kept in."""
+    return not _not_kept
 
 
 class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
@@ -73,6 +111,7 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
 
     def load_overload(self, *_: object) -> None:
         """Find nothing; the kernel will be compiled."""
+        _check_may_compile()
         _tell_compiling(is_kept=False)
         _tell_no_cache("no folder for them can be written")
 
@@ -99,6 +138,7 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
             with suppress(OSError):
                 self.flush()  # or nothing could be kept in its place
         if kept is None:
+            _check_may_compile()
             _tell_compiling(is_kept=True)
         return kept
 
@@ -130,8 +170,8 @@ def _sources(folder: Path) -> str:
 def _tell_no_cache(reason: str) -> None:
     """Log, once for each reason, that kernels cannot be kept."""
     _log.warning(
-        "compiled kernels cannot be kept (%s): each start compiles them again, which takes some "
-        "15 s or more; set NUMBA_CACHE_DIR to a folder that this user can write",
+        "compiled kernels cannot be kept (%s): each start compiles them again, which takes "
+        "half a minute; set NUMBA_CACHE_DIR to a folder that this user can write",
         reason,
     )
 
@@ -143,7 +183,47 @@ def _tell_compiling(*, is_kept: bool) -> None:
     As a warning, so that it is seen where a program has set up no logging, too.
     """
     once = ", once on this machine" if is_kept else ""
-    _log.warning("compiling kernels%s: up to half a minute", once)
+    _log.warning("compiling kernels%s: half a minute of processor", once)
+
+
+class RareKernels:
+    """The kernels of one kind of evidence, which few sequences ask for.
+
+    Where nothing is said, the first call compiles or loads them and waits. A service has them
+    compiled in a process beside when they are asked for first: what they would find is left out
+    until that is done.
+
+    Args:
+        name: of the kind.
+
+    Attributes:
+        is_ready: whether they can be called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_ready = True
+        self._ask: Callable[[RareKernels], None] | None = None
+
+    def defer(self, ask: "Callable[[RareKernels], None]") -> None:
+        """Have them not called until `is_ready` is set; `ask` is called once they are wanted."""
+        self.is_ready, self._ask = False, ask
+
+    def are_wanted(self) -> bool:
+        """Return whether they can be called; where they cannot, they will be later."""
+        if not self.is_ready and self._ask is not None:
+            ask, self._ask = self._ask, None
+            ask(self)
+        return self.is_ready
+
+
+GROUPS: Final = RareKernels("groups")
+PREDICTIONS: Final = RareKernels("predictions")
+PHRASES: Final = RareKernels("phrases")
+AHEAD: Final = RareKernels("ahead")
+"""Of drafts after what may come."""
+
+RARE: Final = {each.name: each for each in (GROUPS, PREDICTIONS, PHRASES, AHEAD)}
 
 
 _MANTISSA_BITS: Final = 23

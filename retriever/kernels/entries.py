@@ -71,6 +71,7 @@ that of the sequence, no room for the tokens in memory, a token outside the voca
 _OWN, _GENERATIONS, _SIBLINGS = (
     np.int64(each) for each in (Source.CONTEXT, Source.GENERATIONS, Source.SIBLINGS)
 )
+_WRAPS, _ENDS = np.bool_(True), np.bool_(False)
 
 
 @kernel()
@@ -219,7 +220,7 @@ def tree_nodes(address: int, budget: int) -> Grown:
     )
 
 
-@kernel()
+@kernel(inline="always")
 def _extend(chains: Chains, orders: Orders, of: Cursor, new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a sequence, and move its cursor and its trail."""
     begin = chains.state[0]
@@ -273,7 +274,7 @@ def _draft(of: Shared, scratch: int, step: Any) -> None:
         step.tree_budget = budget
 
 
-@kernel()
+@kernel(inline="always")
 def collect_own(
     sequence: int,
     chains: Chains,
@@ -285,7 +286,7 @@ def collect_own(
     """Write continuations in the sequence itself, along its trail and near its cursor."""
     orders = unpack_at(sequence, STORE_LAYOUT, Orders)
     of = unpack_at(sequence, STORE_LAYOUT, Cursor)
-    end = chains_.collect_chains(chains, orders, query, _OWN, True, depth, found, row)
+    end = chains_.collect_chains(chains, orders, query, _OWN, _WRAPS, depth, found, row)
     cursors.set_cursor(of.cursor, found.rows, end)
     cursors.set_trail(of.trail, of.edits, chains, found.rows, end)
     end = cursors.collect_trail(of.trail, of.edits, chains, depth, found, end)
@@ -294,7 +295,7 @@ def collect_own(
     )
 
 
-@kernel()
+@kernel(inline="always")
 def collect_generations(
     outputs: NDArray[Any],
     versions: NDArray[np.int64],
@@ -308,7 +309,7 @@ def collect_generations(
     """Write continuations in generations, and in running sequences, if there are any."""
     first = row
     row = chains_.collect_chains(
-        unpack(outputs[0], Chains), unpack(outputs[0], Orders), query, _GENERATIONS, False, depth,
+        unpack(outputs[0], Chains), unpack(outputs[0], Orders), query, _GENERATIONS, _ENDS, depth,
         found, row,
     )  # fmt: skip
     if lane[chains_.VERSION] >= 0:
@@ -321,7 +322,7 @@ def collect_generations(
     return row
 
 
-@kernel()
+@kernel(inline="always")
 def collect_corpus(
     segments: NDArray[Any],
     query: NDArray[np.int32],
@@ -370,7 +371,7 @@ def begin_store(
     append_tokens(store, tokens)
 
 
-@kernel()
+@kernel(inline="always")
 def append_tokens(store: int, new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to the store at an address; see `chains.append_tokens`."""
     orders = unpack_at(store, STORE_LAYOUT, Orders).orders
@@ -510,7 +511,7 @@ def collect_texts(
     texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
     predicted = unpack(store[0], Chains)
     indexed = unpack(store[0], Orders)
-    end = chains_.collect_chains(predicted, indexed, query, source, False, depth, found, row)
+    end = chains_.collect_chains(predicted, indexed, query, source, _ENDS, depth, found, row)
     cursors.set_text_cursors(texts, found.rows, row, end)
     return cursors.collect_text_cursors(
         texts, predicted.tokens, source, query, depth, found, row, end

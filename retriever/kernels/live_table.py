@@ -99,7 +99,7 @@ def _ask(
 def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
     ways = table[key & (table.shape[0] - 1)]
     check = check_of(key)
-    place = _place_of(ways, _entry(check, 0, token))
+    place = _place_of(ways, _entry(check, np.int64(0), token))
     if place >= 0:
         count = min(((ways[place] >> _COUNT_SHIFT) & _MAX_COUNT) + step, _MAX_COUNT)
         ways[place] = _entry(check, count, token) if count > 0 else 0
@@ -108,7 +108,7 @@ def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
         return
     least = _least_of(ways)
     if (ways[least] >> _COUNT_SHIFT) & _MAX_COUNT <= 1:
-        ways[least] = _entry(check, 1, token)
+        ways[least] = _entry(check, np.int64(1), token)
     else:
         ways[least] -= np.int64(1) << _COUNT_SHIFT
 

@@ -161,7 +161,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
         node = nodes[current]
         if node.end_child == 0:
             return depth
-        outcome = -1
+        outcome = np.int64(-1)  # no literal: it would be compiled for one, too
         for child in range(node.first_child, node.end_child):
             if nodes[child].token == tokens[depth]:
                 outcome = child

@@ -54,11 +54,11 @@ def set_states(
     """Find the entries of the last two and three tokens, where they are not known yet."""
     node = nodes[current]
     if node.pair == UNKNOWN:
-        node.pair = find_successor(starts1, tokens2, node.before, node.token)
+        node.pair = find_successor(starts1, tokens2, np.int64(node.before), node.token)
     if node.triple == UNKNOWN:
-        above = nodes[node.parent].pair
+        above = np.int64(nodes[node.parent].pair)
         if current == 0:
-            above = find_successor(starts1, tokens2, node.earlier, node.before)
+            above = find_successor(starts1, tokens2, np.int64(node.earlier), node.before)
         node.triple = find_successor(starts2, tokens3, above, node.token)
 
 
@@ -153,7 +153,8 @@ def call_root_entries(
     """
     last = query.shape[0] - 1
     for back in range(min(2, last)):
-        entry = find_successor(starts1, tokens2, query[last - back - 1], query[last - back])
+        before = np.int64(query[last - back - 1])  # as others call it: compiled once
+        entry = find_successor(starts1, tokens2, before, query[last - back])
         if entry >= 0:
             begin = np.int64(starts2[entry])
             prefetch(tokens3, begin)

@@ -42,6 +42,7 @@ _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 _ALWAYS: Final = frozenset({"GetServerInfo"})
 _BEGINNING: Final = frozenset({"OpenSession", "DraftStream"})
+_WHILE_COMPILING: Final = frozenset({"Draft", "DraftStream"})
 _DRAINING: Final = "the service is about to end: open the session on another one, or later"
 _UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 _LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
@@ -131,12 +132,15 @@ class Lifecycle:
 
     Attributes:
         phase: the current one.
+        is_compiling: whether kernels are being compiled, so that drafts are empty.
         credentials: how the credential files are; empty where there are none.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
+        self.is_compiling = False
         self.credentials: Sequence[FileState] = ()
+        self._is_up = asyncio.Event()
         self._health = HealthStatuses()
         self._show()
 
@@ -152,9 +156,22 @@ class Lifecycle:
         server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
+    async def begin_compiling(self) -> None:
+        """Answer steps with empty drafts until `become_ready`; other calls are refused."""
+        self.is_compiling = True
+        self.phase = Phase.READY
+        self._is_up.set()
+        self._show()
+
+    async def ready(self) -> None:
+        """Wait until calls are taken."""
+        await self._is_up.wait()
+
     async def become_ready(self) -> None:
         """Take calls from now on."""
+        self.is_compiling = False
         self.phase = Phase.READY
+        self._is_up.set()
         self._show()
 
     def note_credentials(self, files: Sequence[FileState]) -> None:
@@ -183,6 +200,11 @@ class Lifecycle:
         if self.phase is Phase.STARTING:
             return DrafterUnavailableError(
                 "the service is starting: its health says when it is ready"
+            )
+        if self.is_compiling and method not in _WHILE_COMPILING:
+            return DrafterUnavailableError(
+                "kernels are being compiled, once on this machine: drafts are empty for half a "
+                "minute or so, and other calls are taken then"
             )
         if self.is_draining and method in _BEGINNING:
             return DrainingError(_DRAINING)

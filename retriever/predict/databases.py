@@ -13,6 +13,7 @@ from functools import cache
 from typing import Final, NamedTuple, cast
 
 from retriever.drafter import SequenceOptions, TokenIds
+from retriever.kernels.compiling import AHEAD, PHRASES, PREDICTIONS
 from retriever.kernels.entries import CONTEXT, CORPUS, GENERATIONS, TREE
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.context import Context
@@ -178,7 +179,7 @@ class Databases:
     def can_suppose(self, num_tokens: int) -> bool:
         """Return whether all databases answer after so many tokens that may come."""
         are_able = all(_supposes(type(each)) for each in self._others)
-        return are_able and self.context.has_room(num_tokens)
+        return are_able and self.context.has_room(num_tokens) and AHEAD.are_wanted()
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
@@ -216,15 +217,25 @@ class DatabaseKind:
     stage: int = 0
 
 
+def _predictions_of(databases: Databases) -> Predictions | None:
+    expected = databases.predictions
+    return expected if expected is not None and PREDICTIONS.are_wanted() else None
+
+
+def _phrases_of(databases: Databases) -> PhraseCursor | None:
+    listed = databases.phrases
+    return listed if listed is not None and PHRASES.are_wanted() else None
+
+
 # The sequence itself predicts better than other texts, and listed phrases are meant to recur.
 # Learned weights correct these values: doubling or halving a trust changed tokens per step by less
 # than 0.2% (docs/decisions/2026-11-21-mixing.md).
 DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, stage=CONTEXT),
-    DatabaseKind(Source.PREDICTIONS, 3.0, lambda all_: all_.predictions),
+    DatabaseKind(Source.PREDICTIONS, 3.0, _predictions_of),
     DatabaseKind(Source.GENERATIONS, 0.6, stage=GENERATIONS),
     DatabaseKind(Source.SIBLINGS, 2.5),  # asked with generations
-    DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
+    DatabaseKind(Source.PHRASES, 12.0, _phrases_of),
     DatabaseKind(Source.CORPUS, 0.35, stage=CORPUS),
 ]
 """All databases, in the order of queries, which is that of the kernel's stages: the sequence first,

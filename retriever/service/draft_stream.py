@@ -72,6 +72,20 @@ def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
     return counts
 
 
+def without_drafts(message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+    """Answer a message while there is no drafter: with empty trees, and nothing is noted.
+
+    Its sessions are unknown later, as after a restart, and clients open them again.
+    """
+    response = pb.DraftStreamResponse(
+        sequence_number=message.sequence_number, trees=(pb.DraftTree() for _ in message.steps)
+    )
+    response.outcome_trees.extend(
+        pb.DraftStreamResponse().outcome_trees.add() for step in message.steps if step.outcomes
+    )
+    return response
+
+
 class DraftStream:
     """Answers the messages of one stream; see `DraftStream` of the wire contract.
 
@@ -80,6 +94,7 @@ class DraftStream:
         tenant: of the stream, which reaches no other tenant's sessions.
         line: the stream's place among the turns.
         lifecycle: while it drains, sessions are not opened.
+        answered: messages of the stream that were answered by `without_drafts`.
     """
 
     def __init__(
@@ -88,6 +103,8 @@ class DraftStream:
         tenant: str,
         line: Line,
         lifecycle: Lifecycle | None = None,
+        *,
+        answered: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._drafter = scheduler.drafter
@@ -98,8 +115,8 @@ class DraftStream:
         self._default_nodes = min(DEFAULT_BUDGET_NODES, self._state.limits.max_budget_nodes)
         self._lists: Lists = {}
         self._lasting: deque[asyncio.Task[None]] = deque()
-        self._number = 0
-        self._last = pb.DraftStreamResponse()
+        self._number = answered
+        self._last = pb.DraftStreamResponse(sequence_number=answered)
         # Weak: a session that ends otherwise leaves memory at once.
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
         self._fates: list[Fate] = []  # of outputs that are still to be written

@@ -26,7 +26,7 @@ from retriever.operations.service_report import installed_version
 from retriever.security.admission import caller_of
 from retriever.sequences import SessionKey
 from retriever.service.allowances import work_of_tokens
-from retriever.service.draft_stream import DraftStream
+from retriever.service.draft_stream import DraftStream, without_drafts
 from retriever.service.open_streams import OpenStreams
 from retriever.service.scheduler import Scheduler, tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -173,6 +173,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
+            if self._lifecycle.is_compiling:
+                return pb.DraftResponse(tree=pb.DraftTree())
             request, lists = opened(request)
             tenant = tenant_of(context)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
@@ -226,12 +228,22 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> AsyncIterator[pb.DraftStreamResponse]:
         # One message at a time: gRPC's flow control holds the others.
         async with _statuses(context):
-            tenant = tenant_of(context)
+            tenant, answered = tenant_of(context), 0
+            messages = self.streams.until_end(request_iterator)
+            while self._lifecycle.is_compiling:
+                early = await anext(messages, None)
+                if early is None:
+                    return
+                tenant_of(context)
+                yield without_drafts(opened(early)[0])
+                answered = early.sequence_number
             with (
                 self._scheduler.turns.stream(tenant) as line,
-                closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
+                closing(
+                    DraftStream(self._scheduler, tenant, line, self._lifecycle, answered=answered)
+                ) as stream,
             ):
-                async for message in self.streams.until_end(request_iterator):
+                async for message in messages:
                     tenant_of(context)  # raises once credentials are revoked
                     message, lists = opened(message)  # noqa: PLW2901  (its parsed part)
                     response = await stream.answer(message, lists)

@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from retriever.security.admission import Admission, kind_of, rebuilt
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.addresses import OWNER_ALONE, UNIX, SocketAccess, check_address, listen
 from retriever.service.servicer import RetrieverServicer
+from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -190,6 +191,8 @@ DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kil
 
 _GRACE_S: Final = 0.5  # for the last responses of calls
 
+_LOOK_S: Final = 0.2  # latest end of a wait for a compiler
+
 _logger = logging.getLogger(__name__)
 
 
@@ -206,15 +209,32 @@ class _Listening:
         """Open a drafter in another thread, warm it up, and take calls from then on."""
         keep_message_memory()
         try:
+            await self._ensure_kept(())
             drafter = await asyncio.to_thread(open_drafter)
+            await self._ensure_kept(drafter.state.token_widths)
             self.servicer.answer_with(drafter)
             await asyncio.to_thread(drafter.warm)
+            await asyncio.to_thread(cold_start.defer_rare)
             await asyncio.to_thread(long_messages.warm)
         except BaseException:
             await self.server.stop(None)
             raise
         await self.observer.lifecycle.become_ready()
         return drafter
+
+    async def _ensure_kept(self, widths: Collection[int]) -> None:
+        """Have kernels compiled in a process beside, unless they are kept; answer meanwhile."""
+        if await asyncio.to_thread(cold_start.are_kept, widths):
+            return
+        await self.observer.lifecycle.begin_compiling()
+        log_event(_logger, logging.WARNING, "compiling", "kernels are compiled; no drafts yet")
+        process = await asyncio.to_thread(cold_start.begin_compiling, widths)
+        try:
+            while process.poll() is None:  # noqa: ASYNC110  (no event of the loop tells)
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            process.kill()
+        log_event(_logger, logging.INFO, "compiled", "drafts are made from now on")
 
 
 async def start(
@@ -296,11 +316,10 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         models=models,
     )
     watching = asyncio.create_task(protection.watch(observer.lifecycle.note_credentials))
+    telling = asyncio.create_task(_tell_ready(listening))
     drafter = await listening.open(open_drafter)
     settle()
-    if not stopped.is_set():
-        print(f"serving on {listening.address}", flush=True)  # noqa: T201  (says when it is ready)
-        log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
+    await telling
     async with sweeping(drafter):
         await stopped.wait()
         await _drain(drafter, observer, drain_s)
@@ -311,6 +330,13 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     await listening.server.stop(_GRACE_S)
     listening.servicer.close()
     log_event(*(_logger, logging.INFO, "ended", "ended"), sessions_left=left, remembered=remembered)
+
+
+async def _tell_ready(listening: _Listening) -> None:
+    """Say where calls are taken, once they are."""
+    await listening.observer.lifecycle.ready()
+    print(f"serving on {listening.address}", flush=True)  # noqa: T201
+    log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
 
 
 async def _listen(  # noqa: PLR0913  (what a service consists of)

@@ -277,11 +277,13 @@ class Bindings:
         raise UnknownIndexError(f"no index {path} is attached to {whose}: list what is attached")
 
     def warm(self) -> None:
-        """Load everything that the first draft needs."""
-        for phrases in (self._phrases, *self._bound_phrases.values()):
-            phrases.warm()
+        """Have no draft wait for pages of the indexes that are in memory."""
         for each in self._all():
             each.current.warm()
+
+    def corpora_of_all(self) -> list[Corpus]:
+        """Return the corpora that any tenant drafts from."""
+        return [each.current.corpus for each in self._all()]
 
     def shut_down(self) -> None:
         """Close all indexes."""

@@ -31,6 +31,7 @@ from retriever.drafter import (
     TokenIds,
 )
 from retriever.errors import LimitExceededError, OutOfSequenceError, UnknownSessionError
+from retriever.kernels.compiling import GROUPS
 from retriever.kernels.entries import first_outside
 from retriever.kernels.layout import BOUNDS
 from retriever.limits import (
@@ -63,6 +64,7 @@ from retriever.sequences import (
     checked_predictions,
 )
 from retriever.sessions.bindings import NO_PHRASES, Bindings, common_vocabulary
+from retriever.sessions.cold_start import width_of
 from retriever.sessions.deletion import forget
 from retriever.sessions.draft_counts import (
     Census,
@@ -364,6 +366,11 @@ class DrafterState:
         self.bindings.shut_down()
         self.pools.close()
 
+    @property
+    def token_widths(self) -> set[int]:
+        """Bytes of a token in what tenants draft from: each needs kernels of its own."""
+        return set(map(width_of, self.bindings.corpora_of_all()))
+
     def census(self) -> Census:
         """Count what is in memory now, with short pauses so that drafts are not held up."""
         with self.lock:
@@ -378,7 +385,7 @@ class DrafterState:
     def _join(self, session: Session) -> None:
         """Have a session serve its group; where there is no room for it, it does not."""
         pool = session.databases.pool
-        if session.options.group and pool.running is None:
+        if session.options.group and pool.running is None and GROUPS.are_wanted():
             with suppress(LimitExceededError):
                 least = running_bytes(FEWEST_TOKENS)
                 charge = self.ledger.take(pool.tenant, least, is_locked=True)

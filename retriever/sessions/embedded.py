@@ -13,10 +13,11 @@ from retriever.drafter import DEFAULT, DraftRequest, OfOneProcess, Prediction, S
 from retriever.limits import Limits, check_draft
 from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.bindings import BoundPaths
+from retriever.sessions.cold_start import warm_drafts
 from retriever.sessions.draft_counts import NOTHING_HELD, DrafterStats, resident_bytes
 from retriever.sessions.drafter_state import DrafterState, whole
 from retriever.sessions.options import DrafterOptions, OpeningOptions, opened_indexes
-from retriever.sessions.refreshed_corpora import IndexState, warm_kernels
+from retriever.sessions.refreshed_corpora import IndexState
 from retriever.tree import DraftTree
 
 
@@ -199,9 +200,13 @@ class EmbeddedDrafter(OfOneProcess):
         return self.state.bindings.refresh()
 
     def warm(self) -> None:
-        """Compile or load all kernels now, so that no draft waits for it."""
+        """Compile or load now what a first draft needs, so that none waits for it.
+
+        What groups, predictions, listed phrases and drafts ahead need besides is compiled when the
+        first of them comes.
+        """
         state = self.state
-        warm_kernels(state.predictor, state.bindings.corpus(""), state.lock)
+        warm_drafts(state.token_widths)
         state.bindings.warm()
         state.base_bytes = 0
         state.base_bytes = resident_bytes()[0] - state.census().memory_bytes

@@ -16,20 +16,17 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final, Self
 
-import numpy as np
-
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.drafter import DraftRequest, Prediction, SequenceOptions, TokenIds
+from retriever.drafter import TokenIds
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.context import Context
 from retriever.predict.databases import Databases
 from retriever.predict.draft import Predictor
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool
-from retriever.predict.predictions import Predictions
-from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
 from retriever.predict.searched_corpus import Corpus, no_outcomes, tables_of
+from retriever.sessions import cold_start
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
 from retriever.tree import Source
@@ -100,43 +97,13 @@ def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
         corpus: not in use yet.
         contexts: int32[n] each, the last tokens of a sequence.
     """
+    cold_start.ensure_kept([cold_start.width_of(corpus)])
     for segment in corpus.segments:
         segment.starts[::_PAGE_ENTRIES].sum()
     predictor, unused = Predictor(_REHEARSAL_NODES), Pool("", Generations(0))
     for context in contexts:
         databases = Databases(Context(context), unused, corpus, learns=False)
         predictor.draft(databases, _REHEARSAL_NODES, 0.0)
-
-
-def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
-    """Compile or load the kernels that drafts and commits need.
-
-    Args:
-        predictor: used for drafts that are discarded.
-        corpus: drafted from.
-        lock: held while the predictor is used.
-    """
-    context = np.zeros(2 * MAX_MATCH, np.int32)
-    unused = Databases(Context(context), Pool("", Generations(0)), corpus)
-    unused.pool.generations.add(context)
-    with lock:
-        kept = [*predictor.counted, predictor.bounds]
-        before = [numbers.copy() for numbers in kept]
-        predictor.bounds[:] = np.iinfo(np.int64).max
-        request = DraftRequest("", context[:1], len(context) + 1, 1)
-        predictor.step_all([(unused, request), (unused, request)])
-        predictor.step(unused, request._replace(length=len(context) + 3))
-        unused.expect(Predictions([Prediction(context)]))
-        predictor.draft(unused, 1, 0.0)
-        predictor.note(unused, context[:1])
-        unused.commit(context[:1])
-        pool = Pool("", Generations(0), running=RunningOutputs())
-        running = Databases(Context(context), pool, corpus)
-        running.join(SequenceOptions(group="group"), is_shared=True)
-        running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
-        running.leave()
-        for numbers, known in zip(kept, before, strict=True):
-            numbers[:] = known
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:

@@ -195,8 +195,7 @@ def _template() -> socket.socket:
 def _warm() -> None:
     """Import what commands need, and load the kernels, without starting a thread."""
     from retriever.commands import app  # noqa: F401, PLC0415  (the names of all commands)
-    from retriever.predict.draft import Predictor  # noqa: PLC0415
-    from retriever.sessions.refreshed_corpora import Corpora, warm_kernels  # noqa: PLC0415
+    from retriever.sessions.cold_start import warm_drafts, warm_rare  # noqa: PLC0415
     from retriever.wire import long_messages  # noqa: PLC0415
 
     for name in ("serve", "admin", "config", "health", "info", "replay", "access", "explain"):
@@ -204,7 +203,8 @@ def _warm() -> None:
     import_module("indexer.commands")
     import_module("foredraft.program")
     import_module("grpc.experimental")
-    warm_kernels(Predictor(1), Corpora.of(()).corpus, Lock())
+    warm_drafts([2])
+    warm_rare()
     long_messages.warm()
     gc.collect()
     gc.freeze()  # or the first collection in each child copies every page

@@ -19,6 +19,7 @@ def compile_drafting(size: int) -> None:
     from indexer.build import build_from_tokens  # noqa: PLC0415
     from indexer.reader import Vocabulary  # noqa: PLC0415
     from retriever.drafter import DraftRequest  # noqa: PLC0415
+    from retriever.sessions.cold_start import warm_rare  # noqa: PLC0415
     from retriever.sessions.embedded import EmbeddedDrafter  # noqa: PLC0415
 
     phrase = list(range(1, 30))
@@ -28,6 +29,7 @@ def compile_drafting(size: int) -> None:
         build_from_tokens(documents, path, Vocabulary(size, "ab" * 32))
         drafter = EmbeddedDrafter.open_indexes([path])
         drafter.warm()
+        warm_rare()
         for name in ("first", "second"):
             drafter.open(name, phrase)
             drafter.draft([DraftRequest(name, np.array([1, 2], np.int32), len(phrase) + 2, 16)])

@@ -29,6 +29,7 @@ from retriever.predict.running import (
 )
 from retriever.sequences import SessionKey, checked_options
 from retriever.sessions.administration import Administration
+from retriever.sessions.cold_start import warm_rare
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import LongCommit, ServiceFace
 from retriever.tree import DraftTree, Source
@@ -222,9 +223,9 @@ def test_a_group_of_thousands_stays_within_its_memory() -> None:
     assert drafter.state.census().reserved_bytes == empty
 
 
-def test_warming_compiles_what_groups_need() -> None:
+def test_rare_kernels_of_groups_are_all_that_groups_need() -> None:
     kernels = (append_to_lane, move_lanes, withdraw_lane)
-    EmbeddedDrafter().warm()
+    warm_rare()
     known = [len(each.signatures) for each in kernels]
     assert all(known)
     talk = Talk(EmbeddedDrafter())

@@ -1,0 +1,206 @@
+"""Kernels are compiled once on a machine: here, or in a process beside, and nobody waits for it.
+
+`python -m retriever.sessions.cold_start WHAT...` compiles what is named and keeps it on disk, from
+where another process loads it: the width of a token in bytes for all that drafts need, or the name
+of `RareKernels`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from logging import getLogger
+from threading import Thread
+from typing import Final
+
+import numpy as np
+
+from indexer.reader import PhraseTables
+from retriever.drafter import DraftRequest, Prediction, SequenceOptions
+from retriever.kernels.compiling import (
+    AHEAD,
+    GROUPS,
+    PHRASES,
+    PREDICTIONS,
+    RARE,
+    NotKeptError,
+    RareKernels,
+    can_keep,
+    only_kept,
+)
+from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.predict.context import Context
+from retriever.predict.databases import Databases
+from retriever.predict.draft import Predictor
+from retriever.predict.generations import Generations
+from retriever.predict.phrases import ListedPhrases
+from retriever.predict.pool import Pool
+from retriever.predict.predictions import Predictions
+from retriever.predict.question import Question
+from retriever.predict.running import FEWEST_TOKENS, RunningOutputs
+from retriever.predict.searched_corpus import Corpus, tables_of, to_kernel
+from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
+from retriever.tree import Source
+
+_log = getLogger(__name__)
+
+_CONTEXT: Final = np.zeros(2 * MAX_MATCH, np.int32)
+_NICENESS: Final = 10
+_NOTHING: Final = "nothing"
+"""Asked for where nothing can be kept."""
+
+
+def warm_stores() -> None:
+    """Compile or load what opening a drafter needs, whatever it drafts from."""
+    store = ChainStore(len(_CONTEXT), CONTEXT_LIMITS, Source.CONTEXT, _CONTEXT[:1])
+    store.append(_CONTEXT[:1])  # as of a long prompt
+    store.extend(_CONTEXT[:1])
+    Generations(0).add(_CONTEXT)
+
+
+def warm_drafts(widths: Iterable[int]) -> None:
+    """Compile or load what a first draft needs: opening a session, drafting, ending it.
+
+    Args:
+        widths: bytes of a token in what is drafted from, see `width_of`.
+    """
+    for width in widths:
+        _warm_width(width)
+
+
+def _warm_width(width: int) -> None:
+    tables = PhraseTables.empty(0, np.dtype(f"u{width}"))
+    corpus, predictor = Corpus([], to_kernel(tables)), Predictor(1)
+    unused = Databases(Context(_CONTEXT), Pool("", Generations(0)), corpus)
+    unused.pool.generations.add(_CONTEXT)
+    request = DraftRequest("", _CONTEXT[:1], len(_CONTEXT) + 1, 1)
+    predictor.step_all([(unused, request), (unused, request)])
+    predictor.step(unused, request._replace(length=len(_CONTEXT) + 3))
+    predictor.note(unused, _CONTEXT[:1])
+    unused.commit(_CONTEXT[:1])
+
+
+def width_of(corpus: Corpus) -> int:
+    """Return the bytes of a token: drafts from corpora of one width need the same kernels."""
+    return corpus.tables.tokens2.dtype.itemsize
+
+
+def _warm_groups() -> None:
+    pool = Pool("", Generations(0), running=RunningOutputs())
+    running = Databases(Context(_CONTEXT), pool, Corpus([], tables_of([])))
+    running.join(SequenceOptions(group="group"), is_shared=True)
+    running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
+    running.leave()
+
+
+def _warm_predictions() -> None:
+    predictions, scratch = Predictions([Prediction(_CONTEXT)]), Scratch(1)
+    predictions.commit(_CONTEXT[:1])
+    predictions.collect(Question(_CONTEXT[:1], np.zeros(1, np.float32), 1, scratch), 0)
+
+
+def _warm_phrases() -> None:
+    ListedPhrases([(1, 2)]).warm()
+
+
+def _warm_ahead() -> None:
+    with Context(_CONTEXT).supposing(_CONTEXT[:1]):
+        pass
+
+
+_WARMS: Final[dict[str, Callable[[], None]]] = {
+    GROUPS.name: _warm_groups,
+    PREDICTIONS.name: _warm_predictions,
+    PHRASES.name: _warm_phrases,
+    AHEAD.name: _warm_ahead,
+}
+
+
+def warm_rare() -> None:
+    """Compile or load all rare kernels."""
+    for warm in _WARMS.values():
+        warm()
+
+
+def are_kept(widths: Iterable[int] = ()) -> bool:
+    """Load what drafts need; return whether all of it is kept on disk.
+
+    Args:
+        widths: as for `warm_drafts`; none for what opening a drafter needs alone.
+    """
+    with suppress(NotKeptError), only_kept():
+        warm_stores()
+        warm_drafts(widths)
+        return True
+    return False
+
+
+def ensure_kept(widths: Iterable[int]) -> None:
+    """Compile what drafts need in a process beside, unless it is kept; wait for it."""
+    widths = list(widths)
+    if not are_kept(widths):
+        begin_compiling(widths).wait()
+
+
+def begin_compiling(widths: Iterable[int] = ()) -> "subprocess.Popen[bytes]":
+    """Compile what drafts need in a process beside, which yields the processor to all others.
+
+    Returns:
+        The process. Where it fails or cannot keep anything, what is missing is compiled by whoever
+        needs it.
+    """
+    return _start(map(str, widths))
+
+
+def _start(what: Iterable[str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", __name__, *(what if can_keep() else [_NOTHING])]
+    return subprocess.Popen(  # noqa: S603  (our own module)
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_environment()
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of this process, with where it finds these packages."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def defer_rare() -> None:
+    """Have rare kernels that are not kept compiled in a process beside, once they are wanted."""
+    for name, kernels in RARE.items():
+        try:
+            with only_kept():
+                _WARMS[name]()
+        except NotKeptError:
+            kernels.defer(_compile_rare)
+
+
+def _compile_rare(kernels: RareKernels) -> None:
+    _log.warning(
+        "compiling the kernels of %s in a process beside: drafts go on without them for now",
+        kernels.name,
+    )
+    Thread(target=_make_ready, args=(kernels,), name="foredraft-compile", daemon=True).start()
+
+
+def _make_ready(kernels: RareKernels) -> None:
+    _start([kernels.name]).wait()
+    _WARMS[kernels.name]()
+    kernels.is_ready = True
+
+
+def _compile(what: list[str]) -> None:
+    if what == [_NOTHING]:
+        return
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    warm_stores()
+    for each in what:
+        if each in _WARMS:
+            _WARMS[each]()
+        else:
+            _warm_width(int(each))
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1:])
