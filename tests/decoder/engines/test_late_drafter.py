@@ -11,6 +11,7 @@ from decoder.engines import late_drafter
 from decoder.engines.late_drafter import LateDrafter
 from retriever.drafter import DraftRequest, GroupDrafter, PredictionDrafter, TenantDrafter
 from retriever.errors import DrafterUnavailableError
+from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
 
 PROMPT = np.array([1, 2, 3, 4, 5, 6] * 4, np.int32)
@@ -34,7 +35,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
     monkeypatch.setattr(late_drafter, "_LOOK_S", 0.01)
-    monkeypatch.setattr(late_drafter.cold_start, "begin_compiling", lambda _: made)
+    monkeypatch.setattr(cold_start, "begin_compiling", lambda _: made)
     return made
 
 
