@@ -317,7 +317,16 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     )
     watching = asyncio.create_task(protection.watch(observer.lifecycle.note_credentials))
     telling = asyncio.create_task(_tell_ready(listening))
-    drafter = await listening.open(open_drafter)
+    opening = asyncio.create_task(listening.open(open_drafter))
+    ending = asyncio.create_task(stopped.wait())
+    await asyncio.wait({opening, ending}, return_when=asyncio.FIRST_COMPLETED)
+    if not opening.done() and observer.lifecycle.is_compiling:  # nothing is there to be kept
+        for task in (opening, watching, telling):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await opening
+        return
+    drafter = await opening
     settle()
     await telling
     async with sweeping(drafter):

@@ -46,7 +46,7 @@ from retriever.tree import Source
 _log = getLogger(__name__)
 
 _CONTEXT: Final = np.zeros(2 * MAX_MATCH, np.int32)
-_NICENESS: Final = 10
+_NICENESS: Final = 5  # with 10 it would hardly come to its end beside a busy engine
 _NOTHING: Final = "nothing"
 """Asked for where nothing can be kept."""
 
