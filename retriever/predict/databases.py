@@ -2,14 +2,16 @@
 
 All answer in one form: rows of evidence (`ROW`), each with a continuation, the length of the match
 before it and the number of occurrences. `DATABASES` lists them. Those with a stage are asked by the
-kernel that drafts (`kernels.entries.step_sequences`), the others by their own method. To add one,
-write it in a file of its own with its number (`Source.register`), and list it (`register`).
+kernel that drafts (`kernels.entries.step_sequences`), the others by their own method
+(`question.Database`). To add one, write it in a file of its own with a source for its nodes
+(`Source.register`), and list it (`register`), as `examples/known_texts.py` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import Event
 from typing import Final, NamedTuple, cast
 
 from retriever.drafter import SequenceOptions, TokenIds
@@ -205,9 +207,11 @@ class DatabaseKind:
 
     Attributes:
         source: marks its rows.
-        trust: weight of one of its occurrences relative to other databases, before mixing.
+        trust: weight of one of its occurrences relative to other databases, before mixing. Learned
+            weights correct it: doubling or halving changes little.
         open: returns the database for a sequence, given the sequence's others; None where it has
-            none.
+            none. Called again when a sequence gets predictions or joins a group. A registered one
+            is of the process: what it knows, it knows by itself.
         stage: of the kernel, instead: it asks the database itself.
     """
 
@@ -242,6 +246,14 @@ DATABASES: Final = [
 which marks its recent tokens for those after it."""
 
 
+_IS_FINAL: Final = Event()
+
+
+def finish_list() -> None:
+    """Have no database be added from now on: a drafter is made of those that are there."""
+    _IS_FINAL.set()
+
+
 _ALONE: Final = Run(sum(kind.stage for kind in DATABASES) + TREE, None)
 """The one call of a draft, where all databases have a stage."""
 
@@ -258,11 +270,13 @@ def _runs_of(others: Mapping[DatabaseKind, Database]) -> list[Run]:
 
 
 def register(kind: DatabaseKind) -> None:
-    """Add a database, before any drafter is made.
+    """Add a database to all drafters of the process, before any is made.
 
     Raises:
-        ValueError: another database has its source.
+        ValueError: another database has its source, or a drafter has been made.
     """
     if any(kind.source == other.source for other in DATABASES):
         raise ValueError(f"a database with the source {kind.source.label} is registered already")
+    if _IS_FINAL.is_set():
+        raise ValueError("a database is registered before the first drafter is made")
     DATABASES.append(kind)

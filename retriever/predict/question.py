@@ -32,14 +32,20 @@ class Database(Protocol):
     """A database without a stage, as one sequence uses it; its data may be shared with others."""
 
     def collect(self, question: Question, row: int) -> int:
-        """Write rows of evidence (`ROW`) from `row` on, as far as there is room.
+        """Write rows of evidence (`ROW`) from `row` on: some dozens at most.
+
+        All databases share the rows of a draft (`layout.MAX_ROWS`). Continuations are drafted as
+        they are: they must be inside the vocabulary.
 
         Returns:
             The first free row.
         """
 
     def commit(self, tokens: TokenIds) -> None:
-        """Note int32[n], tokens appended to the sequence."""
+        """Note int32[n], tokens appended to the sequence; never the prompt.
+
+        One that needs no more than the last tokens does nothing: a question has them.
+        """
 
 
 @runtime_checkable
@@ -51,6 +57,8 @@ class SupposingDatabase(Protocol):
 
     def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:
         """Have `collect` answer as if the sequence went on with some tokens, during the block.
+
+        The question of a draft ahead ends with them, so one that reads nothing else does nothing.
 
         Args:
             tokens: int32[n], what may come.

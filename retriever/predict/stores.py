@@ -147,7 +147,7 @@ def _plan_of(size: int, limits: ChainLimits, source: Source) -> _Plan:
             end = -(-end // CACHE_LINE) * CACHE_LINE
         places[name] = end, shape
         num_bytes = math.prod(shape) * _type_of(name).itemsize
-        token_bytes += num_bytes * (name in _OF_TOKENS)
+        token_bytes += num_bytes * (name in _OF_TOKENS or name == "state")
         end += num_bytes
     outside = orders_of(limits)._asdict()
     record, is_inside = np.zeros((2, STORE_LAYOUT.itemsize // 8), np.int64)

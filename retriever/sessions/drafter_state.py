@@ -48,7 +48,7 @@ from retriever.limits import (
 )
 from retriever.log.pools import Pools
 from retriever.predict.context import Context, context_bytes
-from retriever.predict.databases import Databases
+from retriever.predict.databases import Databases, finish_list
 from retriever.predict.draft import Asked, Predictor, RefusedStepError
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.ledger import Charge, Ledger, with_ceilings
@@ -126,6 +126,7 @@ class DrafterState:
         self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
     ) -> None:
         check_replication(options.get("replication"))
+        finish_list()
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = with_ceilings(options.get("limits", DEFAULT_LIMITS))
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))

@@ -1,4 +1,4 @@
-"""A fifth database in one file: it knows how to count. Run as a program, it shows what it does.
+"""A database of another package, in one file: it knows how to count. As a program, it shows that.
 
 Registering is for the whole process, so that tests run it in one of its own.
 """

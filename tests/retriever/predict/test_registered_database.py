@@ -16,6 +16,7 @@ from retriever.predict.weights import (
     to_bytes,
     values_of,
 )
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import MAX_SOURCES, Source, drafted_sources
 from tests.retriever.warm_interpreter import run
 
@@ -32,20 +33,31 @@ def learned_weights() -> Weights:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the program of the fifth database prints."""
+    """What the program of the registered database prints."""
     kept = tmp_path_factory.mktemp("kept") / "weights"
     kept.write_bytes(to_bytes(learned_weights()))
-    done = run("-m", "tests.retriever.predict.toy_database", kept, cwd=ROOT)
+    done = run("-m", "tests.retriever.predict.counting_database", kept, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_fifth_database_is_drafted_from(shown: Any) -> None:
+def test_one_is_registered_before_a_drafter_is_made() -> None:
+    EmbeddedDrafter()
+    with pytest.raises(ValueError, match="before the first drafter"):
+        register(DatabaseKind(Source.MODEL, 1.0, open=lambda _: None))
+
+
+def test_the_example_drafts_from_its_texts() -> None:
+    done = run(str(ROOT / "examples" / "known_texts.py"), cwd=ROOT)
+    assert done.stdout == "[13, 14, 15] ['known_texts', 'known_texts', 'known_texts']\n"
+
+
+def test_a_registered_database_is_drafted_from(shown: Any) -> None:
     assert shown["tokens"][:3] == [92, 93, 94]
     assert set(shown["sources"]) == {"counting"}
 
 
-def test_a_fifth_database_is_seen_wherever_databases_are(shown: Any) -> None:
+def test_a_registered_database_is_seen_wherever_databases_are(shown: Any) -> None:
     """In explanations, on the wire, and where a service shows what it drafts from."""
     first = shown["explained"][0]
     assert (first["source"], first["match_length"], first["count"]) == ("counting", 2, 1)
