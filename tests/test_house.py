@@ -98,7 +98,8 @@ def test_no_folder_holds_more_files_than_can_be_seen_at_once() -> None:
     folders = (*PACKAGES, "tests", "benchmarks", "examples", "docs")
     files = [path for top in folders for path in sources(top)]
     counts = Counter(path.parent for path in files)
-    assert not {str(folder): n for folder, n in counts.items() if n > MOST_FILES}
+    full = {str(folder): n for folder, n in counts.items() if n > MOST_FILES}
+    assert not full, f"more than {MOST_FILES} files: they need rooms of their own"
 
 
 def test_a_basename_occurs_once() -> None:

@@ -63,6 +63,14 @@ NOT_DRAFTED: Final = RequestFields(drafts=False, options=SequenceOptions(remembe
 _OPTIONS: Final = tuple(each.name for each in fields(SequenceOptions))
 _NAMES: Final = ("drafts", "budget", *_OPTIONS, "vocabulary")
 
+_LATE: Final = "predictions"
+SHAPING: Final = (
+    *(each for each in _NAMES if each not in {"drafts", "tenant", "remember", _LATE}),
+    _LATE,
+)
+"""Fields that say what is drafted, and not for whom, nor what is kept; one that needs others comes
+after them."""
+
 
 class FieldReader:
     """Reads requests' fields; says what is wrong with one, and what is left out.

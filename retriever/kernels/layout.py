@@ -534,7 +534,7 @@ STEP: Final = np.dtype(
         ("budget", np.int64),  # most nodes of the tree, and most tokens to copy
         ("min_probability", np.float64),  # less probable nodes are not considered
         ("rate", np.float64),  # of learning from what followed; 0 to learn nothing
-        # Kept from one call to the next.
+        # Kept from one call to the next; drafts ahead have a record of their own.
         ("longest", np.int64),  # no match in the corpus is longer than this
         ("tree", np.int64),  # address of the last tree; see `tree_nodes`
         ("tree_size", np.int64),  # its nodes; -1 once what came of it is known

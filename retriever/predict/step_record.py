@@ -17,25 +17,32 @@ def _place(name: str) -> int:
     return int(fields[name][1])
 
 
-_ASKED: Final = Struct("=6q2d")  # from `stages` to `rate`
-_AGAIN: Final = Struct("=2q")  # `stages` and `row`
-_NUMBER: Final = Struct("=q")
-_ANSWER: Final = Struct("=4q")  # from `refusal` to `learned`
-_SEQUENCE, _LANE, _STAGES = _place("sequence"), _place("lane"), _place("stages")
+def _fields(first: str, last: str) -> Struct:
+    """Return how fields of `STEP` lie, from one to another."""
+    names: Any = STEP.names
+    within = names[names.index(first) : names.index(last) + 1]
+    return Struct("=" + "".join("d" if STEP[name].kind == "f" else "q" for name in within))
+
+
+ASKED, ASKED_AT = _fields("stages", "rate"), _place("stages")
+ANSWER, ANSWER_AT = _fields("refusal", "learned"), _place("refusal")
+_AGAIN: Final = _fields("stages", "row")
+_NUMBER, _REAL = Struct("=q"), Struct("=d")
+_SEQUENCE, _LANE = _place("sequence"), _place("lane")
 _TOKENS, _RATE = _place("tokens"), _place("rate")
 _LONGEST, _TREE, _TREE_SIZE = _place("longest"), _place("tree"), _place("tree_size")
-_REFUSAL: Final = _place("refusal")
-_REAL: Final = Struct("=d")
 
 _FEWEST_NODES: Final = 64
-_MOST_TOKENS: Final = 64  # that are copied into the record; more stay where they are
+MOST_TOKENS: Final = 64
+"""Tokens that are copied into the record; more stay where they are."""
+
 _TOKENS_AT: Final = STEP.itemsize
-_TREE_AT: Final = STEP.itemsize + 4 * _MOST_TOKENS
+TREE_AT: Final = STEP.itemsize + 4 * MOST_TOKENS
 
 
 def _new() -> bytes:
     """Return a record that asks for nothing, with room for a small tree."""
-    memory = bytearray(_TREE_AT + NODE_BYTES * _FEWEST_NODES)
+    memory = bytearray(TREE_AT + NODE_BYTES * _FEWEST_NODES)
     _NUMBER.pack_into(memory, _LONGEST, MAX_MATCH)
     _NUMBER.pack_into(memory, _TREE_SIZE, -1)
     return bytes(memory)
@@ -49,32 +56,35 @@ class StepRecord:
 
     Attributes:
         address: of the record.
+        memory: that it lies in, with what follows.
+        tokens: int32[MOST_TOKENS], room for those of a step: a view.
+        tokens_at: its address.
         alone: int64[1], that address, for a call of this sequence alone.
         most_nodes: of a tree that there is room for; more are made room for when they are asked.
     """
 
-    __slots__ = ("_held", "_memory", "_tokens", "_tokens_at", "address", "alone", "most_nodes")
+    __slots__ = ("_held", "address", "alone", "memory", "most_nodes", "tokens", "tokens_at")
 
     def __init__(self) -> None:
         self._hold(_FEWEST_NODES, bytearray(_NEW))
 
     def _hold(self, most_nodes: int, memory: bytearray) -> None:
         self.most_nodes = most_nodes
-        self._memory = memory
+        self.memory = memory
         self.address = addressof(c_char.from_buffer(memory))
         self.alone = np.array([self.address])
-        self._tokens = np.frombuffer(memory, INT32, _MOST_TOKENS, _TOKENS_AT)
-        self._tokens_at = self.address + _TOKENS_AT
+        self.tokens = np.frombuffer(memory, INT32, MOST_TOKENS, _TOKENS_AT)
+        self.tokens_at = self.address + _TOKENS_AT
         self._held: TokenIds | None = None
-        _NUMBER.pack_into(memory, _TREE, self.address + _TREE_AT)
+        _NUMBER.pack_into(memory, _TREE, self.address + TREE_AT)
 
     def follow(self, sequence: int) -> None:
         """Be of the sequence whose packed store is at an address."""
-        _NUMBER.pack_into(self._memory, _SEQUENCE, sequence)
+        _NUMBER.pack_into(self.memory, _SEQUENCE, sequence)
 
     def join(self, lane: int) -> None:
         """Be of the packed lane at an address."""
-        _NUMBER.pack_into(self._memory, _LANE, lane)
+        _NUMBER.pack_into(self.memory, _LANE, lane)
 
     def ask(  # noqa: PLR0913, PLR0917  (what is asked)
         self,
@@ -91,14 +101,14 @@ class StepRecord:
             struct.error: a number is none, or is beyond 64 bits.
         """
         num_tokens = len(tokens)
-        if num_tokens <= _MOST_TOKENS:
-            self._tokens[:num_tokens] = tokens
-            place, self._held = self._tokens_at, None
+        if num_tokens <= MOST_TOKENS:
+            self.tokens[:num_tokens] = tokens
+            place, self._held = self.tokens_at, None
         else:
             self._held = np.ascontiguousarray(tokens)
             place = self._held.ctypes.data
-        _ASKED.pack_into(
-            self._memory, _STAGES, stages, 0, place, num_tokens, length, budget,
+        ASKED.pack_into(
+            self.memory, ASKED_AT, stages, 0, place, num_tokens, length, budget,
             min_probability, rate,
         )  # fmt: skip
         if budget > self.most_nodes:
@@ -106,40 +116,40 @@ class StepRecord:
 
     def ask_again(self, stages: int, row: int = 0) -> int:
         """Ask for other stages of the same; return those that were asked for before."""
-        before: int = _NUMBER.unpack_from(self._memory, _STAGES)[0]
-        _AGAIN.pack_into(self._memory, _STAGES, stages, row)
+        before: int = _NUMBER.unpack_from(self.memory, ASKED_AT)[0]
+        _AGAIN.pack_into(self.memory, ASKED_AT, stages, row)
         return before
 
     def learn_at(self, rate: float) -> None:
         """Have what followed be learned from, at a rate."""
-        _REAL.pack_into(self._memory, _RATE, rate)
+        _REAL.pack_into(self.memory, _RATE, rate)
 
     def forget_match(self) -> None:
         """Let a match in the corpus be of any length."""
-        _NUMBER.pack_into(self._memory, _LONGEST, MAX_MATCH)
+        _NUMBER.pack_into(self.memory, _LONGEST, MAX_MATCH)
 
     def answer(self) -> tuple[int, int, int, int]:
         """Return why it was refused, the nodes, the rows, and the nodes that were learned from."""
-        return _ANSWER.unpack_from(self._memory, _REFUSAL)
+        return ANSWER.unpack_from(self.memory, ANSWER_AT)
 
     def drafted(self, budget: int) -> DraftTree:
         """Return a copy of the tree that was just answered."""
-        return self.tree(_ANSWER.unpack_from(self._memory, _REFUSAL)[1], budget)
+        return self.tree(ANSWER.unpack_from(self.memory, ANSWER_AT)[1], budget)
 
     def tree(self, size: int, budget: int) -> DraftTree:
         """Return a copy of the last tree."""
-        return BlockTree(self._memory[_TREE_AT : _TREE_AT + NODE_BYTES * budget], size)
+        return BlockTree(self.memory[TREE_AT : TREE_AT + NODE_BYTES * budget], size)
 
     def clear(self) -> None:
         """Overwrite the tokens and the tree: an ended sequence leaves nothing in memory."""
-        self._memory[_TOKENS_AT:] = bytes(len(self._memory) - _TOKENS_AT)
+        self.memory[_TOKENS_AT:] = bytes(len(self.memory) - _TOKENS_AT)
         self._held = None
 
     def _grow(self, most_nodes: int) -> None:
         """Have room for a larger tree; what was asked, and the last tree, stay."""
-        before, held, inside = self._memory, self._held, self._tokens_at
+        before, held, inside = self.memory, self._held, self.tokens_at
         room = bytes(NODE_BYTES * (most_nodes - self.most_nodes))
         self._hold(most_nodes, bytearray().join((before, room)))
         self._held = held
         if _NUMBER.unpack_from(before, _TOKENS) == (inside,):
-            _NUMBER.pack_into(self._memory, _TOKENS, self._tokens_at)
+            _NUMBER.pack_into(self.memory, _TOKENS, self.tokens_at)

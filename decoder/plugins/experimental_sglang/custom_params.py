@@ -11,6 +11,7 @@ from decoder.engines.request_fields import (
     NOT_DRAFTED,
     PLAIN,
     PREFIX,
+    SHAPING,
     Complaints,
     FieldReader,
     RequestFields,
@@ -18,12 +19,7 @@ from decoder.engines.request_fields import (
 
 _log = getLogger(__name__)
 
-_SHAPING: Final = tuple(
-    f"{PREFIX}_{name}"
-    for name in ("budget", "group", "policy_version", "oldest_version", "vocabulary", "predictions")
-)
-"""Fields that say what is drafted, and not for whom, nor what is kept; those that need others come
-after them."""
+_SHAPING: Final = tuple(f"{PREFIX}_{name}" for name in SHAPING)
 
 
 class CustomParams:
