@@ -8,11 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from retriever.drafter import TokenIds
-from retriever.predict.databases import DatabaseKind, register
-from retriever.predict.question import Occurrence, Question, write_row
-from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import Source
+from foredraft import (
+    DatabaseKind,
+    EmbeddedDrafter,
+    Occurrence,
+    Question,
+    Source,
+    TokenIds,
+    register_database,
+    write_row,
+)
 
 # Its nodes are marked with a source of its own, which figures and `explain` show.
 KNOWN_TEXTS = Source.register(len(Source), "KNOWN_TEXTS", "#56b4e9")
@@ -54,7 +59,7 @@ def use(texts: Iterable[Sequence[int]]) -> None:
     """Have all drafters that are made from now on draft from these texts, too."""
     known = KnownTexts(texts)
     # Trusted as much as predictions are: both are named because they are expected.
-    register(DatabaseKind(KNOWN_TEXTS, trust=3.0, open=lambda _: known))
+    register_database(DatabaseKind(KNOWN_TEXTS, trust=3.0, open=lambda _: known))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,16 @@ from retriever.drafter import (
 )
 from retriever.follower import DraftLimits as DraftLimits
 from retriever.limits import Limits as Limits
+from retriever.predict.databases import (
+    DatabaseKind as DatabaseKind,
+    register_database as register_database,
+)
 from retriever.predict.phrases import ListedPhrases as ListedPhrases
+from retriever.predict.question import (
+    Occurrence as Occurrence,
+    Question as Question,
+    write_row as write_row,
+)
 from retriever.replication.options import ReplicationOptions as ReplicationOptions
 from retriever.sessions.embedded import EmbeddedDrafter as EmbeddedDrafter
 from retriever.sessions.explaining import explain as explain

@@ -4,7 +4,7 @@ All answer in one form: rows of evidence (`ROW`), each with a continuation, the 
 before it and the number of occurrences. `DATABASES` lists them. Those with a stage are asked by the
 kernel that drafts (`kernels.entries.step_sequences`), the others by their own method
 (`question.Database`). To add one, write it in a file of its own with a source for its nodes
-(`Source.register`), and list it (`register`), as `examples/known_texts.py` does.
+(`Source.register`), and list it (`register_database`), as `examples/known_texts.py` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -269,7 +269,7 @@ def _runs_of(others: Mapping[DatabaseKind, Database]) -> list[Run]:
     return [*runs, Run(current + TREE, None)]
 
 
-def register(kind: DatabaseKind) -> None:
+def register_database(kind: DatabaseKind) -> None:
     """Add a database to all drafters of the process, before any is made.
 
     Raises:

@@ -316,7 +316,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         models=models,
     )
     watching = asyncio.create_task(protection.watch(observer.lifecycle.note_credentials))
-    telling = asyncio.create_task(_tell_ready(listening))
+    telling = asyncio.create_task(_tell_ready(listening, stopped))
     opening = asyncio.create_task(listening.open(open_drafter))
     ending = asyncio.create_task(stopped.wait())
     await asyncio.wait({opening, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -341,9 +341,11 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     log_event(*(_logger, logging.INFO, "ended", "ended"), sessions_left=left, remembered=remembered)
 
 
-async def _tell_ready(listening: _Listening) -> None:
-    """Say where calls are taken, once they are."""
+async def _tell_ready(listening: _Listening, stopped: asyncio.Event) -> None:
+    """Say where calls are taken, once they are, unless the end has come before."""
     await listening.observer.lifecycle.ready()
+    if stopped.is_set():
+        return
     print(f"serving on {listening.address}", flush=True)  # noqa: T201
     log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
 

@@ -12,7 +12,7 @@ import numpy as np
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.operations.design import colours
 from retriever.operations.status_page import swatch
-from retriever.predict.databases import DatabaseKind, register
+from retriever.predict.databases import DatabaseKind, register_database
 from retriever.predict.question import Occurrence, Question, write_row
 from retriever.predict.weights import from_bytes, prior_weights, to_bytes
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -38,7 +38,7 @@ class Counting:
         return write_row(question, row, COUNTING, Occurrence(counted, match=2))
 
 
-register(DatabaseKind(COUNTING, trust=1.0, open=lambda _: Counting()))
+register_database(DatabaseKind(COUNTING, trust=1.0, open=lambda _: Counting()))
 
 
 def sources_of(tree: DraftTree) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.predict.databases import DATABASES, DatabaseKind, register
+from retriever.predict.databases import DATABASES, DatabaseKind, register_database
 from retriever.predict.weights import (
     Weights,
     from_bytes,
@@ -44,7 +44,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_one_is_registered_before_a_drafter_is_made() -> None:
     EmbeddedDrafter()
     with pytest.raises(ValueError, match="before the first drafter"):
-        register(DatabaseKind(Source.MODEL, 1.0, open=lambda _: None))
+        register_database(DatabaseKind(Source.MODEL, 1.0, open=lambda _: None))
 
 
 def test_the_example_drafts_from_its_texts() -> None:
@@ -141,7 +141,7 @@ def test_sources_that_cannot_be_are_refused(number: int, name: str, reason: str)
 def test_a_source_has_one_database() -> None:
     assert sorted(kind.source for kind in DATABASES) == drafted_sources()
     with pytest.raises(ValueError, match="corpus is registered already"):
-        register(DatabaseKind(Source.CORPUS, 1.0, lambda _: None))
+        register_database(DatabaseKind(Source.CORPUS, 1.0, lambda _: None))
 
 
 def test_numbers_of_sources_are_known_below_their_count() -> None:
