@@ -23,7 +23,7 @@ from retriever.commands.options import clear_errors
 from retriever.drafter import DraftRequest
 from retriever.kernels.cursors import TRAIL_SIZE
 from retriever.predict.databases import Databases
-from retriever.predict.draft import Asked, Predictor, Prior
+from retriever.predict.draft import Predictor, Prior
 from retriever.predict.searched_corpus import Corpus, to_kernel
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, orders_of
 from retriever.replay.replay import replay
@@ -142,11 +142,11 @@ class Without(Predictor):
         super().__init__(DEFAULT_LIMITS.max_budget_nodes, prior)
         self._removal = removal
 
-    def step(self, asked: Asked) -> DraftTree:
+    def step(self, databases: Databases, request: DraftRequest) -> DraftTree:
         """Commit and draft in two calls, with the removal between them; see `Predictor.step`."""
-        self.commit(asked.databases, asked.tokens)
-        self._removal(asked.databases)
-        return self.draft(asked.databases, asked.budget, asked.min_probability)
+        self.commit(databases, request.new_tokens)
+        self._removal(databases)
+        return self.draft(databases, request.budget_nodes, request.min_probability)
 
 
 class ChainDrafter(EmbeddedDrafter):

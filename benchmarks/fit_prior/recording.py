@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.fit_prior.outcomes import Outcome, Outcomes
 from benchmarks.workloads import Workload
-from retriever.drafter import TokenIds
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.predict.databases import Databases
-from retriever.predict.draft import Asked, Predictor
+from retriever.predict.draft import Predictor
 from retriever.predict.weights import Weights
 from retriever.replay.replay import replay
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -37,12 +37,12 @@ class Recorder(Predictor):
         self._start = start
         self._noted: list[Outcome] = []
 
-    def step(self, asked: Asked) -> DraftTree:
+    def step(self, databases: Databases, request: DraftRequest) -> DraftTree:
         """Do a step, having noted what will be learned from; see `Predictor.step`."""
-        if asked.databases.pool.learned == 0:
-            asked.databases.pool.weights[:] = self._start
-        self._look_at(asked.databases, asked.tokens)
-        return super().step(asked)
+        if databases.pool.learned == 0:
+            databases.pool.weights[:] = self._start
+        self._look_at(databases, request.new_tokens)
+        return super().step(databases, request)
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
         """Do as `Predictor.note` does, having noted what will be learned from."""

@@ -392,9 +392,10 @@ def predictions(subject: Subject) -> Iterator[Step]:
     for number, prompt in enumerate(PROMPTS[:2]):
         truth = subject.truth(prompt)
         for name, tokens in (("true", truth), ("edited", [*truth[:9], 3, *truth[12:]])):
-            predicted = [Prediction(np.array(tokens, np.int32), name)]
+            predicted = Prediction(np.array(tokens, np.int32), name)
+            options = SequenceOptions(predictions=(predicted,))
             for kind, drafter in (("retrieval", EmbeddedDrafter()), ("fused", fused(embedded()))):
-                ran = alone(subject.decoder(drafter), prompt, predictions=predicted)
+                ran = alone(subject.decoder(drafter), prompt, options=options)
                 yield from subject.learned(f"{name}/{kind}/{number}", prompt, ran)
 
 
