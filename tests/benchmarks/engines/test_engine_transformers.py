@@ -52,7 +52,8 @@ def test_a_benchmark_reports_every_way_and_goes_on_where_it_was(
     }
     main(**options)
     report = json.loads(options["output"].read_text())
-    assert len(report["ways"]) == 6
+    # The best setting of look-ups is a way of its own, unless it is one of the others.
+    assert len(report["ways"]) in {5, 6}
     for figures in report["ways"].values():
         assert figures[OVERALL]["num_identical"] == figures[OVERALL]["num_prompts"] == 2
         assert figures[OVERALL]["tokens_per_step"] >= 1
