@@ -4,6 +4,10 @@ Logarithms and powers of two are accurate enough for scores, and loops over them
 """
 
 import hashlib
+import os
+import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -12,16 +16,22 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import llvmlite
+import numba
 import numpy as np
+import platformdirs
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
+
 _log = getLogger(__name__)
+_config: Any = config
 _NumbaCache: Any = FunctionCache
 _NumbaNullCache: Any = NullCache
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -119,14 +129,25 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
 class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
     """Numba's cache on disk; what cannot be read or kept is compiled, and is no error.
 
-    Numba looks at the file of the kernel alone, and a kernel is compiled with all that it calls.
+    Numba looks at the file of the kernel alone, and keeps it by the file's place; but a kernel is
+    compiled with all that it calls, and the same in each environment. So kernels are kept in the
+    user's folder for caches by what they are made of (`_made_of`). Where `NUMBA_CACHE_DIR` names
+    another folder, or that one cannot be written, they are kept where numba does.
     """
+
+    _cache_file: Any
+    _cache_path: str
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
+        made_of = _made_of(Path(function.__code__.co_filename).parent)
+        folder = None if _config.CACHE_DIR else _folder_of(made_of)
         kept = self._cache_file
-        own, folder = kept._source_stamp, Path(function.__code__.co_filename).parent  # noqa: SLF001  no public name
-        kept._source_stamp = own, _sources(folder)  # noqa: SLF001  nor has this
+        if folder is None:
+            kept._source_stamp = kept._source_stamp, made_of  # noqa: SLF001  (no public name)
+        else:
+            self._cache_path = str(folder)
+            self._cache_file = type(kept)(self._cache_path, self._impl.filename_base, made_of)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return a kept kernel; None if there is none, and then it is told that it is compiled."""
@@ -150,20 +171,48 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
             _tell_no_cache(error.strerror or str(error))
 
 
+_VERSIONS: Final = (
+    f"{sys.version} numba {numba.__version__} {llvmlite.__version__} {np.__version__}"
+)
+_UNUSED_S: Final = 60 * 24 * 3600.0
+"""Kernels of sources or versions that nobody has started for so long are removed."""
+
+
 @cache
-def _sources(folder: Path) -> str:
-    """Return a digest of when what kernels are made of was last changed.
+def _made_of(folder: Path) -> str:
+    """Return a digest of what kernels are made of: sources, and the versions of the compiler.
 
     Args:
         folder: of a kernel; those of this folder and of `retriever.tree` may be called or named.
     """
     here = Path(__file__).parent
     files = {*folder.glob("*.py"), *here.glob("*.py"), here.parent / "tree.py"}
-    found = hashlib.sha256()
-    for path in sorted(files):
-        state = path.stat()
-        found.update(f"{path.name} {state.st_mtime_ns} {state.st_size}\n".encode())
+    found = hashlib.sha256(_VERSIONS.encode())
+    for path in sorted(files, key=lambda each: (each.parent != here, each.name)):
+        found.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return found.hexdigest()
+
+
+@cache
+def _folder_of(made_of: str) -> Path | None:
+    """Return where kernels of a digest are kept; None where none is wanted, or can be written."""
+    stated = os.environ.get(CACHE_VARIABLE)
+    if stated == NOWHERE:
+        return None
+    caches = Path(stated or platformdirs.user_cache_dir("foredraft", appauthor=False))
+    folder = caches / "kernels" / made_of[:32]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)  # it is in use
+    except OSError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    for other in folder.parent.iterdir():
+        with suppress(OSError):
+            if time.time() - other.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(other, ignore_errors=True)
+    return folder
 
 
 @cache

@@ -17,7 +17,7 @@ from tests.deletion.absent_plugins import ALONE, ROOT, plugins
 
 
 def copied(folder: Path) -> Path:
-    """Copy the project, with its compiled kernels, which are kept by the times of their sources."""
+    """Copy the project; its kernels are compiled already, and kept by what they are made of."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -25,8 +25,7 @@ def copied(folder: Path) -> Path:
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    kept = {str(path.relative_to(ROOT)) for path in ROOT.glob("*/**/__pycache__/*.nb?")}
-    for name in sorted({*listed, *kept}):
+    for name in sorted(listed):
         if (ROOT / name).is_file():
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)

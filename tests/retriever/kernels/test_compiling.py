@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
+from indexer.tokenizer import CACHE_VARIABLE
 from retriever.kernels import compiling
 
 ROOT = Path(__file__).parents[3]
@@ -25,10 +27,20 @@ def successor(number):
 
 
 @pytest.fixture(autouse=True)
-def _kept_beside_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep kernels where they stand, wherever this run keeps the others."""
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep kernels in a user's folder of the test, wherever this run keeps the others."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(config, "CACHE_DIR", "")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "caches"))
+    starts_again()
+    return tmp_path / "caches" / "kernels"
+
+
+def starts_again() -> None:
+    """Have files be looked at as by a process that starts."""
+    compiling._made_of.cache_clear()
+    compiling._folder_of.cache_clear()
+    importlib.invalidate_caches()
 
 
 def test_compiling_is_told_once(
@@ -109,16 +121,56 @@ def test_a_full_disk_costs_the_cache_alone(
     assert f"cannot be kept ({reason})" in message
 
 
-def test_a_damaged_cache_is_compiled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_is_compiled_over(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
-    for path in (tmp_path / "__pycache__").glob("damaged.*.nb?"):
+    damaged = list(kept.glob("*/damaged.*.nb?"))
+    assert len(damaged) == 2
+    for path in damaged:
         path.write_bytes(b"\x80damaged")
     del sys.modules["damaged"]
     assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
 
 
+def test_environments_share_kernels_of_the_same_sources_and_versions(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def successor_in(environment: str) -> Callable[..., int]:
+        (tmp_path / environment).mkdir(exist_ok=True)
+        with monkeypatch.context() as within:
+            within.delitem(sys.modules, "shared", raising=False)
+            starts_again()
+            return kept_kernel(tmp_path / environment, "shared", within)
+
+    assert successor_in("one")(1) == 2
+    with compiling.only_kept():
+        assert successor_in("other")(1) == 2  # at another place, at another time
+    with monkeypatch.context() as newer:
+        newer.setattr(compiling, "_VERSIONS", "a newer numba")
+        kernel = successor_in("one")
+        with pytest.raises(compiling.NotKeptError), compiling.only_kept():
+            kernel(1)
+        assert kernel(1) == 2
+    with compiling.only_kept():
+        assert successor_in("one")(1) == 2  # the newer one has left the older one's
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_kernels_that_nobody_uses_are_removed(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, days in (("old", 90), ("used", 1)):
+        (kept / name).mkdir(parents=True)
+        at = time.time() - days * 24 * 3600
+        os.utime(kept / name, (at, at))
+    assert kept_kernel(tmp_path, "fresh", monkeypatch)(1) == 2
+    assert not (kept / "old").exists()
+    assert (kept / "used").exists()
+
+
 def test_a_change_of_what_a_kernel_calls_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = "from retriever.kernels.compiling import kernel\n"
     caller = f"{begin}from called import add\n@kernel()\ndef twice(x):\n    return add(add(x))\n"
@@ -130,12 +182,11 @@ def test_a_change_of_what_a_kernel_calls_is_compiled(
         (tmp_path / "called.py").write_text(
             f"{begin}@kernel()\ndef add(x):\n    return x + {number}\n"
         )
-        compiling._sources.cache_clear()  # as in a process that starts
-        importlib.invalidate_caches()
+        starts_again()
         found.append(importlib.import_module("caller").twice(5))
         del sys.modules["caller"], sys.modules["called"]
     assert found == [7, 25]
-    assert len([*(tmp_path / "__pycache__").glob("caller.*.nbi")]) == 1
+    assert len([*kept.glob("*/caller.*.nbi")]) == 2
 
 
 PROBABILITIES = """
