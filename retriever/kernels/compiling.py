@@ -28,8 +28,6 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
-
 _log = getLogger(__name__)
 _config: Any = config
 _NumbaCache: Any = FunctionCache
@@ -195,11 +193,8 @@ def _made_of(folder: Path) -> str:
 
 @cache
 def _folder_of(made_of: str) -> Path | None:
-    """Return where kernels of a digest are kept; None where none is wanted, or can be written."""
-    stated = os.environ.get(CACHE_VARIABLE)
-    if stated == NOWHERE:
-        return None
-    caches = Path(stated or platformdirs.user_cache_dir("foredraft", appauthor=False))
+    """Return where kernels of a digest are kept; None where that cannot be written."""
+    caches = Path(platformdirs.user_cache_dir("foredraft", appauthor=False))
     folder = caches / "kernels" / made_of[:32]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import platformdirs
 import pytest
 from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
-from indexer.tokenizer import CACHE_VARIABLE
 from retriever.kernels import compiling
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep kernels in a user's folder of the test, wherever this run keeps the others."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(config, "CACHE_DIR", "")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "caches"))
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: str(tmp_path / "caches"))
     starts_again()
     return tmp_path / "caches" / "kernels"
 
