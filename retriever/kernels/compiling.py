@@ -193,15 +193,20 @@ def _made_of(folder: Path) -> str:
 
 @cache
 def _folder_of(made_of: str) -> Path | None:
-    """Return where kernels of a digest are kept; None where that cannot be written."""
+    """Return where kernels of a digest are kept, None where there is no place for them.
+
+    That of another user is not read, but for the administrator's: kernels are code.
+    """
     caches = Path(platformdirs.user_cache_dir("foredraft", appauthor=False))
     folder = caches / "kernels" / made_of[:32]
-    try:
+    with suppress(OSError):  # one that is there can be read without
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # it is in use
+    try:
+        owner = folder.stat().st_uid
     except OSError:
         return None
-    if not os.access(folder, os.W_OK):
+    if os.name == "posix" and owner not in {os.geteuid(), 0}:
         return None
     for other in folder.parent.iterdir():
         with suppress(OSError):

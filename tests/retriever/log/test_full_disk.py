@@ -207,7 +207,11 @@ def test_a_directory_that_cannot_be_written_is_read_and_not_logged_to() -> None:
         refusal, warm, failures = done.stdout.splitlines()
         assert "cannot use the state directory" in refusal
         assert (warm, failures) == ("True", "1")
-        assert done.stderr.count("WARNING") == 1
+        warned = [each for each in done.stderr.splitlines() if each.startswith("WARNING")]
+        # Another user than the one who compiled them may have no kernels, which is told, too.
+        assert ["outputs are not logged" in each for each in warned if "kernels" not in each] == [
+            True
+        ]
         assert {path.name: path.read_bytes() for path in state.iterdir()} == before
         state.chmod(0o755)
 

@@ -70,7 +70,7 @@ def assert_answers(web: Web) -> None:
     for path in ("/ready", "/live", "/metrics"):
         began = time.monotonic()
         assert asked(web, path)[0] == 200
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 2  # a caller that is waited for takes five
 
 
 def test_idle_connections_keep_no_probe_waiting(web: Web) -> None:
@@ -206,7 +206,7 @@ def test_a_flood_of_metrics_keeps_no_probe_waiting(web: Web) -> None:
             each.sendall(HEAD + b"\r\n")
         began = time.monotonic()
         assert asked(web, "/live")[0] == 200
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 2  # a caller that is waited for takes five
         for each in callers:
             each.settimeout(10)
             assert each.recv(15) == b"HTTP/1.1 200 OK"
