@@ -181,12 +181,15 @@ def _made_of(folder: Path) -> str:
     """Return a digest of what kernels are made of: sources, and the versions of the compiler.
 
     Args:
-        folder: of a kernel; those of this folder and of `retriever.tree` may be called or named.
+        folder: of a kernel; those of this folder, of that one and of `retriever.tree` may be called
+            or named.
     """
-    here = Path(__file__).parent
-    files = {*folder.glob("*.py"), *here.glob("*.py"), here.parent / "tree.py"}
-    found = hashlib.sha256(_VERSIONS.encode())
-    for path in sorted(files, key=lambda each: (each.parent != here, each.name)):
+    here, files = Path(__file__).parent, sorted(folder.glob("*.py"))
+    if folder == here:
+        found, files = hashlib.sha256(_VERSIONS.encode()), [*files, here.parent / "tree.py"]
+    else:
+        found = hashlib.sha256(_made_of(here).encode())
+    for path in files:
         found.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return found.hexdigest()
 
@@ -197,8 +200,8 @@ def _folder_of(made_of: str) -> Path | None:
 
     That of another user is not read, but for the administrator's: kernels are code.
     """
-    caches = Path(platformdirs.user_cache_dir("foredraft", appauthor=False))
-    folder = caches / "kernels" / made_of[:32]
+    kept = Path(platformdirs.user_cache_dir("foredraft", appauthor=False)) / "kernels"
+    folder = kept / made_of[:32]
     with suppress(OSError):  # one that is there can be read without
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # it is in use
@@ -208,11 +211,17 @@ def _folder_of(made_of: str) -> Path | None:
         return None
     if os.name == "posix" and owner not in {os.geteuid(), 0}:
         return None
-    for other in folder.parent.iterdir():
-        with suppress(OSError):
-            if time.time() - other.stat().st_mtime > _UNUSED_S:
-                shutil.rmtree(other, ignore_errors=True)
+    _remove_unused(kept)
     return folder
+
+
+@cache
+def _remove_unused(kept: Path) -> None:
+    """Remove kernels that nobody has used for long; looked for once in a process."""
+    with suppress(OSError):  # it cannot be listed, or another process is at it
+        for folder in kept.iterdir():
+            if time.time() - folder.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @cache
