@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 import pytest
-from numba.core import config
 from numba.core.caching import IndexDataCacheFile
 
 from retriever.kernels import compiling
+from tests.retriever.kernels.kept_kernels import keep_in, starts_again
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,19 +27,7 @@ def successor(number):
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep kernels in a user's folder of the test, wherever this run keeps the others."""
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.setattr(config, "CACHE_DIR", "")
-    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda *_, **__: str(tmp_path / "caches"))
-    starts_again()
-    return tmp_path / "caches" / "kernels"
-
-
-def starts_again() -> None:
-    """Have files be looked at as by a process that starts."""
-    compiling._made_of.cache_clear()
-    compiling._folder_of.cache_clear()
-    importlib.invalidate_caches()
+    return keep_in(tmp_path / "caches", monkeypatch)
 
 
 def test_compiling_is_told_once(

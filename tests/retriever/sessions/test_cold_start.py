@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba.core import config
 
 from retriever.client.sharded import connect
 from retriever.drafter import DraftRequest, Prediction, SequenceOptions
@@ -19,6 +18,7 @@ from retriever.service.draft_stream import without_drafts
 from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
+from tests.retriever.kernels.kept_kernels import keep_in
 
 ROOT = Path(__file__).parents[3]
 PHRASE = np.array([1, 2, 3, 4, 5, 6] * 4, np.int32)
@@ -35,8 +35,7 @@ def successor(number):
 def test_what_is_kept_is_loaded_and_nothing_else_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.setattr(config, "CACHE_DIR", "")
+    keep_in(tmp_path / "caches", monkeypatch)
     (tmp_path / "kept_successors.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     successor = importlib.import_module("kept_successors").successor
