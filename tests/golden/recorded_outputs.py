@@ -579,7 +579,7 @@ def plugins(subject: Subject) -> Iterator[Step]:
         "budget": {"budget": 3},
         "group": {"options": SequenceOptions(group="samples")},
         "no drafts": {"drafts": False},
-        "tenant": {"tenant": "a"},
+        "tenant": {"options": SequenceOptions(tenant="a")},
         "assistant": {"custom_generate": plugged(subject, embedded(), assistant_model=assistant)},
         "head": {"custom_generate": plugged(subject, NoDrafter(), speculator=folder)},
     }
