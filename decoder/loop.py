@@ -642,11 +642,12 @@ class _Batch:
             self._accept(row, read)
         self._target.commit_all([(row.place, row.path) for row, _ in passed if row.is_accepted])
         target_s = perf_counter() - read_s
-        self._learn([row for row, _ in passed], load, target_s)
         for row, read in passed:
             self._commit(row, read)
-        _charge([row for row, _ in passed], draft_s, target_s, perf_counter() - began_s)
-        return [row for row, _ in passed]
+        whole_s, rows = perf_counter() - began_s, [row for row, _ in passed]
+        self._learn(rows, load, target_s, whole_s - target_s - draft_s)
+        _charge(rows, draft_s, target_s, whole_s)
+        return rows
 
     def _planned(self) -> tuple[list[_Row], Load]:
         """Choose who has a part in the next pass, and how much of a prompt is read in it."""
@@ -731,7 +732,7 @@ class _Batch:
         except Exception as error:  # noqa: BLE001  whatever a rule raises ends its own sequence
             row.generation.fail(error)
 
-    def _learn(self, rows: Sequence[_Row], load: Load, seconds: float) -> None:
+    def _learn(self, rows: Sequence[_Row], load: Load, seconds: float, other_s: float) -> None:
         """Have the budget learn from the pass, where it served all that it was shared among."""
         outcomes = [
             PassOutcome(row.tree, row.path, row.next_token)
@@ -739,7 +740,7 @@ class _Batch:
             if row.is_accepted and row.next_token is not None
         ]
         if outcomes and len(outcomes) == len(load.contexts):
-            self._budget.learn(outcomes, load, seconds)
+            self._budget.learn(outcomes, load, seconds, other_s)
 
     def _commit(self, row: _Row, read: Read) -> None:
         """Have the drafter learn, and commit the tokens that the pass brought."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.budget.calibration import CorrectedDraft, DraftCalibration
-from decoder.budget.costs import AdaptiveCosts, CostSurface
+from decoder.budget.costs import AdaptiveCosts, CostSurface, StepOverhead
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
 
@@ -53,6 +53,17 @@ simulated decoding; with 0.003 one that begins to be right is noticed late, whic
 _LONGEST_PAUSE: Final = 512
 """Steps between two trials of the slowest drafter: it bounds how much of a text is over before one
 is noticed that is right again. Drafters of up to five passes' time reach the share above first."""
+
+_FIRST_PLAIN: Final = 4
+"""Steps with drafts between the first three that go without, which show what drafts add to a step:
+see `StepOverhead`. Then each time twice as many."""
+
+_MOST_DRAFTED: Final = 512
+"""Most steps with drafts between two that go without."""
+
+_SURELY_FASTER: Final = 2.0
+"""Tokens to those of plain steps in the same time beyond which no step goes without: what drafts
+add unseen has never halved a pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +138,13 @@ class Budget(Protocol):
         """
         ...
 
-    def learn(self, outcomes: Sequence[PassOutcome | None], load: Load, seconds: float) -> None:
+    def learn(
+        self,
+        outcomes: Sequence[PassOutcome | None],
+        load: Load,
+        seconds: float,
+        other_s: float = 0.0,
+    ) -> None:
         """Take in what a pass over the last trees, or without any, brought and took.
 
         Args:
@@ -135,6 +152,7 @@ class Budget(Protocol):
                 pass.
             load: of the pass.
             seconds: what it took, the wait for its choices included.
+            other_s: what its step took besides it and the drafts, such as learning from it.
         """
         ...
 
@@ -157,7 +175,13 @@ class FixedBudget:
         """Return the first `max_nodes` nodes of each."""
         return [tree.prefix(self.max_nodes) for tree in trees]
 
-    def learn(self, outcomes: Sequence[PassOutcome | None], load: Load, seconds: float) -> None:
+    def learn(
+        self,
+        outcomes: Sequence[PassOutcome | None],
+        load: Load,
+        seconds: float,
+        other_s: float = 0.0,
+    ) -> None:
         """Ignore the outcomes."""
 
     def halve(self) -> None:
@@ -173,8 +197,8 @@ class MeasuredBudget:
     expect of the steps to come: most tokens for all time want that, not the best ratio of each
     step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of similar ones, so that
     pace lies between this step's own and the recent one. At worst it is that of plain decoding.
-    Probabilities are corrected by outcomes first, costs by what passes take, and a drafter that
-    takes longer than it saves is left alone.
+    Probabilities are corrected by outcomes first, costs by what passes and whole steps take, and a
+    drafter that takes longer than it saves is left alone.
 
     Where a pass serves many sequences, the nodes of all their trees compete: those that are most
     probable come first, whosever they are, and each makes the one pass longer.
@@ -192,6 +216,8 @@ class MeasuredBudget:
         self._drafts: Sequence[CorrectedDraft] = ()
         self._drafter = Payoff(_DRAFTER_DECAY, latest_counts=True)
         self._drafts_s = RecentMedian(_RECENT_DRAFTS)
+        self._overhead = StepOverhead()
+        self._num_drafted, self._until_plain = 0, _FIRST_PLAIN
         self._chosen: deque[int] = deque(maxlen=_RECENT_CUTS)
         self._draft_s = 0.0
         self._late = FadingRatio(_PACE_DECAY)  # tokens to those of plain passes in the same time
@@ -208,7 +234,8 @@ class MeasuredBudget:
         nodes = int(np.argmax(certain - (len(load.contexts) / plain_s) * table))
         if self._chosen:
             nodes = min(nodes, max(2 * max(self._chosen), _LEAST_ASKED))
-        return nodes if nodes and self._is_drafter_due(plain_s) else 0
+        is_asked = nodes and self._goes_drafted() and self._is_drafter_due(plain_s)
+        return nodes if is_asked else 0
 
     def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
         """Return the prefixes that are expected to save most time, all together."""
@@ -230,7 +257,13 @@ class MeasuredBudget:
         self._drafter.learn(float(gained[nodes] - gained[0]) / pace)
         return [tree.prefix(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def learn(self, outcomes: Sequence[PassOutcome | None], load: Load, seconds: float) -> None:
+    def learn(
+        self,
+        outcomes: Sequence[PassOutcome | None],
+        load: Load,
+        seconds: float,
+        other_s: float = 0.0,
+    ) -> None:
         """Take in what a pass over the last trees, or without any, brought and took."""
         drafts, self._drafts = self._drafts, ()
         for draft, outcome in zip(drafts, outcomes, strict=bool(drafts)):
@@ -245,6 +278,8 @@ class MeasuredBudget:
             self._draft_s = 0.0
             return
         num_nodes = sum(len(outcome.tree) for outcome in passed)
+        if seconds > 0 and load.num_read == 0:
+            self._learn_step(num_nodes, load, seconds + other_s)
         self.costs.learn(load.width + num_nodes, load.context, seconds)
         plain_s, table = self._plain_s(load), self._table(load, num_nodes)
         longer_s = float(table[num_nodes] - table[0])
@@ -256,6 +291,24 @@ class MeasuredBudget:
         """Never again verify more than half the nodes."""
         self.max_nodes //= 2
 
+    def _learn_step(self, num_nodes: int, load: Load, step_s: float) -> None:
+        """Take in what a step took that read no prompts."""
+        width = load.width + num_nodes
+        pass_s = float(self.costs.table_to(width, load.context)[width - 1])
+        self._overhead.learn(num_nodes, pass_s, step_s, self.costs.load)
+        if num_nodes:
+            self._num_drafted += 1
+            return
+        if self._overhead.is_known and self._num_drafted >= self._until_plain:
+            self._until_plain = min(2 * self._until_plain, _MOST_DRAFTED)
+        self._num_drafted = 0
+
+    def _goes_drafted(self) -> bool:
+        """Return whether no plain step is due, as one is where it is uncertain that drafts pay."""
+        if self._num_drafted < self._until_plain:
+            return True
+        return self._late.value() >= _SURELY_FASTER
+
     def _is_drafter_due(self, plain_s: float) -> bool:
         """Return whether recent drafts saved more time than they took, or one is to be tried."""
         draft_s = self._drafts_s.value() or 0.0
@@ -263,13 +316,18 @@ class MeasuredBudget:
         return self._drafter.is_due(1.0, draft_s, longest)
 
     def _table(self, load: Load, num_nodes: int) -> NDArray[np.float64]:
-        """Return float64[1 + n], seconds of a pass with each number of nodes up to `num_nodes`."""
-        return self.costs.table_to(load.width + num_nodes, load.context)[load.width - 1 :]
+        """Return float64[1 + n], seconds of a step with each number of nodes up to `num_nodes`."""
+        passes = self.costs.table_to(load.width + num_nodes, load.context)[load.width - 1 :]
+        if not self._overhead.is_known:
+            return passes
+        node_s = self._overhead.node_s * self.costs.load
+        return self._overhead.plain * passes + node_s * np.arange(len(passes))
 
     def _plain_s(self, load: Load) -> float:
-        """Return the seconds of a pass over a token of each sequence, and no prompt."""
+        """Return the seconds of a step that reads a token of each sequence, and no prompt."""
         num_plain = len(load.contexts)
-        return float(self.costs.table_to(num_plain, load.context)[num_plain - 1])
+        passes = self.costs.table_to(num_plain, load.context)
+        return self._overhead.plain * float(passes[num_plain - 1])
 
     def _pace(self, own: float, plain: float) -> float:
         """Return tokens per second to expect of the next steps.

@@ -1,4 +1,7 @@
-"""What a pass costs, by its width and its context: measured once, or as it comes, then adapted."""
+"""What a pass costs, by its width and its context, and what a step takes beside its pass.
+
+Passes are measured once, or learned from those that come, and then adapted.
+"""
 
 import math
 import statistics
@@ -9,6 +12,8 @@ from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from decoder.budget.payoff import RecentMedian
 
 # Errors below are mean absolute errors of logarithms, for made-up passes whose time varies by 8%,
 # of which every 33rd takes thirty times as long, while the load doubles and halves every 200 steps
@@ -190,6 +195,59 @@ class AdaptiveCosts:
 
 def _clipped(error: float, most: float) -> float:
     return max(-most, min(most, error))
+
+
+_RECENT_STEPS: Final = 9
+"""Steps of each kind whose median says what they take beside their passes: up to four pauses of the
+machine change nothing."""
+
+_ENOUGH_PLAIN: Final = 3
+"""Plain steps before it is known what steps take without drafts."""
+
+
+class StepOverhead:
+    """What steps take beyond what their passes are said to cost, without drafts and for each node.
+
+    Costs are of passes over one sequence. A step also accepts paths, moves what is kept, and has
+    the drafter learn, for each sequence by itself; on a quick device that may take longer than the
+    nodes in its pass. Only plain steps tell what drafts add to a step, so nothing is said before
+    three of them; all is in proportion to the machine's load.
+    """
+
+    def __init__(self) -> None:
+        self._plain = RecentMedian(_RECENT_STEPS)
+        self._node_s = RecentMedian(_RECENT_STEPS)
+        self._num_plain = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough plain steps were seen."""
+        return self._num_plain >= _ENOUGH_PLAIN
+
+    @property
+    def plain(self) -> float:
+        """How many times as long a plain step takes as its pass is said to."""
+        return (self._plain.value() or 1.0) if self.is_known else 1.0
+
+    @property
+    def node_s(self) -> float:
+        """Seconds that each node adds beyond what it adds to the pass, on a machine of load 1."""
+        return max(self._node_s.value() or 0.0, 0.0) if self.is_known else 0.0
+
+    def learn(self, num_nodes: int, pass_s: float, step_s: float, load: float) -> None:
+        """Take in a step.
+
+        Args:
+            num_nodes: of all trees that it verified.
+            pass_s: seconds that its pass is said to cost.
+            step_s: seconds that it took, without drafting.
+            load: how many times as long as measured passes take now.
+        """
+        if num_nodes == 0:
+            self._num_plain += 1
+            self._plain.add(step_s / pass_s)
+        elif self.is_known:
+            self._node_s.add((step_s - self.plain * pass_s) / (num_nodes * load))
 
 
 _ENOUGH: Final = 3
