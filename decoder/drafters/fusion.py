@@ -15,18 +15,26 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.asking import AskedDraft, StepCosts
-from decoder.drafters.following import NO_TABLE, Likely, SequenceDrafter, Verified, following
+from decoder.drafters.following import (
+    NO_TABLE,
+    Likely,
+    NoDrafter,
+    SequenceDrafter,
+    Verified,
+    following,
+)
 from decoder.drafters.kernels.forest import NOWHERE, Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.readings import MAX_READ
-from decoder.drafters.kernels.recycled import NUM_ORDERS
+from decoder.drafters.kernels.recycled import NUM_ORDERS, WAYS
 from decoder.drafters.kernels.siblings import Hints, Siblings
 from decoder.drafters.options import MAX_NODES
 from decoder.drafters.readers import Readers, ReadTree, TreeReader
@@ -34,6 +42,7 @@ from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
 from retriever.drafter import (
     DEFAULT,
+    NUM_FOUND,
     Drafter,
     DraftRequest,
     OfOneProcess,
@@ -42,6 +51,7 @@ from retriever.drafter import (
     TokenIds,
 )
 from retriever.follower import FIRST_PATIENCE_S, DraftLimits, Followers
+from retriever.kernels.compiling import RareKernels
 from retriever.sequences import (
     OpenSessions,
     TokenSequence,
@@ -70,6 +80,24 @@ MAX_PASSES: Final = 5
 _LEAST_PROBABILITY: Final = 1e-4
 """Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
 candidate of a node must be scored."""
+
+
+KERNELS: Final = RareKernels(__name__)
+"""Of fused drafts; those who may not wait for a compiler ask whether these can be called."""
+
+
+@cache
+def warm() -> None:
+    """Compile or load what fusing with recycled logits needs, once in a process."""
+    size = 2 * NUM_FOUND
+    drafter = FusedDrafter([NoDrafter()], DraftLimits(size, size), recycled=RecycledLogits(WAYS))
+    sequence = drafter.follow(TokenSequence(np.zeros(NUM_ORDERS, np.int32)))
+    for _ in range(2):
+        tree = sequence.draft(1)
+        logits = np.zeros((1 + len(tree), size), np.float32)
+        sequence.learn(Verified(0, tree, logits, np.empty(0, np.int64), 0))
+        sequence.sequence.extend([0])
+    sequence.close()
 
 
 @dataclass(slots=True, eq=False)

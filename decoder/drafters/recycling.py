@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.following import Verified
-from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, enter, rank_columns, write_rows
+from decoder.drafters.kernels.recycled import (
+    NUM_ORDERS,
+    Table,
+    describe_rows,
+    enter,
+    rank_columns,
+    write_rows,
+)
 from decoder.drafters.kernels.siblings import Hints
 from retriever.drafter import NUM_FOUND, Findings, TokenIds
 from retriever.errors import InvalidRequestError
@@ -43,13 +50,6 @@ _MAY_BE_KEPT: Final = 1
 """Lowest bit of an entry's number: the pass learned it, and of a sequence that is remembered."""
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
-
-_LEAST_SHARE: Final = np.float32(1e-3)
-"""Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
-
-_TAIL: Final = 8.0
-"""Mass beyond the likeliest tokens, in tokens like the last of them. A rough guess, which learned
-weights correct, spares the sum over a vocabulary."""
 
 
 class RecycledLogits:
@@ -98,8 +98,7 @@ class RecycledLogits:
             tokens, values = choices.likeliest()
         else:
             tokens, values = likeliest(logits, min(NUM_LIKELY, logits.shape[-1]))
-        log_odds = _log_odds(values)
-        contexts = contexts_of(verified.tree, context)
+        contexts, log_odds = rows_of(verified.tree, context, values)
         with self._lock:
             self._now += 1
             number = self._now << 1 | (_MAY_BE_KEPT if keep else 0)
@@ -147,6 +146,28 @@ class RecycledLogits:
         return Findings.joined(parts).part(order), now | _MAY_BE_KEPT
 
 
+def rows_of(
+    tree: DraftTree, context: TokenIds, logits: NDArray[np.float32]
+) -> tuple[TokenIds, NDArray[np.float32]]:
+    """Return what `write_rows` keeps of a pass over a tree of N nodes.
+
+    Args:
+        tree: the tree.
+        context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1: none.
+        logits: float32[R, K] of the likeliest tokens of each row, which fall.
+
+    Returns:
+        int32[1 + N, NUM_ORDERS], the last tokens at the root and at each node, the latest first,
+        and float32[R, K], the log-odds of the likeliest tokens.
+    """
+    contexts = np.empty((len(tree) + 1, NUM_ORDERS), np.int32)
+    contexts[0] = context
+    log_odds = np.empty(logits.shape, np.float32)
+    # Copied: kernels are compiled again for arrays that may not be written to.
+    describe_rows(np.array(tree.token_ids), np.array(tree.parents), contexts, logits, log_odds)
+    return contexts, log_odds
+
+
 def likeliest(
     logits: "torch.Tensor | NDArray[np.float32]", count: int
 ) -> tuple[TokenIds, NDArray[np.float32]]:
@@ -173,22 +194,3 @@ def likeliest(
     rank_columns(logits.contiguous().view(integers).numpy(), columns)
     values = logits.gather(1, torch.from_numpy(columns).long())
     return columns, values.float().numpy()
-
-
-def contexts_of(tree: DraftTree, context: TokenIds) -> TokenIds:
-    """Return int32[1 + N, NUM_ORDERS], the last tokens at the root and each node, latest first."""
-    contexts = np.empty((len(tree) + 1, NUM_ORDERS), np.int32)
-    contexts[0] = context
-    contexts[1:, 0] = tree.token_ids
-    for order in range(1, NUM_ORDERS):
-        contexts[1:, order] = contexts[tree.parents + 1, order - 1]
-    return contexts
-
-
-def _log_odds(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return float32[R, K] for the likeliest logits of each row, which fall."""
-    weights = np.exp(logits - logits[:, :1])
-    shares = weights / (weights.sum(axis=1, keepdims=True) + _TAIL * weights[:, -1:])
-    bounded = np.clip(shares, _LEAST_SHARE, 1 - _LEAST_SHARE)
-    odds: NDArray[np.float32] = np.log(bounded / (1 - bounded))
-    return odds

@@ -8,7 +8,14 @@ from typing import Final
 from numpy.typing import ArrayLike
 
 from indexer.reader import Vocabulary
-from retriever.drafter import DEFAULT, DraftRequest, OfOneProcess, Prediction, SequenceOptions
+from retriever.drafter import (
+    DEFAULT,
+    Drafter,
+    DraftRequest,
+    OfOneProcess,
+    Prediction,
+    SequenceOptions,
+)
 from retriever.errors import DrafterUnavailableError
 from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -18,6 +25,20 @@ _log = getLogger(__name__)
 
 _LOOK_S: Final = 0.1
 _COMPILING: Final = "kernels are being compiled, once on this machine: drafts come after that"
+
+
+def without_waiting(drafter: Drafter) -> Drafter:
+    """Return a drafter that has nobody wait for a compiler: the same one, if its kernels are kept.
+
+    Args:
+        drafter: any; only one of this process has kernels.
+    """
+    if not isinstance(drafter, EmbeddedDrafter):
+        return drafter
+    if not cold_start.are_kept(drafter.state.token_widths):
+        return LateDrafter(lambda: drafter, drafter.vocabulary)
+    cold_start.defer_rare()
+    return drafter
 
 
 class LateDrafter(OfOneProcess):

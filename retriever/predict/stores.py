@@ -19,6 +19,7 @@ from retriever.drafter import NO_TOKENS, TokenIds
 from retriever.kernels.cursors import EDIT_SIZE, MOST_EDITS, TRAIL_SIZE
 from retriever.kernels.entries import (
     append_tokens,
+    begin_filled_store,
     begin_store,
     extend_sequence,
     suppose_tokens,
@@ -226,7 +227,10 @@ class ChainStore:
         self._begin = begin = -address % CACHE_LINE
         self.address = address + begin
         self._end_at = begin + plan.places["state"][0]
-        begin_store(self.address, plan.record, plan.is_inside, start, tokens)
+        if len(tokens):
+            begin_filled_store(self.address, plan.record, plan.is_inside, start, tokens)
+        else:
+            begin_store(self.address, plan.record, plan.is_inside, start)
         self._start = start
 
     def __len__(self) -> int:

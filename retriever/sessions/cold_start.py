@@ -2,7 +2,7 @@
 
 `python -m retriever.sessions.cold_start WHAT...` compiles what is named and keeps it on disk, from
 where another process loads it: the width of a token in bytes for all that drafts need, or the name
-of `RareKernels`.
+of `RareKernels`: one of ours, or a module whose function `warm` calls them.
 """
 
 import os
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib import import_module
 from logging import getLogger
 from threading import Thread
 from typing import Final
@@ -167,25 +168,34 @@ def _environment() -> dict[str, str]:
 
 def defer_rare() -> None:
     """Have rare kernels that are not kept compiled in a process beside, once they are wanted."""
-    for name, kernels in RARE.items():
-        try:
-            with only_kept():
-                _WARMS[name]()
-        except NotKeptError:
-            kernels.defer(_compile_rare)
+    for kernels in RARE.values():
+        defer(kernels)
+
+
+def defer(kernels: RareKernels) -> None:
+    """Have kernels compiled in a process beside, once they are wanted, unless they are kept."""
+    try:
+        with only_kept():
+            _warm_of(kernels)()
+    except NotKeptError:
+        kernels.defer(_compile_rare)
+
+
+def _warm_of(kernels: RareKernels) -> Callable[[], None]:
+    return _WARMS[kernels.name] if kernels.name in RARE else import_module(kernels.name).warm
 
 
 def _compile_rare(kernels: RareKernels) -> None:
     _log.warning(
         "compiling the kernels of %s in a process beside: drafts go on without them for now",
-        kernels.name,
+        kernels.name.rpartition(".")[2],
     )
     Thread(target=_make_ready, args=(kernels,), name="foredraft-compile", daemon=True).start()
 
 
 def _make_ready(kernels: RareKernels) -> None:
     _start([kernels.name]).wait()
-    _WARMS[kernels.name]()
+    _warm_of(kernels)()
     kernels.is_ready = True
 
 
@@ -196,10 +206,10 @@ def _compile(what: list[str]) -> None:
         os.nice(_NICENESS)
     warm_stores()
     for each in what:
-        if each in _WARMS:
-            _WARMS[each]()
-        else:
+        if each.isdigit():
             _warm_width(int(each))
+        else:
+            _warm_of(RARE.get(each) or RareKernels(each))()
 
 
 if __name__ == "__main__":

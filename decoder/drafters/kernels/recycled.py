@@ -31,6 +31,14 @@ _SEED: Final = 0xD1B54A32D192ED03
 they would collide if all began at zero."""
 
 
+LEAST_SHARE: Final = np.float32(1e-3)
+"""Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
+
+TAIL: Final = np.float32(8.0)
+"""Mass beyond the likeliest tokens, in tokens like the last of them. A rough guess, which learned
+weights correct, spares the sum over a vocabulary."""
+
+
 class Table(NamedTuple):
     """Likely tokens by context.
 
@@ -117,6 +125,40 @@ def write_rows(
                 given = min(column, tokens.shape[1] - 1)
                 table.tokens[entry, column] = tokens[row, given]
                 table.log_odds[entry, column] = log_odds[row, given]
+
+
+@kernel()
+def describe_rows(
+    tokens: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    contexts: NDArray[np.int32],
+    logits: NDArray[np.float32],
+    log_odds: NDArray[np.float32],
+) -> None:
+    """Set what is before each row of a pass over a tree, and how likely its likeliest tokens are.
+
+    Args:
+        tokens: int32[N], of the tree's nodes.
+        parents: int32[N], of each node, -1 for none.
+        contexts: int32[1 + N, NUM_ORDERS], the last tokens at the root and at each node, the latest
+            first. That of the root is given, the others are set.
+        logits: float32[R, K], of the likeliest tokens of each row, the greatest first.
+        log_odds: float32[R, K], set.
+    """
+    for node in range(len(tokens)):
+        contexts[node + 1, 0] = tokens[node]
+        for order in range(1, NUM_ORDERS):
+            contexts[node + 1, order] = contexts[parents[node] + 1, order - 1]
+    for row in range(len(logits)):
+        total = np.float32(0.0)
+        for column in range(logits.shape[1]):
+            log_odds[row, column] = np.exp(logits[row, column] - logits[row, 0])
+            total += log_odds[row, column]
+        total += TAIL * log_odds[row, logits.shape[1] - 1]
+        for column in range(logits.shape[1]):
+            share = log_odds[row, column] / total
+            bounded = min(max(share, LEAST_SHARE), np.float32(1) - LEAST_SHARE)
+            log_odds[row, column] = np.log(bounded / (np.float32(1) - bounded))
 
 
 @kernel()

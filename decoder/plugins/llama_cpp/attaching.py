@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.budget.costs import CostSurface
 from decoder.drafters.following import FollowingDrafter, SequenceDrafter, Verified, following
-from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.fusion import KERNELS, FusedDrafter
 from decoder.drafters.recycling import DEFAULT_CAPACITY, RecycledLogits
 from decoder.engines.contract import check_contract, differences
 from decoder.engines.engine_guard import EngineGuard
@@ -34,6 +34,7 @@ from decoder.engines.engine_options import (
     checked_vocabulary_size,
     within_vocabulary,
 )
+from decoder.engines.late_drafter import LateDrafter, without_waiting
 from decoder.engines.request_fields import PLAIN, FieldReader, RequestFields
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from decoder.observation import Statistics
@@ -51,6 +52,7 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.errors import InvalidRequestError
 from retriever.follower import DraftLimits, Followers
 from retriever.sequences import TokenSequence
+from retriever.sessions import cold_start
 from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
@@ -182,7 +184,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self.num_passes = self.num_drafted = self.num_accepted = 0
         self.statistics = Statistics()
         limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
-        self._drafters = _TenantDrafters(drafter, limits, recycles=llm is not None)
+        late = without_waiting(drafter)
+        self._drafters = _TenantDrafters(late, limits, recycles=llm is not None)
         self._llm = llm
         self._model_vocabulary = model_vocabulary
         self._num_pred_tokens = num_pred_tokens
@@ -332,7 +335,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             statistics.total_s += seconds
         if running.drafting is not None:
             outcome = PassOutcome(tree, path, int(tokens[-1]))
-            self._budget.learn([outcome], Load.of(context), pass_s)
+            self._budget.learn([outcome], Load.of(context), pass_s, seconds - pass_s)
 
     def _refuse(self, running: _LlamaSequence, error: Exception) -> None:
         """Take back a draft that the engine had no memory for."""
@@ -392,6 +395,8 @@ def _rows(
 class _TenantDrafters:
     """The drafters of tenants: what a model found likely for one is drafted for no other.
 
+    Sequences that begin before kernels of fused drafts are compiled have retrieved ones alone.
+
     Args:
         drafter: gives retrieved drafts.
         limits: vocabularies.
@@ -402,21 +407,27 @@ class _TenantDrafters:
         self._drafter = drafter
         self._limits = limits
         self._recycles = recycles and not isinstance(drafter, FollowingDrafter)
+        self._retrieval = Followers(drafter, limits)
         self._followers = OrderedDict[str, Followers]()
+        if self._recycles:
+            cold_start.defer(KERNELS)
 
     def of(self, tenant: str) -> Followers:
         """Return the followers of a tenant's drafter."""
-        key = tenant if self._recycles else ""
-        if key not in self._followers:
-            self._followers[key] = Followers(self._new(key), self._limits)
-        self._followers.move_to_end(key)
+        if not self._recycles or self._is_coming() or not KERNELS.are_wanted():
+            return self._retrieval
+        if tenant not in self._followers:
+            self._followers[tenant] = Followers(self._new(tenant), self._limits)
+        self._followers.move_to_end(tenant)
         if len(self._followers) > _MOST_TENANTS:
             self._followers.popitem(last=False)
-        return self._followers[key]
+        return self._followers[tenant]
+
+    def _is_coming(self) -> bool:
+        """Return whether kernels of retrieval are compiled still, before those of fused drafts."""
+        return isinstance(self._drafter, LateDrafter) and not self._drafter.is_ready
 
     def _new(self, tenant: str) -> Drafter:
-        if not self._recycles:
-            return self._drafter
         recycled = RecycledLogits(_TENANT_CAPACITY if tenant else DEFAULT_CAPACITY)
         return FusedDrafter([self._drafter], self._limits, recycled=recycled)
 

@@ -31,6 +31,7 @@ from decoder.engines.engine_sequences import (
     NamedRequest,
     SequenceLimits,
 )
+from decoder.engines.late_drafter import without_waiting
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
@@ -178,7 +179,9 @@ class DraftsForMlx:
         check_engine()
         known = checked_vocabulary_size(drafter, model_vocabulary, vocabulary)
         self.statistics = Statistics()
-        self.sessions = EngineSequences(drafter, SequenceLimits(vocabulary_size=known))
+        self.sessions = EngineSequences(
+            without_waiting(drafter), SequenceLimits(vocabulary_size=known)
+        )
         self.filler = filler
         self.layers: list[Any] = []  # of a model without any
         self._model_vocabulary = model_vocabulary

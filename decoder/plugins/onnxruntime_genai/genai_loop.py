@@ -26,6 +26,7 @@ from decoder.engines.engine_sequences import (
     NamedRequest,
     SequenceLimits,
 )
+from decoder.engines.late_drafter import without_waiting
 from decoder.engines.request_fields import PLAIN, FieldReader, RequestFields
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary
@@ -150,7 +151,9 @@ class DraftingLoop:
         self._engine = engine
         known = checked_vocabulary_size(drafter, vocabulary_size, vocabulary)
         self._vocabulary_size = vocabulary_size
-        self._sequences = EngineSequences(drafter, SequenceLimits(vocabulary_size=known))
+        self._sequences = EngineSequences(
+            without_waiting(drafter), SequenceLimits(vocabulary_size=known)
+        )
         self._guard = EngineGuard("the engine", _log, self._sequences.abandon)
         self._running: dict[int, _GenaiSequence] = {}
         batch = int(engine.get_capabilities().configured_max_batch_size)

@@ -14,8 +14,10 @@ from decoder.drafters.kernels.readings import (
     reader_log_odds,
 )
 from decoder.drafters.kernels.recycled import (
+    LEAST_SHARE,
     NOT_FOUND,
     NUM_ORDERS,
+    TAIL,
     WAYS,
     Table,
     find,
@@ -33,7 +35,7 @@ from decoder.drafters.kernels.siblings import (
     Hints,
     Siblings,
 )
-from decoder.drafters.recycling import contexts_of, likeliest
+from decoder.drafters.recycling import likeliest, rows_of
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import random_tree
 from tests.decoder.drafters.fusing import Knowledge, Odds, Path, ReaderNotes, log_odds
@@ -338,11 +340,23 @@ def test_oldest_context_gives_way() -> None:
 def test_contexts_follow_the_tree() -> None:
     rng = np.random.default_rng(5)
     tree = random_tree(rng, 30)
-    contexts = contexts_of(tree, np.array([7, 8, 9], np.int32))
+    contexts, _ = rows_of(tree, np.array([7, 8, 9], np.int32), np.zeros((31, 2), np.float32))
     for node in range(len(tree)):
         path = tree.token_ids[tree.path_to(node)].tolist()
         assert contexts[node + 1].tolist() == [9, 8, 7, *path][::-1][:NUM_ORDERS]
     assert contexts[0].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_log_odds_are_of_shares_with_a_tail_and_bounded(count: int) -> None:
+    rng = np.random.default_rng(count)
+    spread = np.array([[0.1], [3.0], [40.0]]) * rng.standard_normal((3, count))
+    logits = -np.sort(-spread.astype(np.float32), axis=1)
+    _, found = rows_of(DraftTree.empty(), np.zeros(NUM_ORDERS, np.int32), logits)
+    weights = np.exp(logits.astype(np.float64) - logits[:, :1])
+    shares = weights / (weights.sum(axis=1, keepdims=True) + TAIL * weights[:, -1:])
+    shares = np.clip(shares, LEAST_SHARE, 1 - LEAST_SHARE)
+    np.testing.assert_allclose(found, np.log(shares / (1 - shares)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])

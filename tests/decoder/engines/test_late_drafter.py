@@ -7,8 +7,9 @@ from threading import Event
 import numpy as np
 import pytest
 
+from decoder.drafters.following import NoDrafter
 from decoder.engines import late_drafter
-from decoder.engines.late_drafter import LateDrafter
+from decoder.engines.late_drafter import LateDrafter, without_waiting
 from retriever.drafter import DraftRequest, keeps_tenants
 from retriever.errors import DrafterUnavailableError
 from retriever.sessions import cold_start
@@ -76,3 +77,21 @@ def test_a_drafter_that_cannot_be_opened_is_told(
     compiler.done.set()
     LateDrafter(refuses)
     wait_until(lambda: "cannot be opened" in caplog.text)
+
+
+def test_an_engine_that_is_given_a_drafter_waits_for_no_compiler(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing, given = NoDrafter(), EmbeddedDrafter()
+    assert without_waiting(nothing) is nothing
+    assert without_waiting(given) is given  # its kernels are kept, as of all tests
+    monkeypatch.setattr(cold_start, "are_kept", lambda _: False)
+    late = without_waiting(given)
+    with pytest.raises(DrafterUnavailableError, match="being compiled"):
+        late.open("a", PROMPT)
+    compiler.done.set()
+    wait_until(lambda: isinstance(late, LateDrafter) and late.is_ready)
+    late.open("a", PROMPT)
+    assert given.stats().num_sessions == 1
+    late.close("a")
+    given.shut_down()

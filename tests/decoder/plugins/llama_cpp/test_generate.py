@@ -18,7 +18,7 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="an extra: `make test-engine
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # noqa: E402
 
 from decoder.drafters.following import NoDrafter  # noqa: E402
-from decoder.drafters.fusion import FusedDrafter  # noqa: E402
+from decoder.drafters.fusion import KERNELS, FusedDrafter, warm  # noqa: E402
 from decoder.errors import UnsupportedModelError  # noqa: E402
 from decoder.plugins.llama_cpp import attach  # noqa: E402
 from retriever.client.resilient import ResilientDrafter  # noqa: E402
@@ -97,6 +97,7 @@ def test_what_is_recycled_is_what_the_model_says_behind_the_same_tokens(
             rows.append(([*context, *path], verified.logits[node + 1].copy()))
         return take_in(self, sequence, verified)
 
+    warm()  # which learns, too
     monkeypatch.setattr(FusedDrafter, "take_in", noting)
     attach(llm, ScriptedDrafter(recorded, 3, tiny_model.VOCABULARY), measure=False)
     from_nothing(llm, PROMPTS[1], 40)
@@ -108,6 +109,28 @@ def test_what_is_recycled_is_what_the_model_says_behind_the_same_tokens(
             llama_cpp.llama_get_logits_ith(plain.ctx, -1), shape=(tiny_model.VOCABULARY,)
         )
         ROUNDING.check(logits, expected)
+
+
+def test_drafts_are_retrieved_alone_until_kernels_of_fused_ones_are_there(
+    llm: Any, plain: Any, monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    expected, fuse = from_nothing(plain, PROMPTS[0], 30), FusedDrafter.fuse
+    fused: list[Any] = []
+
+    def noting(*given: Any) -> Any:
+        fused.append(given)
+        return fuse(*given)
+
+    monkeypatch.setattr(FusedDrafter, "fuse", noting)
+    ours = attach(llm, ScriptedDrafter(recorded, 3, tiny_model.VOCABULARY), measure=False)
+    asked: list[object] = []
+    KERNELS.defer(asked.append)
+    assert from_nothing(llm, PROMPTS[0], 30) == expected
+    assert (asked, fused) == ([KERNELS], [])
+    assert ours.num_accepted > 0
+    KERNELS.is_ready = True
+    assert from_nothing(llm, PROMPTS[0], 30) == expected
+    assert fused
 
 
 def test_the_model_alone_is_drafted_from_where_nothing_is_retrieved(llm: Any, plain: Any) -> None:

@@ -14,7 +14,7 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="an extra: `make test-engine
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # noqa: E402
 
 from decoder.drafters.following import NoDrafter  # noqa: E402
-from decoder.drafters.fusion import FusedDrafter  # noqa: E402
+from decoder.drafters.fusion import FusedDrafter, warm  # noqa: E402
 from decoder.plugins.llama_cpp import attach, tree_passes  # noqa: E402
 from decoder.plugins.llama_cpp.tree_passes import sequences_of, within_paths  # noqa: E402
 from retriever.drafter import DraftRequest  # noqa: E402
@@ -143,6 +143,7 @@ def test_logits_that_are_learned_are_the_models_own_behind_each_node(
             rows.append(([*context, *path], verified.logits[node + 1].copy()))
         return take_in(self, sequence, verified)
 
+    warm()  # which learns, too
     monkeypatch.setattr(FusedDrafter, "take_in", noting)
     attach(llm, Branching(known, 5), measure=False)
     from_nothing(llm, PROMPTS[1], 40)
