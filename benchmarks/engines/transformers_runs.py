@@ -33,6 +33,9 @@ class Contender:
 class Engine:
     """The model of all contenders.
 
+    Its passes are counted by one hook for as long as it lives: a model that gets another one is
+    checked anew by `Foredraft`, which takes passes, too.
+
     Attributes:
         language_model: it.
         max_new_tokens: most tokens for each prompt.
@@ -40,12 +43,16 @@ class Engine:
 
     language_model: LanguageModel
     max_new_tokens: int
+    _passes: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.language_model.model.register_forward_pre_hook(lambda *_: self._passes.append(1))
 
     def run(self, contender: Contender, text: str) -> Run:
         """Decode a prompt and count the passes of the target."""
         model = self.language_model.model
-        prompt, passes = self.language_model.encode(text), []
-        counting = model.register_forward_pre_hook(lambda *_: passes.append(1))
+        prompt, passes = self.language_model.encode(text), self._passes
+        passes.clear()
         start = time.perf_counter()
         tokens = torch.tensor([prompt])
         with without_own_settings(model):
@@ -57,7 +64,6 @@ class Engine:
                 **contender.options,
             )
         seconds = time.perf_counter() - start
-        counting.remove()
         return Run(output[0, len(prompt) :].tolist(), len(passes), seconds)
 
     def _config(self, settings: dict[str, int]) -> GenerationConfig:

@@ -12,8 +12,8 @@ def main() -> None:
         from benchmarks.gpu import device_measuring  # noqa: PLC0415  (it needs what may be missing)
 
         version("foredraft")  # results name it
-    except ModuleNotFoundError as error:
-        missing = missing_packages() or [str(error.name)]
+    except ImportError as error:  # an older package may lack what is imported from it
+        missing = missing_packages() or [str(error)]
         sys.exit(f"error: missing on this machine: {', '.join(missing)}: install them first")
     device_measuring.main()
 

@@ -2,12 +2,13 @@
 
 import json
 import re
-import sys
 import tomllib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
+
+from packaging.requirements import Requirement
 
 _PROJECT: Final = Path(__file__).parents[2] / "pyproject.toml"
 _EXTRAS: Final = ("index", "server", "decoder", "bench")
@@ -16,28 +17,22 @@ _WEIGHTS: Final = (".safetensors", ".bin")
 
 
 def missing_packages() -> list[str]:
-    """Return the requirements of decoding and of plots that are not installed."""
+    """Return the requirements of decoding and of plots that are not installed, or are too old."""
     project = tomllib.loads(_PROJECT.read_text())["project"]
     extras = project["optional-dependencies"]
     stated = [*project["dependencies"], *(each for name in _EXTRAS for each in extras[name])]
-    return [each for each in dict.fromkeys(stated) if _is_needed(each) and not _is_installed(each)]
+    return [each for each in dict.fromkeys(stated) if not _is_met(Requirement(each))]
 
 
-def _is_needed(requirement: str) -> bool:
-    """Return whether a requirement is another's package, for this version of Python."""
-    before = re.search(r"python_version < '3\.(\d+)'", requirement)
-    return not requirement.startswith("foredraft") and (
-        before is None or sys.version_info < (3, int(before[1]))
-    )
-
-
-def _is_installed(requirement: str) -> bool:
-    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+def _is_met(requirement: Requirement) -> bool:
+    """Return whether a requirement is of this project, of another Python, or installed."""
+    is_of_here = requirement.marker is None or requirement.marker.evaluate()
+    if requirement.name == "foredraft" or not is_of_here:
+        return True
     try:
-        version(name[0] if name else requirement)
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
     except PackageNotFoundError:
         return False
-    return True
 
 
 def missing_files(model: str) -> list[str]:

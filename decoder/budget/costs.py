@@ -13,7 +13,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.budget.payoff import RecentMedian
+from decoder.budget.payoff import FadingRatio, RecentMedian
 
 # Errors below are mean absolute errors of logarithms, for made-up passes whose time varies by 8%,
 # of which every 33rd takes thirty times as long, while the load doubles and halves every 200 steps
@@ -198,11 +198,17 @@ def _clipped(error: float, most: float) -> float:
 
 
 _RECENT_STEPS: Final = 9
-"""Steps of each kind whose median says what they take beside their passes: up to four pauses of the
+"""Plain steps whose median says what they take beside their passes: up to four pauses of the
 machine change nothing."""
 
 _ENOUGH_PLAIN: Final = 3
 """Plain steps before it is known what steps take without drafts."""
+
+_NODES_DECAY: Final = 0.9
+"""What nodes add is that of some ten steps with drafts, each weighed by its nodes."""
+
+_MOST_EXCESS: Final = 1.0
+"""Where that is clipped, to what the step's pass is said to cost: pauses of the machine."""
 
 
 class StepOverhead:
@@ -216,7 +222,7 @@ class StepOverhead:
 
     def __init__(self) -> None:
         self._plain = RecentMedian(_RECENT_STEPS)
-        self._node_s = RecentMedian(_RECENT_STEPS)
+        self._node_s = FadingRatio(_NODES_DECAY)
         self._num_plain = 0
 
     @property
@@ -232,7 +238,7 @@ class StepOverhead:
     @property
     def node_s(self) -> float:
         """Seconds that each node adds beyond what it adds to the pass, on a machine of load 1."""
-        return max(self._node_s.value() or 0.0, 0.0) if self.is_known else 0.0
+        return max(self._node_s.value(), 0.0)
 
     def learn(self, num_nodes: int, pass_s: float, step_s: float, load: float) -> None:
         """Take in a step.
@@ -247,7 +253,8 @@ class StepOverhead:
             self._num_plain += 1
             self._plain.add(step_s / pass_s)
         elif self.is_known:
-            self._node_s.add((step_s - self.plain * pass_s) / (num_nodes * load))
+            excess = _clipped(step_s / pass_s - self.plain, _MOST_EXCESS)
+            self._node_s.add(excess * pass_s / load, num_nodes)
 
 
 _ENOUGH: Final = 3

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.decoding import commit_cost
-from benchmarks.gpu import device_measuring as gpu
+from benchmarks.gpu import device_measuring as gpu, missing
 from decoder.drafters.following import NoDrafter
 from decoder.plugins.contenders.contender import OwnContender, Run
 from indexer.tokenizer import CACHE_VARIABLE
@@ -24,6 +25,23 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
     with pytest.raises(SystemExit) as stop:
         gpu.main()
     return stop.value.code or 0
+
+
+def test_packages_that_are_not_there_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing.missing_packages() == []
+    versions = {"transformers": "5.17.0", "lmdb": None}
+
+    def version(name: str) -> str:
+        found = versions.get(name, "99")
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(missing, "version", version)
+    named = missing.missing_packages()
+    assert any(each.startswith("lmdb") for each in named)
+    assert any(each.startswith("transformers>=5.2") for each in named)
+    assert not any(each.startswith("torch") for each in named)
 
 
 @pytest.fixture
