@@ -333,17 +333,16 @@ class DraftStream:
         deadline_s: float | None,
     ) -> None:
         """Add a tree for each step until the client's timeout has passed."""
-        use = self._scheduler.uses.of(self._tenant)
-        for at, step in enumerate(steps):
+        use, at = self._scheduler.uses.of(self._tenant), 0
+        while at < len(steps):
             if deadline_s is not None and time.monotonic() > deadline_s:
                 response.trees.extend(pb.DraftTree() for _ in steps[at:])
                 _refuse_late(response, len(steps) - at)
                 return
-            if step is None:
-                response.trees.add()
-                continue
-            use.drafts += 1
-            use.nodes += add_trees(response, self._drafter.draft_each([step]))
+            part = steps[at : at + _size_of_part(steps, at)]
+            use.drafts += sum(step is not None for step in part)
+            use.nodes += add_trees(response, self._drafter.draft_each(part))
+            at += len(part)
             if self._line.is_over:
                 await self._line.give_way()
 
@@ -397,6 +396,17 @@ class DraftStream:
 
 def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:
     response.statuses.append(session_status(name, error))
+
+
+def _size_of_part(steps: Sequence[CheckedRequest | None], at: int) -> int:
+    """Return how many steps from one on are drafted for by one call of the kernel, at least one."""
+    size = num_nodes = 0
+    for step in steps[at : at + _DRAFTS_AT_ONCE]:
+        num_nodes += 0 if step is None else step.request.num_nodes
+        if size and num_nodes > _NODES_AT_ONCE:
+            break
+        size += 1
+    return size
 
 
 def _refuse_late(response: pb.DraftStreamResponse, num_missing: int) -> None:

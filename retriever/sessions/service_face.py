@@ -145,14 +145,22 @@ class ServiceFace:
             if session.is_open:
                 self.state.sessions.withdraw(session)
 
-    def draft_each(self, steps: Sequence[CheckedRequest]) -> list[DraftTree]:
-        """Draft for committed requests; also for sessions that have ended since."""
+    def draft_each(self, steps: Sequence[CheckedRequest | None]) -> list[DraftTree]:
+        """Draft for committed requests; also for sessions that have ended since.
+
+        Args:
+            steps: committed; `None` for a request that was refused, whose tree is empty.
+        """
         trees = [DraftTree.empty()] * len(steps)
         with self.state.lock:
             # One is left out while its session is written for another step, without the lock.
-            places = [at for at, step in enumerate(steps) if not step.session.is_committing]
-            drafted = self.state.predictor.step_all([_drafting(steps[at]) for at in places])
-        for at, tree in zip(places, drafted, strict=True):
+            asked = {
+                at: _drafting(step)
+                for at, step in enumerate(steps)
+                if step is not None and not step.session.is_committing
+            }
+            drafted = self.state.predictor.step_all(list(asked.values()))
+        for at, tree in zip(asked, drafted, strict=True):
             trees[at] = tree
         return trees
 
