@@ -173,7 +173,11 @@ test-engine-transformers: install
 test-engine-node: install
 	$(BIN)/pytest --part all tests/decoder/engines/test_node_client.py
 
+# Engines do not wait for kernels, and their tests want drafts: so these are compiled first.
+COMPILE := python -m retriever.sessions.cold_start 2 4 groups predictions phrases ahead
+
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/$(COMPILE)
 	$(VENV)-$*/bin/pytest --part all tests/decoder/plugins/$(subst -,_,$*)
 
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: $(METADATA)
@@ -185,6 +189,7 @@ $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.in
 
 # SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.
 test-engine-sglang: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/$(COMPILE)
 	$(VENV)-sglang/bin/pytest --part all tests/decoder/plugins/experimental_sglang
 
 # The loader of its corpora, which needs no more than is there for SGLang.
