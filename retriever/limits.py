@@ -179,8 +179,8 @@ def _encoded(name: str) -> bytes:
         raise InvalidRequestError(f"{name!r} cannot be a name: {error.reason}") from error
 
 
-def check_fingerprint(fingerprint: str) -> None:
-    """Refuse an invalid fingerprint of a tokenizer: it is stored and shown to others.
+def checked_fingerprint(fingerprint: str) -> str:
+    """Return a fingerprint of a tokenizer in lower case: it is stored and shown to others.
 
     Raises:
         InvalidRequestError: it is not hexadecimal, or too long.
@@ -189,6 +189,7 @@ def check_fingerprint(fingerprint: str) -> None:
         raise InvalidRequestError(
             f"a vocabulary's fingerprint has 1 to {MAX_FINGERPRINT} hexadecimal digits"
         )
+    return fingerprint.lower()
 
 
 MAX_FINDINGS: Final = 4096

@@ -281,10 +281,19 @@ def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
     Raises:
         OutOfSequenceError: a step was lost or repeated.
     """
-    if num_known + num_new != request.length:
+    check_stated_length(request.session, num_known, num_new, request.length)
+
+
+def check_stated_length(session: str, num_known: int, num_new: int, stated: int) -> None:
+    """Refuse what states another length than its session has with it.
+
+    Raises:
+        OutOfSequenceError: a step was lost or repeated.
+    """
+    if num_known + num_new != stated:
         raise OutOfSequenceError(
-            f"session {shown(request.session)} has {num_known} tokens and the request brings "
-            f"{num_new}, but states a length of {request.length}: a step was lost or repeated; "
+            f"session {shown(session)} has {num_known} tokens and the request brings "
+            f"{num_new}, but states a length of {stated}: a step was lost or repeated; "
             "close the session and open it again"
         )
 

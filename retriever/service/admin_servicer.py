@@ -321,15 +321,7 @@ def _as_in_the_contract(error: RetrieverError | IndexerError) -> RetrieverError:
 
 
 def _filter_of(message: pb.SessionFilter) -> SessionFilter:
-    """Return which sessions are meant.
-
-    Raises:
-        InvalidRequestError: they are named by their client, which is not known.
-    """
-    if message.client:  # ignored, it would mean all
-        raise InvalidRequestError(
-            "sessions are not known by their clients: name a tenant, a session or an idle time"
-        )
+    """Return which sessions are meant."""
     return SessionFilter(_tenant_in(message), message.session_id, message.min_idle_s)
 
 

@@ -6,7 +6,7 @@ work that does not need it (reading contexts, prompts and outputs) and waits for
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import Fate, Prediction, SequenceOptions, TokenIds
-from retriever.errors import LimitExceededError, RetrieverError
+from retriever.errors import LimitExceededError, RetrieverError, UnknownSessionError
 from retriever.limits import check_num_sent
 from retriever.sequences import SessionKey, checked_options
 from retriever.service.allowances import Allowances, work_of_draft
@@ -91,6 +91,35 @@ class Flushing:
                     each.set_result(None)
 
 
+_MOST_ENDS: Final = 4096
+"""Sessions whose end is remembered, a megabyte at most: a call is repeated within seconds."""
+
+
+class RecentEnds:
+    """The sessions that have ended lately, with their lengths: the end of one may be repeated."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[SessionKey, tuple[int, Fate]] = OrderedDict()
+
+    def note(self, key: SessionKey, length: int, fate: Fate) -> None:
+        """Note that a session of a stated length has ended."""
+        self._ends.pop(key, None)
+        self._ends[key] = length, fate
+        if len(self._ends) > _MOST_ENDS:
+            self._ends.popitem(last=False)
+
+    def of(self, key: SessionKey, length: int) -> Fate | None:
+        """Return what became of a session that has ended at a length; `None` for no such one."""
+        ended_at, fate = self._ends.get(key, (0, None))
+        return fate if length and ended_at == length else None
+
+    def forget(self, tenant: str, name: str | None = None) -> None:
+        """Forget a tenant's sessions: those of a name, or all."""
+        keys = [key for key in self._ends if key.namespace == tenant and name in {None, key.name}]
+        for key in keys:
+            del self._ends[key]
+
+
 class Scheduler:
     """Does a drafter's work for tenants.
 
@@ -104,6 +133,7 @@ class Scheduler:
         lanes: threads for long work.
         allowances: what tenants may still ask for.
         flushing: flushes the outputs of ended sessions.
+        ends: of sessions, for those that are repeated.
     """
 
     def __init__(self, drafter: ServiceFace) -> None:
@@ -114,6 +144,7 @@ class Scheduler:
         self.lanes = Lanes(state.limits, self.uses)
         self.allowances = Allowances(state.limits.max_tenant_work)
         self.flushing = Flushing(state, self.lanes.disk)
+        self.ends = RecentEnds()
         self._num_calls: Counter[str] = Counter()
         self._lasting: set[asyncio.Task[Any]] = set()
 
@@ -254,11 +285,20 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
+        key, length = SessionKey(tenant, closing.session_id), closing.length
         tokens = await self._tokens(line, tenant, closing.new_token_ids, long)
-        fate, pieces = self._state.ending(
-            SessionKey(tenant, closing.session_id), tokens, remember=not closing.forget
-        )
+        try:
+            fate, pieces = self._state.ending(
+                key, tokens, remember=not closing.forget, length=length
+            )
+        except UnknownSessionError:
+            before = self.ends.of(key, length)
+            if before is None:
+                raise
+            return before, None
         self._read_by(tenant, len(tokens))
+        if length:
+            self.ends.note(key, length, fate)
         if next(pieces, _DONE) is _DONE:
             return fate, None
         return fate, self._last(self._remember(tenant, pieces))

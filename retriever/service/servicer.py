@@ -18,7 +18,7 @@ import grpc
 from grpc import aio
 
 from indexer.reader import Index
-from retriever.errors import LimitExceededError, RetrieverError
+from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.limits import MAX_FINDINGS, check_draft
 from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.logs import log_event
@@ -40,9 +40,10 @@ from retriever.wire.messages import (
     findings_to_message,
     pad,
     padded_budgets,
+    timeout_to_wire,
 )
 from retriever.wire.server_info import ServerInfo
-from retriever.wire.statuses import abort, status_of
+from retriever.wire.statuses import abort, error_of_status, is_late, status_of
 
 
 def tenant_of(context: Any) -> str:
@@ -223,6 +224,34 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 await self._scheduler.add_predictions(line, request, tenant, lists)
             return pb.AddPredictionsResponse()
 
+    async def Step(self, request: pb.StepRequest, context: _Context) -> pb.StepResponse:
+        async with _statuses(context):
+            if self._lifecycle.is_compiling:
+                return pb.StepResponse(tree=pb.DraftTree())
+            request, lists = opened(request)
+            tenant = tenant_of(context)
+            if not request.HasField("step"):
+                raise InvalidRequestError("a call of Step has a step: set it")
+            message = pb.DraftStreamRequest(
+                steps=[request.step],
+                sequence_number=1,
+                timeout_us=_left_of(context),
+            )
+            with (
+                self._scheduler.call(tenant) as line,
+                closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
+            ):
+                answer = await stream.answer(message, lists)
+            refused = [each for each in answer.statuses if not is_late(each)]
+            if refused:
+                raise error_of_status(refused[0])
+            response = pb.StepResponse(tree=answer.trees[0], is_draining=answer.is_draining)
+            for each in answer.outcome_trees:
+                response.outcome_trees.extend(each.trees)
+            if self._pad_replies:
+                pad(response, padded_budgets(message, self._default_nodes))
+            return response
+
     async def DraftStream(
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
     ) -> AsyncIterator[pb.DraftStreamResponse]:
@@ -279,7 +308,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             self._scheduler.take_allowance(tenant, work_of_tokens(len(findings)))
             share = partial(
                 self._drafter.state.share_findings,
-                request.model_fingerprint,
+                request.model_fingerprint.lower(),
                 findings,
                 tenant=tenant,
             )
@@ -295,7 +324,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             self._scheduler.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
             fetch = partial(
                 self._drafter.state.fetch_findings,
-                request.model_fingerprint,
+                request.model_fingerprint.lower(),
                 request.before,
                 tenant=tenant,
             )
@@ -311,6 +340,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant = tenant_of(context)
             key = SessionKey(tenant, request.session_id)
             async with self._deleting.turn(tenant):
+                self._scheduler.ends.forget(tenant, key.name)
                 delete = partial(self._drafter.state.delete, tenant, key)
                 await self._scheduler.lanes.disk.run(tenant, delete)
             return pb.DeleteSessionDataResponse()
@@ -322,6 +352,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tenant = tenant_of(context)
             async with self._deleting.turn(tenant):
+                self._scheduler.ends.forget(tenant)
                 await self._scheduler.lanes.disk.run(tenant, self._drafter.state.delete, tenant)
             return pb.DeleteTenantDataResponse()
 
@@ -365,6 +396,12 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
             await abort(context, error)
         log_event(_LOGGER, logging.ERROR, "failed", str(error))
         await abort(context, RetrieverError(_FAILED))
+
+
+def _left_of(context: _Context) -> int:
+    """Return the microseconds that a call has left; 0 where it has no deadline."""
+    left_s = context.time_remaining()
+    return 0 if left_s is None else timeout_to_wire(max(left_s, 0.0))
 
 
 def _described(index: Index) -> pb.IndexInfo:

@@ -59,6 +59,7 @@ from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import (
     SessionKey,
     check_batch,
+    check_stated_length,
     check_step,
     checked_options,
     checked_predictions,
@@ -284,14 +285,32 @@ class DrafterState:
         return fate
 
     def ending(
-        self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
+        self,
+        key: SessionKey,
+        new_tokens: ArrayLike | None = None,
+        *,
+        remember: bool = True,
+        length: int = 0,
     ) -> tuple[Fate, Generator[None, None, None]]:
-        """Do as `end` does; the iterator adds the output to the generations, in pieces."""
+        """Do as `end` does; the iterator adds the output to the generations, in pieces.
+
+        Args:
+            key: of the session.
+            new_tokens: as of `end`.
+            remember: as of `end`.
+            length: of the whole sequence, if it is stated.
+
+        Raises:
+            OutOfSequenceError: the session has another length; it stays open.
+        """
         tokens = NO_TOKENS if new_tokens is None else self.tokens(new_tokens)
         with self.lock:
             ended = self.sessions.get(key)
             check_not_committing(ended, key.name)
-            check_length(len(ended.databases.context) + len(tokens), self.limits)
+            num_known = len(ended.databases.context)
+            check_length(num_known + len(tokens), self.limits)
+            if length:
+                check_stated_length(key.name, num_known, len(tokens), length)
             self.sessions.remove(key)
             self.predictor.note(ended.databases, tokens)
             # Its tokens are not added to the sequence: nothing is drafted from that any more.

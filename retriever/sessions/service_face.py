@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from indexer.reader import Index
 from retriever.drafter import NO_TOKENS, DraftRequest
 from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMismatchError
-from retriever.limits import check_fingerprint, check_length, shown
+from retriever.limits import check_length, checked_fingerprint, shown
 from retriever.predict.context import context_bytes
 from retriever.predict.draft import Asked, RefusedStepError
 from retriever.predict.ledger import Charge
@@ -214,8 +214,8 @@ class ServiceFace:
         """
         if not fingerprint:
             return
-        check_fingerprint(fingerprint)
-        expected = self.state.fingerprint
+        fingerprint = checked_fingerprint(fingerprint)
+        expected = self.state.fingerprint.lower()
         if not expected:
             with self.state.lock:
                 expected = self.state.named.get(tenant, "")

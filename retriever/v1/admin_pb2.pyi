@@ -7,16 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionFilter(_message.Message):
-    __slots__ = ("tenant", "client", "session_id", "min_idle_s")
+    __slots__ = ("tenant", "session_id", "min_idle_s")
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_IDLE_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    client: str
     session_id: str
     min_idle_s: float
-    def __init__(self, tenant: _Optional[str] = ..., client: _Optional[str] = ..., session_id: _Optional[str] = ..., min_idle_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., min_idle_s: _Optional[float] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("filter",)
@@ -31,10 +29,9 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("tenant", "session_id", "client", "num_tokens", "num_prompt_tokens", "num_bytes", "idle_s", "is_kept")
+    __slots__ = ("tenant", "session_id", "num_tokens", "num_prompt_tokens", "num_bytes", "idle_s", "is_kept")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -42,13 +39,12 @@ class SessionInfo(_message.Message):
     IS_KEPT_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
-    client: str
     num_tokens: int
     num_prompt_tokens: int
     num_bytes: int
     idle_s: float
     is_kept: bool
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., client: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., idle_s: _Optional[float] = ..., is_kept: bool = ...) -> None: ...
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., idle_s: _Optional[float] = ..., is_kept: bool = ...) -> None: ...
 
 class EndSessionsRequest(_message.Message):
     __slots__ = ("filter", "forget", "all")

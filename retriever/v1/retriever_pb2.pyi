@@ -167,12 +167,11 @@ class DocumentOccurrence(_message.Message):
     def __init__(self, index: _Optional[str] = ..., name: _Optional[str] = ..., licence: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "client", "predictions", "group", "policy_version", "oldest_version")
+    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "predictions", "group", "policy_version", "oldest_version")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -181,12 +180,11 @@ class OpenSessionRequest(_message.Message):
     prompt: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
     vocabulary_fingerprint: str
-    client: Client
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
     group: str
     policy_version: int
     oldest_version: int
-    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., group: _Optional[str] = ..., policy_version: _Optional[int] = ..., oldest_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., group: _Optional[str] = ..., policy_version: _Optional[int] = ..., oldest_version: _Optional[int] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("token_ids", "label")
@@ -195,14 +193,6 @@ class Prediction(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     label: str
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ...) -> None: ...
-
-class Client(_message.Message):
-    __slots__ = ("name", "incarnation")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    incarnation: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -220,8 +210,26 @@ class AddPredictionsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StepRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: SessionStep
+    def __init__(self, step: _Optional[_Union[SessionStep, _Mapping]] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("tree", "outcome_trees", "is_draining", "padding")
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_TREES_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    tree: DraftTree
+    outcome_trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
+    is_draining: bool
+    padding: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., outcome_trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., is_draining: bool = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class DraftStreamRequest(_message.Message):
-    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "client", "predictions")
+    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "predictions")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENINGS_FIELD_NUMBER: _ClassVar[int]
@@ -229,7 +237,6 @@ class DraftStreamRequest(_message.Message):
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     FAIL_OPENS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
     sequence_number: int
@@ -238,9 +245,8 @@ class DraftStreamRequest(_message.Message):
     timeout_us: int
     fail_opens: _containers.RepeatedCompositeFieldContainer[FailOpenCount]
     padding: _containers.RepeatedScalarFieldContainer[bytes]
-    client: Client
     predictions: _containers.RepeatedCompositeFieldContainer[AddPredictionsRequest]
-    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., predictions: _Optional[_Iterable[_Union[AddPredictionsRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., predictions: _Optional[_Iterable[_Union[AddPredictionsRequest, _Mapping]]] = ...) -> None: ...
 
 class FailOpenCount(_message.Message):
     __slots__ = ("reason", "count")
@@ -309,14 +315,16 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[_Iterable[_Union[_any_pb2.Any, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
-    __slots__ = ("session_id", "new_token_ids", "forget")
+    __slots__ = ("session_id", "new_token_ids", "forget", "length")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
-    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ...) -> None: ...
+    length: int
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ..., length: _Optional[int] = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
     __slots__ = ("keeping",)

@@ -37,8 +37,14 @@ class RetrieverServiceStub(object):
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
-    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+
+    Where the service asks for a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
+    on the way. A certificate of the caller's does as well where the service knows its authority.
+
+    Fingerprints are hexadecimal, in either case.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -63,6 +69,11 @@ class RetrieverServiceStub(object):
                 '/retriever.v1.RetrieverService/OpenSession',
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=retriever_dot_v1_dot_retriever__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.Step = channel.unary_unary(
+                '/retriever.v1.RetrieverService/Step',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.StepRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.StepResponse.FromString,
                 _registered_method=True)
         self.DraftStream = channel.stream_stream(
                 '/retriever.v1.RetrieverService/DraftStream',
@@ -123,8 +134,14 @@ class RetrieverServiceServicer(object):
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
-    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+
+    Where the service asks for a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
+    on the way. A certificate of the caller's does as well where the service knows its authority.
+
+    Fingerprints are hexadecimal, in either case.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -147,6 +164,17 @@ class RetrieverServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Step(self, request, context):
+        """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
+        needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
+        step that was made and whose answer was lost is refused as out of sequence when it is repeated,
+        since its length is known: go on with the next one. The deadline of the call is the caller's
+        time: the tokens are committed all the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +208,8 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session.
+        """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
+        whose answer was lost may be repeated: it is answered again for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -254,6 +283,11 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.OpenSessionRequest.FromString,
                     response_serializer=retriever_dot_v1_dot_retriever__pb2.OpenSessionResponse.SerializeToString,
             ),
+            'Step': grpc.unary_unary_rpc_method_handler(
+                    servicer.Step,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.StepRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.StepResponse.SerializeToString,
+            ),
             'DraftStream': grpc.stream_stream_rpc_method_handler(
                     servicer.DraftStream,
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.DraftStreamRequest.FromString,
@@ -319,8 +353,14 @@ class RetrieverService(object):
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
-    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+
+    Where the service asks for a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
+    on the way. A certificate of the caller's does as well where the service knows its authority.
+
+    Fingerprints are hexadecimal, in either case.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -396,6 +436,33 @@ class RetrieverService(object):
             '/retriever.v1.RetrieverService/OpenSession',
             retriever_dot_v1_dot_retriever__pb2.OpenSessionRequest.SerializeToString,
             retriever_dot_v1_dot_retriever__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Step(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/Step',
+            retriever_dot_v1_dot_retriever__pb2.StepRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.StepResponse.FromString,
             options,
             channel_credentials,
             insecure,

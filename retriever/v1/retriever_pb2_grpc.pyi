@@ -38,8 +38,14 @@ class RetrieverServiceStub:
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
-    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+
+    Where the service asks for a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
+    on the way. A certificate of the caller's does as well where the service knows its authority.
+
+    Fingerprints are hexadecimal, in either case.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -58,6 +64,13 @@ class RetrieverServiceStub:
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.OpenSessionRequest, _retriever_pb2.OpenSessionResponse]
     """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
+    Step: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.StepRequest, _retriever_pb2.StepResponse]
+    """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
+    needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
+    step that was made and whose answer was lost is refused as out of sequence when it is repeated,
+    since its length is known: go on with the next one. The deadline of the call is the caller's
+    time: the tokens are committed all the same.
+    """
     DraftStream: _grpc.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]
     """Drafts for decoding steps: one request and one response, in order, for each step of an
     engine, with all its sequences. Sessions begin and end in its messages, too; those that began
@@ -78,7 +91,9 @@ class RetrieverServiceStub:
     carry them.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
-    """Ends a session."""
+    """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
+    whose answer was lost may be repeated: it is answered again for a while.
+    """
     ShareFindings: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]
     """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
     model and tenant, and for its next start. The service neither drafts from it nor knows whether it
@@ -118,8 +133,14 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
-    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+
+    Where the service asks for a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
+    on the way. A certificate of the caller's does as well where the service knows its authority.
+
+    Fingerprints are hexadecimal, in either case.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -135,6 +156,13 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.OpenSessionRequest, _retriever_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
+    Step: _aio.UnaryUnaryMultiCallable[_retriever_pb2.StepRequest, _retriever_pb2.StepResponse]  # type: ignore[assignment]
+    """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
+    needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
+    step that was made and whose answer was lost is refused as out of sequence when it is repeated,
+    since its length is known: go on with the next one. The deadline of the call is the caller's
+    time: the tokens are committed all the same.
+    """
     DraftStream: _aio.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]  # type: ignore[assignment]
     """Drafts for decoding steps: one request and one response, in order, for each step of an
     engine, with all its sequences. Sessions begin and end in its messages, too; those that began
@@ -155,7 +183,9 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     carry them.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Ends a session."""
+    """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
+    whose answer was lost may be repeated: it is answered again for a while.
+    """
     ShareFindings: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]  # type: ignore[assignment]
     """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
     model and tenant, and for its next start. The service neither drafts from it nor knows whether it
@@ -194,8 +224,14 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
-    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+
+    Where the service asks for a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
+    on the way. A certificate of the caller's does as well where the service knows its authority.
+
+    Fingerprints are hexadecimal, in either case.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -227,6 +263,19 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.OpenSessionResponse, _abc.Awaitable[_retriever_pb2.OpenSessionResponse]]:
         """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
+
+    @_abc_1.abstractmethod
+    def Step(
+        self,
+        request: _retriever_pb2.StepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.StepResponse, _abc.Awaitable[_retriever_pb2.StepResponse]]:
+        """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
+        needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
+        step that was made and whose answer was lost is refused as out of sequence when it is repeated,
+        since its length is known: go on with the next one. The deadline of the call is the caller's
+        time: the tokens are committed all the same.
+        """
 
     @_abc_1.abstractmethod
     def DraftStream(
@@ -265,7 +314,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.CloseSessionResponse, _abc.Awaitable[_retriever_pb2.CloseSessionResponse]]:
-        """Ends a session."""
+        """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
+        whose answer was lost may be repeated: it is answered again for a while.
+        """
 
     @_abc_1.abstractmethod
     def ShareFindings(

@@ -37,7 +37,8 @@ _TOKENS: Final = -1
 _Plan = Mapping[int, Any]
 
 _PREDICTION: Final[_Plan] = {1: _TOKENS}
-_OPENING: Final[_Plan] = {2: _TOKENS, 6: _PREDICTION}
+_OPENING: Final[_Plan] = {2: _TOKENS, 5: _PREDICTION}
+_STEP: Final[_Plan] = {2: _TOKENS}
 _ADDITION: Final[_Plan] = {2: _PREDICTION}
 
 _PLANS: Final[dict[str, _Plan]] = {
@@ -46,11 +47,12 @@ _PLANS: Final[dict[str, _Plan]] = {
     "retriever.v1.OpenSessionRequest": _OPENING,
     "retriever.v1.AddPredictionsRequest": _ADDITION,
     "retriever.v1.CloseSessionRequest": {2: _TOKENS},
+    "retriever.v1.StepRequest": {1: _STEP},
     "retriever.v1.DraftStreamRequest": {
-        1: {2: _TOKENS},
+        1: _STEP,
         3: _OPENING,
         4: {2: _TOKENS},
-        9: _ADDITION,
+        8: _ADDITION,
     },
 }
 """Where lists of token ids are: field numbers of a message, and of the messages in it."""
@@ -62,7 +64,7 @@ message down to the one that has it."""
 STEPS: Final = 1
 OPENINGS: Final = 3
 CLOSINGS: Final = 4
-ADDITIONS: Final = 9
+ADDITIONS: Final = 8
 
 
 def lists_within(lists: Mapping[Path, memoryview], *path: int) -> Mapping[Path, memoryview]:

@@ -501,7 +501,9 @@ def padded_budgets(message: pb.DraftStreamRequest, default_nodes: int) -> list[i
     ]
 
 
-def pad(response: pb.DraftStreamResponse | pb.DraftResponse, budgets: Iterable[int]) -> None:
+def pad(
+    response: pb.DraftStreamResponse | pb.DraftResponse | pb.StepResponse, budgets: Iterable[int]
+) -> None:
     """Add bytes to a response until its size depends on what was asked alone.
 
     Every tree counts as if it had all the nodes of the largest budget, rounded up to a power of
@@ -530,7 +532,8 @@ def pad_request(message: pb.DraftStreamRequest) -> None:
 
 
 def _fill(
-    message: pb.DraftStreamRequest | pb.DraftStreamResponse | pb.DraftResponse, size: int
+    message: pb.DraftStreamRequest | pb.DraftStreamResponse | pb.DraftResponse | pb.StepResponse,
+    size: int,
 ) -> None:
     """Add padding until a message has so many bytes, if it has less."""
     missing = size - message.ByteSize()

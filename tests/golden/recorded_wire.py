@@ -391,7 +391,6 @@ OPENING: Final = pb.OpenSessionRequest(
     session_id="s",
     prompt=PROMPT,
     vocabulary_fingerprint="ab" * 32,
-    client=pb.Client(name="engine", incarnation=7),
     predictions=EXPECTED,
     group="samples",
     policy_version=4,
@@ -400,6 +399,13 @@ OPENING: Final = pb.OpenSessionRequest(
 FOUND: Final = pb.Findings(contexts=b"\3" + bytes(7), token_ids=bytes(32), log_odds=bytes(32))
 ADDING: Final = pb.AddPredictionsRequest(session_id="s", predictions=EXPECTED)
 CLOSING: Final = pb.CloseSessionRequest(session_id="s", new_token_ids=PHRASES[3][5:])
+
+
+def _calling(name: str, new: Sequence[int], length: int) -> pb.StepRequest:
+    step = pb.SessionStep(session_id=name, new_token_ids=new, length=length, budget_nodes=4)
+    return pb.StepRequest(step=step)
+
+
 CALLS: Final[Sequence[tuple[str, Message | bytes]]] = [
     ("GetServerInfo", pb.GetServerInfoRequest()),
     ("ListIndexes", pb.ListIndexesRequest()),
@@ -424,12 +430,16 @@ CALLS: Final[Sequence[tuple[str, Message | bytes]]] = [
     ("OpenSession", pb.OpenSessionRequest(session_id="t", oldest_version=1)),
     ("OpenSession", pb.OpenSessionRequest(session_id="t", group="g" * 257)),
     ("OpenSession", pb.OpenSessionRequest(session_id="t", predictions=[pb.Prediction(label="x")])),
-    ("OpenSession", pb.OpenSessionRequest(session_id="t", client=pb.Client(incarnation=1))),
-    ("OpenSession", pb.OpenSessionRequest(session_id="t", client=pb.Client(name="engine"))),
+    ("OpenSession", pb.OpenSessionRequest(session_id="t")),
     ("AddPredictions", ADDING),
     ("AddPredictions", pb.AddPredictionsRequest(session_id="none", predictions=EXPECTED)),
     ("AddPredictions", pb.AddPredictionsRequest(session_id="s", predictions=65 * EXPECTED)),
+    ("Step", pb.StepRequest()),
+    ("Step", _calling("s", PHRASES[3][:5], len(PROMPT) + 5)),
+    ("Step", _calling("s", PHRASES[3][:5], len(PROMPT) + 5)),
+    ("Step", _calling("none", [], 0)),
     ("CloseSession", pb.CloseSessionRequest(session_id="s", new_token_ids=[50])),
+    ("CloseSession", pb.CloseSessionRequest(session_id="s", length=1)),
     ("CloseSession", CLOSING),
     ("CloseSession", CLOSING),
     ("ShareFindings", pb.ShareFindingsRequest(model_fingerprint=MODEL, findings=FOUND)),
@@ -464,7 +474,6 @@ OUTCOMES: Final = [pb.Outcome(token_ids=PHRASES[3][5:7]), pb.Outcome(token_ids=[
 STREAMED: Final[Sequence[pb.DraftStreamRequest]] = [
     pb.DraftStreamRequest(
         sequence_number=1,
-        client=pb.Client(name="engine", incarnation=7),
         openings=[OPENING, OTHER, OTHER, pb.OpenSessionRequest()],
         steps=[_step("s", [], _N), _step("t", [], 20, budget_nodes=4)],
     ),

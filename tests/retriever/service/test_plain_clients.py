@@ -1,0 +1,155 @@
+"""Clients that have the contract alone: a step is a call, an end may be repeated."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from retriever.drafter import DraftRequest
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.statuses import error_of, refusal_of
+from tests.retriever.security.in_process import serving
+
+ROOT = Path(__file__).parents[3]
+CLIENT = ROOT / "examples" / "grpc" / "draft_client.py"
+PROMPT = [1, 2, 3, 4, 5] * 6
+
+
+@pytest.fixture
+def stub() -> Iterator[RetrieverServiceStub]:
+    drafter = EmbeddedDrafter()
+    with serving(drafter) as address, grpc.insecure_channel(address) as channel:
+        yield RetrieverServiceStub(channel)
+    drafter.shut_down()
+
+
+def opened(stub: RetrieverServiceStub, name: str = "s") -> None:
+    stub.OpenSession(pb.OpenSessionRequest(session_id=name, prompt=PROMPT))
+
+
+def step(name: str, tokens: list[int], length: int, **more: object) -> pb.StepRequest:
+    return pb.StepRequest(
+        step=pb.SessionStep(session_id=name, new_token_ids=tokens, length=length, **more)  # type: ignore[arg-type]  # fields of the message
+    )
+
+
+def test_a_client_from_the_contract_alone_drafts_as_in_process(tmp_path: Path) -> None:
+    made = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}"]
+    made += [f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
+    subprocess.run([*made, "retriever/v1/retriever.proto"], check=True, cwd=tmp_path)
+    steps = [PROMPT, [1], [2, 3], [9], [1, 2]]
+    lines = "\n".join(" ".join(map(str, tokens)) for tokens in steps)
+    drafter = EmbeddedDrafter()
+    with serving(drafter) as address:
+        ran = subprocess.run(
+            [sys.executable, str(CLIENT), address],
+            input=lines + "\n",
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    *drafts, keeping = map(json.loads, ran.stdout.splitlines())
+    assert keeping == "KEEPING_MEMORY"
+    alone, length = EmbeddedDrafter(), len(PROMPT)
+    alone.open("a", np.array(PROMPT, np.int32))
+    for tokens, draft in zip(steps[1:], drafts, strict=True):
+        length += len(tokens)
+        request = DraftRequest("a", np.array(tokens, np.int32), length, 8)
+        (tree,) = alone.draft([request])
+        assert draft == [tree.token_ids.tolist(), tree.parents.tolist()]
+    assert any(tokens for tokens, _ in drafts)
+    alone.shut_down()
+    drafter.shut_down()
+
+
+def test_a_step_that_is_a_call_drafts_as_one_of_a_stream(stub: RetrieverServiceStub) -> None:
+    opened(stub, "called")
+    outcomes = [pb.Outcome(token_ids=[2]), pb.Outcome(token_ids=[3])]
+    called = stub.Step(step("called", [1], 31, outcomes=outcomes))
+    streamed = next(
+        stub.DraftStream(
+            iter(
+                [
+                    pb.DraftStreamRequest(
+                        sequence_number=1,
+                        openings=[pb.OpenSessionRequest(session_id="streamed", prompt=PROMPT)],
+                        steps=[step("streamed", [1], 31, outcomes=outcomes).step],
+                    )
+                ]
+            )
+        )
+    )
+    assert called.tree == streamed.trees[0]
+    assert called.tree.token_ids
+    assert list(called.outcome_trees) == list(streamed.outcome_trees[0].trees)
+    assert len(called.outcome_trees) == 2
+
+
+def refused(call: object, request: object) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as raised:
+        call(request)  # type: ignore[operator]  # a stub's
+    error = raised.value
+    assert str(error_of(error))
+    return error.code(), refusal_of(error.trailing_metadata()).reason
+
+
+def test_what_a_step_is_refused_for_is_the_status_of_the_call(stub: RetrieverServiceStub) -> None:
+    assert refused(stub.Step, pb.StepRequest())[0] is grpc.StatusCode.INVALID_ARGUMENT
+    unknown = refused(stub.Step, step("nobody", [1], 1))
+    assert unknown == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SESSION")
+    opened(stub)
+    lost = refused(stub.Step, step("s", [1], 99))
+    assert lost == (grpc.StatusCode.ABORTED, "OUT_OF_SEQUENCE")
+    beyond = refused(stub.Step, step("s", [1], 31, budget_nodes=1 << 20))
+    assert beyond == (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED")
+    stub.Step(step("s", [1], 31))
+    repeated = refused(stub.Step, step("s", [1], 31))  # it was made, and its length is known
+    assert repeated == (grpc.StatusCode.ABORTED, "OUT_OF_SEQUENCE")
+    stub.Step(step("s", [2], 32))
+    stub.CloseSession(pb.CloseSessionRequest(session_id="s"))
+    assert refused(stub.Step, step("s", [1], 33))[1] == "UNKNOWN_SESSION"
+
+
+def test_a_lost_last_step_is_noticed_and_an_end_may_be_repeated(
+    stub: RetrieverServiceStub,
+) -> None:
+    opened(stub)
+    stub.Step(step("s", [1], 31))
+    lost = pb.CloseSessionRequest(session_id="s", new_token_ids=[3], length=33)
+    assert refused(stub.CloseSession, lost) == (grpc.StatusCode.ABORTED, "OUT_OF_SEQUENCE")
+    stub.Step(step("s", [2], 32))  # it is open still
+    closing = pb.CloseSessionRequest(session_id="s", new_token_ids=[3], length=33)
+    first = stub.CloseSession(closing)
+    assert first.keeping == pb.KEEPING_MEMORY
+    assert stub.CloseSession(closing) == first
+    other = pb.CloseSessionRequest(session_id="s", new_token_ids=[3], length=34)
+    assert refused(stub.CloseSession, other)[1] == "UNKNOWN_SESSION"
+    unstated = pb.CloseSessionRequest(session_id="s", new_token_ids=[3])
+    assert refused(stub.CloseSession, unstated)[1] == "UNKNOWN_SESSION"
+    stub.DeleteSessionData(pb.DeleteSessionDataRequest(session_id="s"))
+    assert refused(stub.CloseSession, closing)[1] == "UNKNOWN_SESSION"  # nothing is left of it
+    opened(stub)  # a new one of the name
+    assert refused(stub.CloseSession, closing)[1] == "OUT_OF_SEQUENCE"
+    ended = pb.CloseSessionRequest(session_id="s", length=30)
+    assert stub.CloseSession(ended).keeping == pb.KEEPING_NOTHING
+
+
+def test_fingerprints_are_of_either_case(stub: RetrieverServiceStub) -> None:
+    lower, upper = "ab" * 32, "AB" * 32
+    for number, fingerprint in enumerate((lower, upper, "aB" * 32)):
+        opening = pb.OpenSessionRequest(
+            session_id=str(number), prompt=PROMPT, vocabulary_fingerprint=fingerprint
+        )
+        stub.OpenSession(opening)
+    strange = pb.DraftRequest(context=PROMPT, vocabulary_fingerprint="CD" * 32)
+    assert refused(stub.Draft, strange)[1] == "VOCABULARY_MISMATCH"
