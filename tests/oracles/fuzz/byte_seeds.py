@@ -55,6 +55,7 @@ def _calls() -> list[bytes]:
         [pb.DraftRequest(context=PROMPT, budget_nodes=8, min_probability=0.1)],
         [pb.ExplainRequest(context=PROMPT, budget_nodes=4, max_documents=2)],
         [opening, pb.DraftStreamRequest(sequence_number=1, steps=[step]), closing],
+        [opening, pb.StepRequest(step=step), closing],
         [first, second, second],
         [predicting, adding, pb.DraftStreamRequest(sequence_number=1, steps=[step])],
         [pb.DraftStreamRequest(sequence_number=1, openings=[predicting], predictions=[adding])],

@@ -76,6 +76,10 @@ class CallContext:
         """Return what the call was ended with besides its status."""
         return self._trailing
 
+    def time_remaining(self) -> float | None:
+        """Return None: it has no deadline."""
+        return None
+
     async def abort(
         self,
         code: grpc.StatusCode,

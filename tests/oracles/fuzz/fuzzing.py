@@ -238,6 +238,9 @@ class _Context:
     def __init__(self, tenant: str) -> None:
         self.caller = _Caller(tenant)
 
+    def time_remaining(self) -> float | None:
+        return None
+
     async def abort(self, code: grpc.StatusCode, details: str = "", *_: object) -> NoReturn:
         if "\n" in details or any(str(secret) in details for secret in SECRETS[:40]):
             raise LeakError(details)

@@ -239,7 +239,7 @@ def test_long_predictions_are_cut_out_where_they_stand() -> None:
     cut = parsed(content, pb.DraftStreamRequest.FromString, "retriever.v1.DraftStreamRequest")
     assert isinstance(cut, LongMessage)
     rest, lists = opened(cut)
-    assert set(lists) == {(3, 1), (3, 1, 6, 1), (9, 0, 2, 0)}
+    assert set(lists) == {(3, 1), (3, 1, 5, 1), (8, 0, 2, 0)}
     assert list(rest.openings[1].predictions[0].token_ids) == [1]
     assert not rest.openings[1].predictions[1].token_ids
     assert list(rest.predictions[0].predictions[1].token_ids) == [3]

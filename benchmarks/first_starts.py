@@ -1,4 +1,4 @@
-"""What a first start takes where no kernel is kept: `python -m benchmarks.cold_start`.
+"""What a first start takes where no kernel is kept: `python -m benchmarks.first_starts`.
 
 Each part runs in a process of its own, with an empty folder for kernels and once more with all of
 them. Told are seconds by the clock and of processors; what an engine has compiled beside is not in
