@@ -52,6 +52,11 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.AddPredictionsResponse:
         raise NotImplementedError
 
+    def Step(  # noqa: N802
+        self, request: pb.StepRequest, context: Any
+    ) -> pb.StepResponse:
+        raise NotImplementedError
+
     def DraftStream(  # noqa: N802
         self, request_iterator: Iterator[pb.DraftStreamRequest], context: Any
     ) -> Iterator[pb.DraftStreamResponse]:
