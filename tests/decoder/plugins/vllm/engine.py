@@ -80,8 +80,8 @@ class Watched:
         """Note what a drafter is told of each session, and what it is asked to draft behind."""
         begin, draft = drafter.open, drafter.draft
 
-        def noting_open(session: str, prompt: Any, **options: Any) -> None:
-            begin(session, prompt, **options)
+        def noting_open(session: str, prompt: Any, *options: Any) -> None:
+            begin(session, prompt, *options)
             self._told[session] = prompt.tolist()
 
         def noting_draft(requests: Any) -> Any:
@@ -250,7 +250,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             "failures": sessions.num_failures,
         }
         proposer = watcher.proposer
-        report["sessions_of_drafter"] = getattr(proposer.drafter, "num_sessions", None)
+        if hasattr(proposer.drafter, "stats"):  # one of this process
+            report["sessions_of_drafter"] = proposer.drafter.stats(census=False).num_sessions
         proposer.shut_down()
         report["exposed"] = exposed()
     return report | {"counts": counts(llm)}
