@@ -215,14 +215,14 @@ overlap, while a search waits for one after the other: 32 and 64 are slower, 256
 RECENT_SIZE: Final = 1 << 12
 """Entries in the table of recent tokens, by token id modulo the size."""
 
-MAX_FOLLOWERS: Final = 4
+MAX_FOLLOWERS: Final = 8
 """Most occurrences in the sequence that are read for one node."""
 
 NUM_RANKS: Final = 256
 """Ranks that probabilities are sorted into, a sixteenth of an octave each."""
 
-MAX_SUCCESSORS: Final = 86
-"""Most candidates for a node that no row predicts: 64 from the phrase tables, 6 from the sequence
+MAX_SUCCESSORS: Final = 92
+"""Most candidates for a node that no row predicts: 64 from the phrase tables, 12 from the sequence
 and 16 from generations."""
 
 NUM_TABLE_ORDERS: Final = 3

@@ -26,7 +26,7 @@ frequent has at most an n-th of a probability that must be large to matter.
 LEAST_SUCCESSORS: Final = (4, 2, 2)
 """Successors to read however improbable the node is."""
 
-MOST_FOLLOWERS: Final = (4, 2)
+MOST_FOLLOWERS: Final = (8, 4)
 """Occurrences to read in the sequence for contexts of one and two tokens."""
 
 _CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # what the shorter context counts, by order
