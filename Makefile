@@ -174,7 +174,7 @@ test-engine-node: install
 	$(BIN)/pytest --part all tests/decoder/engines/test_node_client.py
 
 # Engines do not wait for kernels, and their tests want drafts: so these are compiled first.
-COMPILE := python -m retriever.sessions.cold_start 2 4 groups predictions phrases ahead
+COMPILE := python -m retriever.sessions.cold_start 2 4 groups predictions phrases ahead decoder.drafters.fusion
 
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/$(COMPILE)
