@@ -72,8 +72,8 @@ def _written(llm: Any) -> None:
 
 
 PARTS: Final[dict[str, Callable[[], None]]] = {
-    "first draft": first_draft,
     "everything": everything,
+    "first draft": first_draft,
     "llama.cpp, plain": plain_llama_cpp,
     "llama.cpp": llama_cpp,
 }
@@ -87,7 +87,8 @@ def spent(part: str, root: Path, kernels: Path, *arguments: str) -> tuple[float,
         env=os.environ | {"PYTHONPATH": str(root), "NUMBA_CACHE_DIR": str(kernels)},
         cwd=root,
         check=True,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,  # no pipe: what compiles beside would hold it open
+        stderr=subprocess.DEVNULL,
     )
     after = os.times()
     of_children = after.children_user + after.children_system
@@ -104,21 +105,24 @@ def main(
 ) -> None:
     """Measure first starts."""
     roots = {"ours": HERE, **({} if against is None else {"against": against.resolve()})}
-    parts = ["first draft", "everything", *(["llama.cpp, plain", "llama.cpp"] if gguf else [])]
+    given = [] if gguf is None else [str(gguf.resolve())]
+    parts = [part for part in PARTS if gguf is not None or not part.startswith("llama.cpp")]
     found: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for name, root in roots.items():
-            with tempfile.TemporaryDirectory() as kernels:
-                given = [] if gguf is None else [str(gguf.resolve())]
-                for state in ("empty", "kept"):
-                    if state == "kept":
-                        spent("everything", root, Path(kernels))
-                    clock_s, processor_s = spent(part, root, Path(kernels), *given)
-                    found.setdefault(f"{part}, {name}", {})[state] = {
-                        "clock_s": round(clock_s, 2),
-                        "processor_s": round(processor_s, 2),
+    with tempfile.TemporaryDirectory() as folder:
+        filled = {name: Path(folder) / name for name in roots}
+        for part in parts:
+            for name, root in roots.items():
+                with tempfile.TemporaryDirectory() as unused:
+                    empty = filled[name] if part == "everything" else Path(unused)
+                    measured = {
+                        "empty": spent(part, root, empty, *given),
+                        "kept": spent(part, root, filled[name], *given),
                     }
-            print(f"{part}, {name}: {json.dumps(found[f'{part}, {name}'])}", flush=True)
+                found[f"{part}, {name}"] = {
+                    state: {"clock_s": round(clock_s, 2), "processor_s": round(processor_s, 2)}
+                    for state, (clock_s, processor_s) in measured.items()
+                }
+                print(f"{part}, {name}: {json.dumps(found[f'{part}, {name}'])}", flush=True)
     if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n")
 
