@@ -238,11 +238,13 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own.
+# Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own. The
+# contract itself goes with them, for `foredraft proto`.
 stubs:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
 	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
+	cp proto/retriever/v1/*.proto $(STUBS_OUT)/retriever/v1/
 
 # The committed stubs are those of the committed contract.
 stubs-check: install

@@ -84,12 +84,14 @@ def starts_the_command() -> bool:
 
 
 def _check_found(name: str, spec: ModuleSpec | None) -> None:
-    if spec is None or spec.origin is None:  # without an origin it is a bare folder
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    own = Path(__file__).parents[1] / name
+    if spec is None or (spec.origin is None and Path(folders[0]) == own):  # a bare folder is left
         raise ForeignPackageError(
             f"{OURS} is not whole: its package `{name}` is missing: {_reinstall()}", name=name
         )
-    if not _is_ours(name, spec.loader):
-        raise _in_the_way(name, spec.origin)
+    if spec.origin is None or not _is_ours(name, spec.loader):
+        raise _in_the_way(name, spec.origin or folders[0])
 
 
 def _is_ours(name: str, loader: Any) -> bool:
@@ -103,16 +105,27 @@ def _is_ours(name: str, loader: Any) -> bool:
 
 
 def _in_the_way(name: str, file: str) -> ForeignPackageError:
-    owner = _owner_of(name, file)
-    remedy = (
-        f"it came with the distribution `{owner}`: run `pip uninstall {owner}`, then "
-        f"{_reinstall()}, or use another environment"
-        if owner
-        else "rename it, or keep its folder off the path of Python"
-    )
     return ForeignPackageError(
-        f"{file} is in the way of the package `{name}` of {OURS}: {remedy}", name=name, path=file
+        f"{file} is in the way of the package `{name}` of {OURS}: {_remedy(name, file)}",
+        name=name,
+        path=file,
     )
+
+
+def _remedy(name: str, file: str) -> str:
+    owner = _owner_of(name, file)
+    if owner:
+        return (
+            f"it came with the distribution `{owner}`: run `pip uninstall {owner}`, then "
+            f"{_reinstall()}, or use another environment"
+        )
+    folder = Path(file) if Path(file).is_dir() else Path(file).parent
+    if (folder / "v1" / "retriever_pb2.py").is_file():
+        return (
+            f"these are stubs of {OURS}'s contract, which it has itself, in `retriever.v1`: remove "
+            "them, or have protoc write them to a folder that is not on the path of Python here"
+        )
+    return "rename it, or keep its folder off the path of Python"
 
 
 def _owner_of(name: str, file: str) -> str | None:

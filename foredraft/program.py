@@ -37,6 +37,7 @@ _CORE: Final = (
     _own("admin", "serve", "retriever", "Look into a running service, and change it."),
     _own("health", "serve", "retriever", "Say whether a service takes calls."),
     _own("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
+    _own("proto", "serve", "retriever", "Write the contract for clients in any language."),
     _own("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
     _own("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
     _own("documents", "look", "indexer", "List the documents of an index."),

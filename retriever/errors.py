@@ -99,6 +99,12 @@ class NotPossibleError(RetrieverError):
     reason = "NOT_POSSIBLE"
 
 
+class NotServedError(RetrieverError):
+    """A service does not do yet what is asked for, though the contract names it."""
+
+    reason = "NOT_SERVED"
+
+
 class UnknownIndexError(RetrieverError):
     """No such index is attached."""
 

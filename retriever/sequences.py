@@ -99,10 +99,9 @@ class TokenSequence:
         """Return int32[n - begin], a copy of the tokens from a position on."""
         return self._buffer[begin : self._length].copy()
 
-    def ids_since(self, begin: int) -> list[int]:
-        """Return the tokens from a position on as a list: faster for few."""
-        ids: list[int] = self._buffer[begin : self._length].tolist()
-        return ids
+    def bytes_since(self, begin: int) -> bytes:
+        """Return the tokens from a position on, 4 bytes each."""
+        return self._buffer[begin : self._length].tobytes()
 
     def begins(self, tokens: TokenIds) -> bool:
         """Return whether int32[n] begins with this sequence; compares all tokens."""

@@ -196,6 +196,14 @@ class DraftTree:
         begin = len(block) // NODE_BYTES * before
         return np.ndarray(self._size, dtype, block, begin)
 
+    def packed(self) -> bytes:
+        """Return 13 bytes for each node: all ids, all parents, all probabilities, all sources."""
+        block = self._block
+        if block is not None and len(block) == NODE_BYTES * self._size:
+            return bytes(block)
+        arrays = (self.token_ids, self.parents, self.probabilities, self.sources)
+        return b"".join([each.tobytes() for each in arrays])
+
     def __repr__(self) -> str:
         return (
             f"DraftTree(token_ids={self.token_ids!r}, parents={self.parents!r}, "

@@ -1,6 +1,11 @@
 """The wire contract keeps rules that buf does not know."""
 
+import re
 from pathlib import Path
+
+from google.protobuf import json_format
+
+from retriever.v1 import retriever_pb2 as pb
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,3 +41,21 @@ def test_every_field_of_the_contract_is_documented_with_its_default() -> None:
             num_fields += 1
         comment = ""
     assert num_fields > 20
+
+
+def examples() -> dict[str, str]:
+    """Return the example message of each call, in JSON, by the call's name."""
+    text = (ROOT / "proto" / "retriever" / "v1" / "retriever.proto").read_text()
+    found: dict[str, str] = {}
+    for comment, name in re.findall(r"((?:^  //.*\n)+)^  rpc (\w+)\(", text, re.MULTILINE):
+        lines = [line.removeprefix("  //").strip() for line in comment.splitlines()]
+        found[name] = " ".join(lines[lines.index("Example:") + 1 :])
+    return found
+
+
+def test_each_call_has_an_example() -> None:
+    calls = pb.DESCRIPTOR.services_by_name["RetrieverService"].methods
+    assert examples().keys() == {call.name for call in calls}
+    for call in calls:
+        request = getattr(pb, f"{call.name}Request")()
+        json_format.Parse(examples()[call.name], request)

@@ -17,6 +17,7 @@ from grpc import aio
 
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.channels import server_options
+from retriever.wire.reading import MOST_NUMBERS
 
 _SERVICE: Final = "/retriever.v1.RetrieverService/"
 _LONG: Final = 1_000_000
@@ -73,10 +74,9 @@ class Attacker:
             else:
                 self._tally.answered += 1
 
-    def tokens(self, num: int) -> list[int]:
-        """Return random token ids."""
-        ids: list[int] = self._rng.integers(0, _VOCABULARY, num).tolist()
-        return ids
+    def tokens(self, num: int) -> bytes:
+        """Return random token ids, as bytes: a million of them are refused as numbers."""
+        return self._rng.integers(0, _VOCABULARY, num, np.int32).tobytes()
 
     def call(self, method: str, request: bytes) -> Any:
         """Begin a call of bytes."""
@@ -86,8 +86,18 @@ class Attacker:
     def bare(self, num_tokens: int) -> Callable[[], Awaitable[None]]:
         """Draft for a bare context."""
         request = pb.DraftRequest(
-            context=self.tokens(num_tokens), budget_nodes=_NODES
+            context_bytes=self.tokens(num_tokens), budget_nodes=_NODES
         ).SerializeToString()
+
+        async def once() -> None:
+            await self.call("Draft", request)
+
+        return once
+
+    def numbers(self) -> Callable[[], Awaitable[None]]:
+        """Draft for a context of as many numbers as a message may hold."""
+        context = np.frombuffer(self.tokens(MOST_NUMBERS), np.int32).tolist()
+        request = pb.DraftRequest(context=context, budget_nodes=_NODES).SerializeToString()
 
         async def once() -> None:
             await self.call("Draft", request)
@@ -96,7 +106,7 @@ class Attacker:
 
     def abandoned(self) -> Callable[[], Awaitable[None]]:
         """Begin a hundred drafts for long contexts, and cancel them."""
-        request = pb.DraftRequest(context=self.tokens(1 << 16)).SerializeToString()
+        request = pb.DraftRequest(context_bytes=self.tokens(1 << 16)).SerializeToString()
 
         async def once() -> None:
             calls = [self.call("Draft", request) for _ in range(100)]
@@ -110,7 +120,7 @@ class Attacker:
     def explained(self) -> Callable[[], Awaitable[None]]:
         """Have 32 drafts explained at once."""
         request = pb.ExplainRequest(
-            context=self.tokens(2000), budget_nodes=_NODES, max_documents=16
+            context_bytes=self.tokens(2000), budget_nodes=_NODES, max_documents=16
         ).SerializeToString()
 
         async def once() -> None:
@@ -122,10 +132,10 @@ class Attacker:
         """Open with a long prompt and close; open with none and close with a long output."""
         name = f"long{self._number}"
         tokens = self.tokens(_LONG)
-        opening = pb.OpenSessionRequest(session_id=name, prompt=tokens).SerializeToString()
+        opening = pb.OpenSessionRequest(session_id=name, prompt_bytes=tokens).SerializeToString()
         closing = pb.CloseSessionRequest(session_id=name).SerializeToString()
         empty = pb.OpenSessionRequest(session_id=name).SerializeToString()
-        long = pb.CloseSessionRequest(session_id=name, new_token_ids=tokens).SerializeToString()
+        long = pb.CloseSessionRequest(session_id=name, new_token_bytes=tokens).SerializeToString()
 
         async def once() -> None:
             for method, request in (
@@ -142,12 +152,12 @@ class Attacker:
         """Do the same, and a step of a million tokens, within a stream."""
         name = f"streamed{self._number}"
         tokens = self.tokens(_LONG)
-        opening = pb.OpenSessionRequest(session_id=name, prompt=tokens)
+        opening = pb.OpenSessionRequest(session_id=name, prompt_bytes=tokens)
         empty = pb.OpenSessionRequest(session_id=name)
         closing = pb.CloseSessionRequest(session_id=name)
-        long = pb.CloseSessionRequest(session_id=name, new_token_ids=tokens)
+        long = pb.CloseSessionRequest(session_id=name, new_token_bytes=tokens)
         step = pb.SessionStep(
-            session_id=name, new_token_ids=tokens, length=_LONG, budget_nodes=_NODES
+            session_id=name, new_token_bytes=tokens, length=_LONG, budget_nodes=_NODES
         )
         return self.streaming(
             [
@@ -161,7 +171,7 @@ class Attacker:
         """Ask for steps of many sequences."""
         names = [f"wide{self._number}-{at}" for at in range(num_sequences)]
         openings = [
-            pb.OpenSessionRequest(session_id=name, prompt=self.tokens(64)) for name in names
+            pb.OpenSessionRequest(session_id=name, prompt_bytes=self.tokens(64)) for name in names
         ]
         steps = [pb.SessionStep(session_id=name, length=64, budget_nodes=_NODES) for name in names]
         return self.streaming(
@@ -208,6 +218,7 @@ class Attacker:
 
 ATTACKS: Final[dict[str, tuple[int, Callable[[Attacker], Callable[[], Awaitable[None]]]]]] = {
     "bare-64k": (4, lambda attacker: attacker.bare(1 << 16)),
+    "numbers-64k": (4, Attacker.numbers),
     "bare-1m": (4, lambda attacker: attacker.bare(_LONG)),
     "sessions-1m": (4, Attacker.sessions),
     "streamed-1m": (4, Attacker.sessions_in_stream),

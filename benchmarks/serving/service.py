@@ -29,7 +29,7 @@ from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import add_step
+from retriever.wire.messages import PACKED, add_step
 
 _PROMPT: Final = 400
 _ROUNDS: Final = 10
@@ -261,9 +261,9 @@ def _message(number: int, step: Sequence[DraftRequest]) -> pb.DraftStreamRequest
 def _stepping(
     number: int, step: Sequence[DraftRequest], names: Sequence[str]
 ) -> pb.DraftStreamRequest:
-    message = pb.DraftStreamRequest(sequence_number=number)
+    message = pb.DraftStreamRequest(sequence_number=number, tree_form=PACKED)
     for request, name in zip(step, names, strict=True):
-        add_step(message, request, name, request.new_tokens.tolist())
+        add_step(message, request, name, request.new_tokens.tobytes())
     return message
 
 

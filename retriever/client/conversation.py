@@ -31,6 +31,7 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
+    PACKED,
     add_step,
     addition_message,
     closing_message,
@@ -136,13 +137,13 @@ class PendingCloses:
         return bool(self._closings)
 
     def close(
-        self, wire_name: str, new_tokens: Iterable[int] = (), output: TokenIds | None = None
+        self, wire_name: str, new_tokens: bytes = b"", output: TokenIds | None = None
     ) -> None:
         """Close a session.
 
         Args:
             wire_name: its name.
-            new_tokens: tokens that the server has not been told of.
+            new_tokens: ids that the server has not been told of, as bytes.
             output: int32[n], what the server remembers on close; None to remember nothing.
         """
         closing = closing_message(wire_name, new_tokens, remember=output is not None)
@@ -186,7 +187,7 @@ class PendingCloses:
             output = self._outputs.popleft()
             self._num_tokens -= _size(output)
             message.openings.append(opening_message(name, output[:0], DEFAULT, fingerprint))
-            message.closings.append(closing_message(name, output.tolist(), remember=True))
+            message.closings.append(closing_message(name, output.tobytes(), remember=True))
             outputs.append(output)
         return outputs
 
@@ -416,8 +417,7 @@ class Conversation:
                 continue
             if known.predictions is not sequence.predictions:
                 self._add_predictions(name, known, sequence, message)
-            new_ids = sequence.ids_since(known.length)
-            add_step(message, request, known.wire_name, new_ids)
+            add_step(message, request, known.wire_name, sequence.bytes_since(known.length))
             known.length, known.is_asked = request.length, True
             requests[known.wire_name] = request
         outputs = self._closes.add_closings(message)
@@ -435,7 +435,7 @@ class Conversation:
             self._closes.close(known.wire_name)
             self._closes.tell(output)
         else:
-            missed = sequence.ids_since(known.length)
+            missed = sequence.bytes_since(known.length)
             self._closes.close(known.wire_name, missed, output)
 
     def rest(self, now_s: float) -> pb.DraftStreamRequest | None:
@@ -564,7 +564,7 @@ class Conversation:
 
     def _message(self) -> pb.DraftStreamRequest:
         self._number += 1
-        return pb.DraftStreamRequest(sequence_number=self._number)
+        return pb.DraftStreamRequest(sequence_number=self._number, tree_form=PACKED)
 
     def _wire_name(self) -> str:
         return f"{self._prefix}/{next(self._names)}"

@@ -5,7 +5,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Final, Self
@@ -45,6 +45,7 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.messages import (
+    PACKED,
     add_step,
     addition_message,
     closing_message,
@@ -331,34 +332,32 @@ class Calls(OfOneProcess):
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 
-_NOTHING: Final[list[int]] = []
-
 
 @dataclass(slots=True)
 class _Told:
     """Tokens that a service knows of a session beyond those that its caller committed.
 
     Attributes:
-        noted: token ids noted by the service in a step that was refused for other sessions.
+        noted: token ids, as bytes, that the service noted in a step that was refused for other
+            sessions.
         is_lost: whether a step got no answer, so that the service's state is unknown.
     """
 
-    noted: list[int] = field(default_factory=list)
+    noted: bytes = b""
     is_lost: bool = False
 
-    def untold(self, session: str, new_ids: list[int]) -> list[int]:
-        """Return a session's new tokens that the service has not noted.
+    def untold(self, session: str, new_tokens: bytes) -> bytes:
+        """Return a session's new tokens that the service has not noted, as bytes.
 
         Raises:
             DrafterUnavailableError: it has noted other tokens.
         """
-        num_noted = len(self.noted)
-        if new_ids[:num_noted] != self.noted:
+        if not new_tokens.startswith(self.noted):
             self.is_lost = True
             raise DrafterUnavailableError(
                 f"session {shown(session)} was lost: its service noted tokens that were taken back"
             )
-        return new_ids[num_noted:]
+        return new_tokens[len(self.noted) :]
 
 
 class RemoteDrafter(Calls):
@@ -431,14 +430,16 @@ class RemoteDrafter(Calls):
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
-        return self._drafted(pb.DraftStreamRequest(), without_outcomes(requests))[0]
+        return self._drafted(pb.DraftStreamRequest(tree_form=PACKED), without_outcomes(requests))[0]
 
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
         """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`."""
         timeout_us = timeout_to_wire(min(timeout_s, self._timeout_s))
-        return self._drafted(pb.DraftStreamRequest(timeout_us=timeout_us), requests)[1]
+        return self._drafted(
+            pb.DraftStreamRequest(timeout_us=timeout_us, tree_form=PACKED), requests
+        )[1]
 
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -450,13 +451,13 @@ class RemoteDrafter(Calls):
             new_tokens: integers[n], tokens committed since its last request.
             remember: false to keep nothing of it; overrides the value at `open`.
         """
-        ids = [] if new_tokens is None else tokens_to_wire(new_tokens)
+        ids = b"" if new_tokens is None else tokens_to_wire(new_tokens)
         self._follow_fork()
         told = self._sessions.remove(session)
         with suppress(DrafterUnavailableError):
             ids = told.untold(session, ids)
         message = closing_message(
-            self._prefix + session, [] if told.is_lost else ids, remember=remember
+            self._prefix + session, b"" if told.is_lost else ids, remember=remember
         )
         try:
             self._call(self._stub.CloseSession, message)
@@ -534,7 +535,7 @@ class RemoteDrafter(Calls):
         response: pb.DraftStreamResponse,
         message: pb.DraftStreamRequest,
         told: Sequence["_Told"],
-        new_ids: Sequence[list[int]],
+        new_ids: Sequence[bytes],
     ) -> None:
         """Raise the refusal of a step; its other sessions have been noted.
 
@@ -544,7 +545,7 @@ class RemoteDrafter(Calls):
         refused = {each.session_id for each in response.statuses if not is_late(each)}
         for step, known, ids in zip(message.steps, told, new_ids, strict=True):
             if not refused:
-                known.noted = _NOTHING
+                known.noted = b""
             elif step.session_id not in refused and "" not in refused:
                 known.noted = ids
         for status in response.statuses:

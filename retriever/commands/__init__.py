@@ -263,6 +263,7 @@ app = command_line(
         "explain": explain,
         "health": "retriever.commands.health_command:health",
         "info": "retriever.commands.info_command:info",
+        "proto": "retriever.commands.proto_command:proto",
         "export": export,
         "access": "retriever.commands.access_command:app",
         "admin": "retriever.commands.admin_command:app",

@@ -114,8 +114,17 @@ class Predictions:
 
     def place_of(self, position: int) -> PredictedPlace:
         """Return where a position of the store is."""
+        text, begin = self._text_at(position)
+        return PredictedPlace(self._labels[text], position - begin)
+
+    def before(self, position: int) -> TokenIds:
+        """Return int32[n], a view of the tokens before a position of the store, of its text."""
+        return self._store.tokens[self._text_at(position)[1] : position]
+
+    def _text_at(self, position: int) -> tuple[int, int]:
+        """Return the text that a position of the store is in, and where that begins."""
         text = int(np.searchsorted(self._starts, position, "right")) - 1
-        return PredictedPlace(self._labels[text], position - int(self._starts[text]))
+        return text, int(self._starts[text])
 
     def clear(self) -> None:
         """Overwrite the tokens: an ended sequence leaves nothing in memory."""

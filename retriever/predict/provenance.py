@@ -7,7 +7,7 @@ or generations.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -207,9 +207,9 @@ class _Tracer:
         if len(rows):
             return self._of_rows(node, source, rows)
         path = self._tree.token_ids[self._tree.path_to(node)]
-        text = np.concatenate([self._context[-_MAX_ORDER:], path])
         if source == Source.CONTEXT:
-            return _followed(self._context, text)
+            return _followed(self._context, np.concatenate([self._context, path]))
+        text = np.concatenate([self._context[-_MAX_ORDER:], path])
         if source == Source.GENERATIONS:
             return _counted(self._databases.pool.generations.live, text)
         if source == Source.PHRASES:
@@ -231,18 +231,20 @@ class _Tracer:
         rows = rows[matches == matches.max()]
         before = int(self._depths[node]) - 1
         match_length, count = int(matches.max()) + before, len(rows)
+        path = self._tree.token_ids[self._tree.path_to(node)]
+        text = np.concatenate([self._context, path[:-1]])
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
             # What a trail offers is edited: another token may stand in the source.
-            places = places[self._context[places] == self._tree.token_ids[node]]
-            return Support(match_length, count, _some(places))
+            places = _some(places[self._context[places] == path[-1]])
+            longest = _longest(text, (self._context[:place] for place in places))
+            return Support(longest, count, places)
         if source == Source.PREDICTIONS and (known := self._databases.predictions) is not None:
-            found = _some(self._rows["position"][rows] + before)
-            predicted = tuple(known.place_of(position) for position in found)
-            return Support(match_length, count, predictions=predicted)
+            places = _some(self._rows["position"][rows] + before)
+            longest = _longest(text, map(known.before, places))
+            return Support(longest, count, predictions=tuple(map(known.place_of, places)))
         if source == Source.CORPUS:
-            path = self._tree.token_ids[self._tree.path_to(node)]
             matched = self._context[len(self._context) - int(matches.max()) :]
             return Support(match_length, count, ngram=(*matched.tolist(), *path.tolist()))
         return Support(match_length, count)
@@ -257,8 +259,27 @@ def _followed(context: TokenIds, text: TokenIds) -> Support:
             for back in range(1, order + 1):
                 places = places[context[places - back] == ngram[-1 - back]]
             if len(places):
-                return Support(order, len(places), _some(places))
+                named = _some(places)
+                longest = _longest(text[:-1], (context[:place] for place in named))
+                return Support(longest, len(places), named)
     return Support()
+
+
+_LOOKED_AT_FIRST: Final = 64  # tokens: most agreements are shorter
+
+
+def _longest(text: TokenIds, others: Iterable[TokenIds]) -> int:
+    """Return how many tokens a text and others have in common at their ends, at most."""
+    return max((_agreement(text, other) for other in others), default=0)
+
+
+def _agreement(text: TokenIds, other: TokenIds) -> int:
+    size = min(len(text), len(other))
+    for looked_at in (min(size, _LOOKED_AT_FIRST), size):
+        differs = np.flatnonzero(text[len(text) - looked_at :] != other[len(other) - looked_at :])
+        if len(differs):
+            return looked_at - 1 - int(differs[-1])
+    return size
 
 
 def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:

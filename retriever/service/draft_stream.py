@@ -8,9 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retriever.drafter import DraftRequest, Fate, Keeping
 from retriever.errors import (
     InvalidRequestError,
@@ -22,9 +19,7 @@ from retriever.operations.lifecycle import Lifecycle
 from retriever.sequences import SessionKey, check_batch
 from retriever.service.allowances import work_of_steps, work_of_tokens
 from retriever.service.scheduler import (
-    Lists,
     Scheduler,
-    tokens_in,
     tokens_of_addition,
     tokens_of_opening,
 )
@@ -32,11 +27,11 @@ from retriever.service.turns import Line
 from retriever.sessions.service_face import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.long_messages import ADDITIONS, CLOSINGS, OPENINGS, STEPS, lists_within
 from retriever.wire.messages import (
     DEFAULT_BUDGET_NODES,
     add_trees,
-    converting_requests,
+    new_tokens_of,
+    requests_from_message,
     tree_to_message,
 )
 from retriever.wire.statuses import late_status, session_status
@@ -113,7 +108,6 @@ class DraftStream:
         self._line = line
         self._lifecycle = lifecycle or Lifecycle()
         self._default_nodes = min(DEFAULT_BUDGET_NODES, self._state.limits.max_budget_nodes)
-        self._lists: Lists = {}
         self._lasting: deque[asyncio.Task[None]] = deque()
         self._number = answered
         self._last = pb.DraftStreamResponse(sequence_number=answered)
@@ -121,10 +115,8 @@ class DraftStream:
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
         self._fates: list[Fate] = []  # of outputs that are still to be written
 
-    async def answer(
-        self, message: pb.DraftStreamRequest, lists: Lists | None = None
-    ) -> pb.DraftStreamResponse:
-        """Return the response to a message, of which long lists of token ids are given as bytes.
+    async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        """Return the response to a message.
 
         Raises:
             InvalidRequestError: the message has no number.
@@ -133,10 +125,8 @@ class DraftStream:
         num_drafts = sum(1 + len(step.outcomes) for step in message.steps)
         await self._line.take((1 + num_drafts) * _SEQUENCE_S, _MESSAGE_S)
         try:
-            self._lists = lists or {}
             return await self._answer(message, read_at_s)
         finally:
-            self._lists = {}  # they hold the bytes of the whole message
             self._line.leave()
 
     async def _answer(
@@ -170,39 +160,30 @@ class DraftStream:
         if message.fail_opens:
             self._state.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
-            requests = await self._line.work(
-                converting_requests(message, self._default_nodes, await self._long_steps())
-            )
+            requests = requests_from_message(message, self._default_nodes)
             check_batch(requests, self._state.limits)
             self._check_counts(message)
             self._take_allowance(message, requests)
         except RetrieverError as error:
             _refuse(response, "", error)
             return response
-        for place, opening in enumerate(message.openings):
-            await self._open(opening, lists_within(self._lists, OPENINGS, place), response)
-        for place, addition in enumerate(message.predictions):
-            await self._expect(addition, lists_within(self._lists, ADDITIONS, place), response)
+        for opening in message.openings:
+            await self._open(opening, response)
+        for addition in message.predictions:
+            await self._expect(addition, response)
         began_s = time.perf_counter()
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
-        if not self._step(requests, response, deadline_s):
+        form = message.tree_form
+        if not self._step(requests, response, deadline_s, form):
             steps = await self._commit(requests, response)
-            await self._draft(steps, response, deadline_s)
-            await self._draft_ahead(requests, steps, response, deadline_s)
+            await self._draft(steps, response, deadline_s, form)
+            await self._draft_ahead(requests, steps, response, deadline_s, form)
         if requests:
             self._state.count_step(len(requests), time.perf_counter() - began_s)
-        for place, closing in enumerate(message.closings):
-            await self._close(closing, self._lists.get((CLOSINGS, place)), response)
+        for closing in message.closings:
+            await self._close(closing, response)
         response.num_not_kept = self._count_not_kept()
         return response
-
-    async def _long_steps(self) -> dict[int, NDArray[np.uint32]] | None:
-        """Convert the long lists of steps; return them by the steps' places."""
-        of_steps = {path: each for path, each in self._lists.items() if path[0] == STEPS}
-        if not of_steps:
-            return None
-        numbers = await self._scheduler.converted(self._line, self._tenant, of_steps)
-        return {place: each for (_, place), each in numbers.items()}
 
     def _take_allowance(
         self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
@@ -210,18 +191,9 @@ class DraftStream:
         if not self._scheduler.allowances.is_limited:
             return
         others = [
-            *(
-                tokens_of_opening(each, lists_within(self._lists, OPENINGS, at))
-                for at, each in enumerate(message.openings)
-            ),
-            *(
-                tokens_of_addition(each, lists_within(self._lists, ADDITIONS, at))
-                for at, each in enumerate(message.predictions)
-            ),
-            *(
-                tokens_in(each.new_token_ids, self._lists.get((CLOSINGS, at)))
-                for at, each in enumerate(message.closings)
-            ),
+            *map(tokens_of_opening, message.openings),
+            *map(tokens_of_addition, message.predictions),
+            *(new_tokens_of(each).num_tokens for each in message.closings),
         ]
         work = work_of_steps(requests) + sum(map(work_of_tokens, others))
         self._scheduler.take_allowance(self._tenant, work)
@@ -247,12 +219,11 @@ class DraftStream:
     async def _open(
         self,
         opening: pb.OpenSessionRequest,
-        lists: Lists,
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
             self._lifecycle.check_opening()
-            session = await self._scheduler.open_session(self._line, opening, self._tenant, lists)
+            session = await self._scheduler.open_session(self._line, opening, self._tenant)
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
         else:
@@ -261,11 +232,10 @@ class DraftStream:
     async def _expect(
         self,
         addition: pb.AddPredictionsRequest,
-        lists: Lists,
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            await self._scheduler.add_predictions(self._line, addition, self._tenant, lists)
+            await self._scheduler.add_predictions(self._line, addition, self._tenant)
         except RetrieverError as error:
             _refuse(response, addition.session_id, error)
 
@@ -274,6 +244,7 @@ class DraftStream:
         requests: Sequence[DraftRequest],
         response: pb.DraftStreamResponse,
         deadline_s: float | None,
+        form: pb.TreeForm,
     ) -> bool:
         """Commit and draft at once, where that is a piece of work and all fit.
 
@@ -294,7 +265,7 @@ class DraftStream:
         use = self._scheduler.uses.of(self._tenant)
         use.tokens += sum(len(each.new_tokens) for each in requests)
         use.drafts += len(trees)
-        use.nodes += add_trees(response, trees)
+        use.nodes += add_trees(response, trees, form)
         return True
 
     async def _commit(
@@ -331,6 +302,7 @@ class DraftStream:
         steps: Sequence[CheckedRequest | None],
         response: pb.DraftStreamResponse,
         deadline_s: float | None,
+        form: pb.TreeForm,
     ) -> None:
         """Add a tree for each step until the client's timeout has passed."""
         use, at = self._scheduler.uses.of(self._tenant), 0
@@ -341,7 +313,7 @@ class DraftStream:
                 return
             part = steps[at : at + _size_of_part(steps, at)]
             use.drafts += sum(step is not None for step in part)
-            use.nodes += add_trees(response, self._drafter.draft_each(part))
+            use.nodes += add_trees(response, self._drafter.draft_each(part), form)
             at += len(part)
             if self._line.is_over:
                 await self._line.give_way()
@@ -352,6 +324,7 @@ class DraftStream:
         steps: Sequence[CheckedRequest | None],
         response: pb.DraftStreamResponse,
         deadline_s: float | None,
+        form: pb.TreeForm,
     ) -> None:
         """Add trees for what may come, as many as fit into the client's time."""
         use = self._scheduler.uses.of(self._tenant)
@@ -361,22 +334,19 @@ class DraftStream:
                 continue
             answer = response.outcome_trees.add()
             for tree in self._state.drafting_ahead(step, until_s) if step is not None else ():
-                answer.trees.append(tree_to_message(tree))
+                answer.trees.append(tree_to_message(tree, form))
                 use.drafts += 1
-                use.nodes += len(tree.token_ids)
+                use.nodes += len(tree)
                 if self._line.is_over:
                     await self._line.give_way()
 
     async def _close(
         self,
         closing: pb.CloseSessionRequest,
-        long: memoryview | None,
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            fate, lasting = await self._scheduler.end_session(
-                self._line, closing, self._tenant, long
-            )
+            fate, lasting = await self._scheduler.end_session(self._line, closing, self._tenant)
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
             return

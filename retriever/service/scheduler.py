@@ -1,23 +1,27 @@
 """Who does the work of calls and streams: the event loop in turns, or threads in lanes.
 
 Short work is done on the loop: a draft takes tens of microseconds, less than passing it to another
-thread. Token ids of messages are converted there, too, in slices: that needs the interpreter. Long
-work that does not need it (reading contexts, prompts and outputs) and waits for disks go to lanes.
+thread. Token ids that are sent as numbers are converted there, too, in slices: that needs the
+interpreter. Long work that does not need it (reading contexts, prompts and outputs) and waits for
+disks go to lanes.
 """
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retriever.drafter import Fate, Prediction, SequenceOptions, TokenIds
-from retriever.errors import LimitExceededError, RetrieverError, UnknownSessionError
-from retriever.limits import check_num_sent
+from retriever.errors import (
+    LimitExceededError,
+    NotServedError,
+    RetrieverError,
+    UnknownSessionError,
+)
 from retriever.sequences import SessionKey, checked_options
 from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
@@ -28,11 +32,15 @@ from retriever.sessions.explaining import explaining
 from retriever.sessions.service_face import LongCommit, ServiceFace
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.long_messages import converting_list, converting_long_tokens
-from retriever.wire.messages import converting_tokens, explanation_to_message, tree_to_message
-
-Lists = Mapping[tuple[int, ...], memoryview]
-"""Bytes of long lists of token ids, by their places in a message."""
+from retriever.wire.messages import (
+    SentIds,
+    context_of,
+    explanation_to_message,
+    new_tokens_of,
+    predicted_in,
+    prompt_of,
+    tree_to_message,
+)
 
 LONG_PROMPT: Final = 1 << 12
 """Longer contexts and prompts are read in a lane; this one takes a slice on the loop."""
@@ -40,8 +48,8 @@ LONG_PROMPT: Final = 1 << 12
 _RETRY_S: Final = 0.1
 """What a refusal for too many calls tells to wait: some hundred of them are done by then."""
 
-_BYTES_PER_TOKEN: Final = 3
-"""On the wire, of vocabularies from 16,384 to 2 million tokens."""
+_NUMBERS_AT_ONCE: Final = 1 << 12
+"""Token ids that are sent as numbers and converted in one piece: 0.2 ms on the loop."""
 
 _Result = TypeVar("_Result")
 
@@ -189,27 +197,25 @@ class Scheduler:
         line: Line,
         tenant: str,
         request: pb.DraftRequest,
-        lists: Lists,
         budget_nodes: int,
     ) -> pb.DraftTree:
-        """Draft for a bare context; long lists are given by their bytes.
+        """Draft for a bare context.
 
         Raises:
             RetrieverError: it is refused.
         """
-        context = await self._context(line, tenant, request, lists, budget_nodes)
+        context = await self._context(line, tenant, request, budget_nodes)
         tree = self._state.draft_prepared(context, budget_nodes, request.min_probability)
         use = self.uses.of(tenant)
         use.drafts += 1
         use.nodes += len(tree)
-        return tree_to_message(tree)
+        return tree_to_message(tree, request.tree_form)
 
     async def explain(
         self,
         line: Line,
         tenant: str,
         request: pb.ExplainRequest,
-        lists: Lists,
         budget_nodes: int,
     ) -> pb.ExplainResponse:
         """Draft for a bare context, and tell what spoke for each node.
@@ -217,7 +223,7 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        context = await self._context(line, tenant, request, lists, budget_nodes)
+        context = await self._context(line, tenant, request, budget_nodes)
         line.leave()
         pieces = explaining(
             self._state, context, budget_nodes, request.min_probability, request.max_documents
@@ -229,35 +235,34 @@ class Scheduler:
         line: Line,
         opening: pb.OpenSessionRequest,
         tenant: str,
-        lists: Lists,
     ) -> Session:
         """Open a session of a tenant, in a turn.
-
-        Long lists are given by their bytes.
 
         Raises:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
-        predicted = Predicted(opening.predictions, OPENING_PREDICTIONS)
+        if opening.HasField("constraint"):
+            raise NotServedError(
+                "constraints are not served yet: open the session without one, and have outputs "
+                "constrained where they are decoded"
+            )
         options = _options_of(opening, tenant)
-        session = await self._prepared(line, opening.prompt, lists, predicted, options)
+        predicted = predicted_in(opening.predictions)
+        session = await self._prepared(line, prompt_of(opening), predicted, options)
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self._state.begin(SessionKey(tenant, opening.session_id), session)
         return session
 
     async def add_predictions(
-        self, line: Line, addition: pb.AddPredictionsRequest, tenant: str, lists: Lists
+        self, line: Line, addition: pb.AddPredictionsRequest, tenant: str
     ) -> None:
         """Add predictions to a session of a tenant, in a turn that is over meanwhile.
-
-        Long lists are given by their bytes.
 
         Raises:
             RetrieverError: they are refused.
         """
-        predicted = Predicted(addition.predictions, ADDED_PREDICTIONS)
-        predictions = await self._predictions(line, tenant, predicted, lists)
+        predictions = await self._predictions(line, predicted_in(addition.predictions))
         key = SessionKey(tenant, addition.session_id)
         line.leave()
         adding = self._state.adding_predictions(key, predictions)
@@ -272,11 +277,8 @@ class Scheduler:
         line: Line,
         closing: pb.CloseSessionRequest,
         tenant: str,
-        long: memoryview | None = None,
     ) -> tuple[Fate, asyncio.Task[None] | None]:
         """End a session of a tenant, in a turn; `Flushing` writes its output.
-
-        Many last tokens are given by their bytes.
 
         Returns:
             What becomes of its output, known after the next flush; and what remembers a long one,
@@ -286,7 +288,7 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         key, length = SessionKey(tenant, closing.session_id), closing.length
-        tokens = await self._tokens(line, tenant, closing.new_token_ids, long)
+        tokens = await self._tokens(line, new_tokens_of(closing))
         try:
             fate, pieces = self._state.ending(
                 key, tokens, remember=not closing.forget, length=length
@@ -320,18 +322,6 @@ class Scheduler:
         finally:
             await line.take()
 
-    async def converted(
-        self, line: Line, tenant: str, lists: Lists
-    ) -> dict[tuple[int, ...], NDArray[np.uint32]]:
-        """Convert long lists of a message, in a turn that is over meanwhile."""
-        line.leave()
-        numbers = {
-            path: await self.lanes.reading.work(tenant, converting_list(content))
-            for path, content in lists.items()
-        }
-        await line.take()
-        return numbers
-
     def close(self) -> None:
         """End the lanes' threads after the pieces that are under way."""
         self.lanes.close()
@@ -341,7 +331,6 @@ class Scheduler:
         line: Line,
         tenant: str,
         request: pb.DraftRequest | pb.ExplainRequest,
-        lists: Lists,
         budget_nodes: int,
     ) -> Session:
         """Read the context of a bare draft, once it is its turn.
@@ -349,30 +338,26 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        is_draft = isinstance(request, pb.DraftRequest)
-        field = DRAFT_PREDICTIONS if is_draft else EXPLAIN_PREDICTIONS
-        predicted = Predicted(request.predictions, field)
-        num_tokens = tokens_in(request.context, lists.get(())) + predicted.num_tokens(lists)
+        context, predicted = context_of(request), predicted_in(request.predictions)
+        num_tokens = context.num_tokens + _num_predicted(predicted)
         self.take_allowance(tenant, work_of_draft(budget_nodes, num_tokens))
         await line.take()
         options = SequenceOptions(remember=False, tenant=tenant)
-        return await self._prepared(line, request.context, lists, predicted, options)
+        return await self._prepared(line, context, predicted, options)
 
     async def _prepared(
         self,
         line: Line,
-        prompt: Sequence[int],
-        lists: Lists,
-        predicted: "Predicted",
+        prompt: SentIds,
+        predicted: Sequence[tuple[SentIds, str]],
         options: SequenceOptions,
     ) -> Session:
-        """Read a prompt, in a turn; a long one is given by its bytes, and read in a lane."""
-        tenant, long = options.tenant, lists.get(())
-        num_predicted = predicted.num_tokens(lists)
-        charge = self.drafter.charge_reading(tenant, tokens_in(prompt, long), num_predicted)
+        """Read a prompt, in a turn; a long one in a lane."""
+        tenant = options.tenant
+        charge = self.drafter.charge_reading(tenant, prompt.num_tokens, _num_predicted(predicted))
         pool = await self._loaded(line, tenant)
-        tokens = await self._tokens(line, tenant, prompt, long)
-        predictions = await self._predictions(line, tenant, predicted, lists)
+        tokens = await self._tokens(line, prompt)
+        predictions = await self._predictions(line, predicted)
         if predictions:
             options = replace(options, predictions=tuple(predictions))
         preparing = self._state.preparing(tokens, options, charge)
@@ -383,25 +368,10 @@ class Scheduler:
         return prepared
 
     async def _predictions(
-        self, line: Line, tenant: str, predicted: "Predicted", lists: Lists
+        self, line: Line, predicted: Sequence[tuple[SentIds, str]]
     ) -> list[Prediction]:
-        """Convert the predictions of a message, in turns and in a lane.
-
-        Raises:
-            RetrieverError: they are too many for one message, or one is invalid.
-        """
-        if not predicted.messages:
-            return []
-        check_num_sent(len(predicted.messages))
-        return [
-            Prediction(
-                await self._tokens(
-                    line, tenant, each.token_ids, lists.get((predicted.field, place))
-                ),
-                each.label,
-            )
-            for place, each in enumerate(predicted.messages)
-        ]
+        """Convert the predictions of a message, in a turn."""
+        return [Prediction(await self._tokens(line, sent), label) for sent, label in predicted]
 
     async def _loaded(self, line: Line, tenant: str) -> object:
         """Load a tenant's outputs in a lane, if they are not in memory; keep them by the result."""
@@ -412,15 +382,15 @@ class Scheduler:
         await line.take()
         return pool
 
-    async def _tokens(
-        self, line: Line, tenant: str, token_ids: Sequence[int], long: memoryview | None
-    ) -> TokenIds:
-        """Convert token ids of a message: few in turns, bytes of many in a lane."""
-        if long is None:
-            return await line.work(converting_tokens(token_ids))
-        line.leave()
-        tokens = await self.lanes.reading.work(tenant, converting_long_tokens(long))
-        await line.take()
+    async def _tokens(self, line: Line, sent: SentIds) -> TokenIds:
+        """Convert token ids of a message, in a turn: many numbers in pieces."""
+        if len(sent.numbers) <= _NUMBERS_AT_ONCE or sent.packed:
+            return sent.tokens()
+        tokens = np.empty(len(sent.numbers), np.int32)
+        for begin in range(0, len(tokens), _NUMBERS_AT_ONCE):
+            end = begin + _NUMBERS_AT_ONCE
+            tokens[begin:end] = sent._replace(numbers=sent.numbers[begin:end]).tokens()
+            await line.give_way()
         return tokens
 
     async def _read(
@@ -461,29 +431,8 @@ class Scheduler:
 _DONE: Final = object()
 
 
-OPENING_PREDICTIONS: Final = pb.OpenSessionRequest.PREDICTIONS_FIELD_NUMBER
-ADDED_PREDICTIONS: Final = pb.AddPredictionsRequest.PREDICTIONS_FIELD_NUMBER
-DRAFT_PREDICTIONS: Final = pb.DraftRequest.PREDICTIONS_FIELD_NUMBER
-EXPLAIN_PREDICTIONS: Final = pb.ExplainRequest.PREDICTIONS_FIELD_NUMBER
-
-
-class Predicted(NamedTuple):
-    """The predictions of a message, and the number of the field that they are in."""
-
-    messages: Sequence[pb.Prediction]
-    field: int
-
-    def num_tokens(self, lists: Lists) -> int:
-        """Return how many tokens they have, about, where long lists are given by their bytes."""
-        return sum(
-            tokens_in(each.token_ids, lists.get((self.field, place)))
-            for place, each in enumerate(self.messages)
-        )
-
-
-def tokens_in(token_ids: Sequence[int], long: memoryview | None) -> int:
-    """Return how many ids a list has; of bytes, about how many."""
-    return len(token_ids) if long is None else len(long) // _BYTES_PER_TOKEN
+def _num_predicted(predicted: Sequence[tuple[SentIds, str]]) -> int:
+    return sum(sent.num_tokens for sent, _ in predicted)
 
 
 def _options_of(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
@@ -502,15 +451,14 @@ def _options_of(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
     return checked_options(stated, keeps_tenants=True)
 
 
-def tokens_of_opening(opening: pb.OpenSessionRequest, lists: Lists) -> int:
-    """Return how many tokens an opening brings, about."""
-    predicted = Predicted(opening.predictions, OPENING_PREDICTIONS)
-    return tokens_in(opening.prompt, lists.get(())) + predicted.num_tokens(lists)
+def tokens_of_opening(opening: pb.OpenSessionRequest) -> int:
+    """Return how many tokens an opening brings."""
+    return prompt_of(opening).num_tokens + _num_predicted(predicted_in(opening.predictions))
 
 
-def tokens_of_addition(addition: pb.AddPredictionsRequest, lists: Lists) -> int:
-    """Return how many tokens an addition of predictions brings, about."""
-    return Predicted(addition.predictions, ADDED_PREDICTIONS).num_tokens(lists)
+def tokens_of_addition(addition: pb.AddPredictionsRequest) -> int:
+    """Return how many tokens an addition of predictions brings."""
+    return _num_predicted(predicted_in(addition.predictions))
 
 
 def _told(

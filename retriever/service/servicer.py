@@ -32,7 +32,6 @@ from retriever.service.scheduler import Scheduler, tokens_of_addition, tokens_of
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
-from retriever.wire.long_messages import opened
 from retriever.wire.messages import (
     DEFAULT_BUDGET_NODES,
     budget_in,
@@ -176,59 +175,54 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             if self._lifecycle.is_compiling:
                 return pb.DraftResponse(tree=pb.DraftTree())
-            request, lists = opened(request)
             tenant = tenant_of(context)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
             with self._scheduler.call(tenant) as line:
-                tree = await self._scheduler.draft(line, tenant, request, lists, budget_nodes)
+                tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
             response = pb.DraftResponse(tree=tree)
             if self._pad_replies:
-                pad(response, [budget_nodes])
+                pad(response, [budget_nodes], request.tree_form)
             return response
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
-            request, lists = opened(request)
             tenant = tenant_of(context)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
             with self._scheduler.call(tenant) as line:
-                return await self._scheduler.explain(line, tenant, request, lists, budget_nodes)
+                return await self._scheduler.explain(line, tenant, request, budget_nodes)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
-            request, lists = opened(request)
             tenant = tenant_of(context)
-            num_tokens = tokens_of_opening(request, lists)
+            num_tokens = tokens_of_opening(request)
             self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                await self._scheduler.open_session(line, request, tenant, lists)
+                await self._scheduler.open_session(line, request, tenant)
             return pb.OpenSessionResponse()
 
     async def AddPredictions(
         self, request: pb.AddPredictionsRequest, context: _Context
     ) -> pb.AddPredictionsResponse:
         async with _statuses(context):
-            request, lists = opened(request)
             tenant = tenant_of(context)
-            num_tokens = tokens_of_addition(request, lists)
+            num_tokens = tokens_of_addition(request)
             self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                await self._scheduler.add_predictions(line, request, tenant, lists)
+                await self._scheduler.add_predictions(line, request, tenant)
             return pb.AddPredictionsResponse()
 
     async def Step(self, request: pb.StepRequest, context: _Context) -> pb.StepResponse:
         async with _statuses(context):
             if self._lifecycle.is_compiling:
                 return pb.StepResponse(tree=pb.DraftTree())
-            request, lists = opened(request)
             tenant = tenant_of(context)
             if not request.HasField("step"):
                 raise InvalidRequestError("a call of Step has a step: set it")
@@ -236,12 +230,13 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 steps=[request.step],
                 sequence_number=1,
                 timeout_us=_left_of(context),
+                tree_form=request.tree_form,
             )
             with (
                 self._scheduler.call(tenant) as line,
                 closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
             ):
-                answer = await stream.answer(message, lists)
+                answer = await stream.answer(message)
             refused = [each for each in answer.statuses if not is_late(each)]
             if refused:
                 raise error_of_status(refused[0])
@@ -249,7 +244,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             for each in answer.outcome_trees:
                 response.outcome_trees.extend(each.trees)
             if self._pad_replies:
-                pad(response, padded_budgets(message, self._default_nodes))
+                pad(response, padded_budgets(message, self._default_nodes), message.tree_form)
             return response
 
     async def DraftStream(
@@ -264,7 +259,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 if early is None:
                     return
                 tenant_of(context)
-                yield without_drafts(opened(early)[0])
+                yield without_drafts(early)
                 answered = early.sequence_number
             with (
                 self._scheduler.turns.stream(tenant) as line,
@@ -274,11 +269,14 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             ):
                 async for message in messages:
                     tenant_of(context)  # raises once credentials are revoked
-                    message, lists = opened(message)  # noqa: PLW2901  (its parsed part)
-                    response = await stream.answer(message, lists)
+                    response = await stream.answer(message)
                     if self._pad_replies and not response.padding:
-                        pad(response, padded_budgets(message, self._default_nodes))
-                    del message, lists  # megabytes, and the next one may come late
+                        pad(
+                            response,
+                            padded_budgets(message, self._default_nodes),
+                            message.tree_form,
+                        )
+                    del message  # megabytes, and the next one may come late
                     yield response
 
     async def CloseSession(
@@ -286,12 +284,9 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
             tenant = tenant_of(context)
-            request, lists = opened(request)
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                fate, lasting = await self._scheduler.end_session(
-                    line, request, tenant, lists.get(())
-                )
+                fate, lasting = await self._scheduler.end_session(line, request, tenant)
                 line.leave()
                 if lasting is not None:
                     await asyncio.shield(lasting)

@@ -1,8 +1,4 @@
-"""Start and shutdown of a service.
-
-Bytes that are not a message are refused as the caller's error. gRPC for asyncio would answer
-UNKNOWN with the name of a Python class, and log a traceback each time.
-"""
+"""Start and shutdown of a service."""
 
 import asyncio
 import ctypes
@@ -17,11 +13,10 @@ from functools import partial
 from typing import Any, Final
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc import aio
 
 from retriever.errors import InvalidRequestError
-from retriever.limits import MAX_MESSAGE_BYTES, check_memory
+from retriever.limits import MAX_MESSAGE_BYTES
 from retriever.operations.lifecycle import HEALTH_METHODS
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
@@ -33,9 +28,8 @@ from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire import long_messages
 from retriever.wire.channels import server_options
-from retriever.wire.long_messages import name_of, parsed
+from retriever.wire.reading import read
 from retriever.wire.statuses import abort
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
@@ -111,13 +105,6 @@ async def _give_back() -> None:
         await asyncio.to_thread(give_back)
 
 
-_NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
-
-_LONG_MESSAGE: Final = 1 << 16
-_PARSING_BYTES: Final = 16
-"""Memory for parsing a byte of a message: a token takes 4 bytes and may have one, lists double as
-they grow, and blocks of memory with them. protobuf's parser crashes where it cannot have that."""
-
 _Parse = Callable[[bytes], Any]
 
 
@@ -142,18 +129,7 @@ class Reading(aio.ServerInterceptor):
 
 
 def _parsing(handler: Any) -> _Parse:
-    deserialize = handler.request_deserializer
-    name = name_of(getattr(deserialize, "__self__", None))  # of the message, if it is one's method
-
-    def parse(content: bytes) -> Any:
-        if len(content) > _LONG_MESSAGE:
-            check_memory(_PARSING_BYTES * len(content))
-        try:
-            return parsed(content, deserialize, name)
-        except DecodeError as error:
-            raise InvalidRequestError(_NO_MESSAGE) from error
-
-    return parse
+    return partial(read, message=handler.request_deserializer.__self__)
 
 
 def _late(parse: _Parse) -> _Parse:
@@ -215,7 +191,6 @@ class _Listening:
             self.servicer.answer_with(drafter)
             await asyncio.to_thread(drafter.warm)
             await asyncio.to_thread(cold_start.defer_rare)
-            await asyncio.to_thread(long_messages.warm)
         except BaseException:
             await self.server.stop(None)
             raise

@@ -74,31 +74,47 @@ PHASE_STARTING: Phase
 PHASE_READY: Phase
 PHASE_DRAINING: Phase
 
+class TreeForm(_message.Message):
+    __slots__ = ("packed", "ancestors")
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    ANCESTORS_FIELD_NUMBER: _ClassVar[int]
+    packed: bool
+    ancestors: bool
+    def __init__(self, packed: bool = ..., ancestors: bool = ...) -> None: ...
+
 class DraftTree(_message.Message):
-    __slots__ = ("token_ids", "parents", "probabilities", "sources")
+    __slots__ = ("token_ids", "parents", "probabilities", "sources", "packed", "ancestors")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    ANCESTORS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     probabilities: _containers.RepeatedScalarFieldContainer[float]
     sources: _containers.RepeatedScalarFieldContainer[Source]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ...) -> None: ...
+    packed: bytes
+    ancestors: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ..., packed: _Optional[bytes] = ..., ancestors: _Optional[bytes] = ...) -> None: ...
 
 class DraftRequest(_message.Message):
-    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "predictions")
+    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "predictions", "context_bytes", "tree_form")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
     MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TREE_FORM_FIELD_NUMBER: _ClassVar[int]
     context: _containers.RepeatedScalarFieldContainer[int]
     budget_nodes: int
     min_probability: float
     vocabulary_fingerprint: str
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
-    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
+    context_bytes: bytes
+    tree_form: TreeForm
+    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., context_bytes: _Optional[bytes] = ..., tree_form: _Optional[_Union[TreeForm, _Mapping]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("tree", "padding")
@@ -109,20 +125,22 @@ class DraftResponse(_message.Message):
     def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "max_documents", "predictions")
+    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "max_documents", "predictions", "context_bytes")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
     MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     context: _containers.RepeatedScalarFieldContainer[int]
     budget_nodes: int
     min_probability: float
     vocabulary_fingerprint: str
     max_documents: int
     predictions: _containers.RepeatedCompositeFieldContainer[Prediction]
-    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_documents: _Optional[int] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ...) -> None: ...
+    context_bytes: bytes
+    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_documents: _Optional[int] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., context_bytes: _Optional[bytes] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("tree", "nodes")
@@ -167,7 +185,7 @@ class DocumentOccurrence(_message.Message):
     def __init__(self, index: _Optional[str] = ..., name: _Optional[str] = ..., licence: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "predictions", "group", "policy_version", "oldest_version")
+    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "predictions", "group", "policy_version", "oldest_version", "prompt_bytes", "constraint")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +194,8 @@ class OpenSessionRequest(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
@@ -184,15 +204,35 @@ class OpenSessionRequest(_message.Message):
     group: str
     policy_version: int
     oldest_version: int
-    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., group: _Optional[str] = ..., policy_version: _Optional[int] = ..., oldest_version: _Optional[int] = ...) -> None: ...
+    prompt_bytes: bytes
+    constraint: Constraint
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., group: _Optional[str] = ..., policy_version: _Optional[int] = ..., oldest_version: _Optional[int] = ..., prompt_bytes: _Optional[bytes] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
 
 class Prediction(_message.Message):
-    __slots__ = ("token_ids", "label")
+    __slots__ = ("token_ids", "label", "token_bytes")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     label: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ...) -> None: ...
+    token_bytes: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ..., token_bytes: _Optional[bytes] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "regular_expression", "choices")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGULAR_EXPRESSION_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regular_expression: str
+    choices: Choices
+    def __init__(self, json_schema: _Optional[str] = ..., regular_expression: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ...) -> None: ...
+
+class Choices(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
@@ -211,10 +251,12 @@ class AddPredictionsResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "tree_form")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    TREE_FORM_FIELD_NUMBER: _ClassVar[int]
     step: SessionStep
-    def __init__(self, step: _Optional[_Union[SessionStep, _Mapping]] = ...) -> None: ...
+    tree_form: TreeForm
+    def __init__(self, step: _Optional[_Union[SessionStep, _Mapping]] = ..., tree_form: _Optional[_Union[TreeForm, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("tree", "outcome_trees", "is_draining", "padding")
@@ -229,7 +271,7 @@ class StepResponse(_message.Message):
     def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., outcome_trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., is_draining: bool = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class DraftStreamRequest(_message.Message):
-    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "predictions")
+    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "predictions", "tree_form")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENINGS_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +280,7 @@ class DraftStreamRequest(_message.Message):
     FAIL_OPENS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    TREE_FORM_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
     sequence_number: int
     openings: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
@@ -246,7 +289,8 @@ class DraftStreamRequest(_message.Message):
     fail_opens: _containers.RepeatedCompositeFieldContainer[FailOpenCount]
     padding: _containers.RepeatedScalarFieldContainer[bytes]
     predictions: _containers.RepeatedCompositeFieldContainer[AddPredictionsRequest]
-    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., predictions: _Optional[_Iterable[_Union[AddPredictionsRequest, _Mapping]]] = ...) -> None: ...
+    tree_form: TreeForm
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., predictions: _Optional[_Iterable[_Union[AddPredictionsRequest, _Mapping]]] = ..., tree_form: _Optional[_Union[TreeForm, _Mapping]] = ...) -> None: ...
 
 class FailOpenCount(_message.Message):
     __slots__ = ("reason", "count")
@@ -257,26 +301,30 @@ class FailOpenCount(_message.Message):
     def __init__(self, reason: _Optional[_Union[FailOpenReason, str]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionStep(_message.Message):
-    __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability", "outcomes")
+    __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability", "outcomes", "new_token_bytes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
     MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     length: int
     budget_nodes: int
     min_probability: float
     outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
-    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+    new_token_bytes: bytes
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., new_token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("token_ids",)
+    __slots__ = ("token_ids", "token_bytes")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    token_bytes: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class DraftStreamResponse(_message.Message):
     __slots__ = ("trees", "sequence_number", "statuses", "padding", "is_draining", "num_not_kept", "outcome_trees")
@@ -315,16 +363,18 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[_Iterable[_Union[_any_pb2.Any, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
-    __slots__ = ("session_id", "new_token_ids", "forget", "length")
+    __slots__ = ("session_id", "new_token_ids", "forget", "length", "new_token_bytes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
     length: int
-    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ..., length: _Optional[int] = ...) -> None: ...
+    new_token_bytes: bytes
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ..., length: _Optional[int] = ..., new_token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
     __slots__ = ("keeping",)

@@ -29,8 +29,9 @@ class RetrieverServiceStub(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
-    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
+    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    PERMISSION_DENIED for callers that may not do this.
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
@@ -38,7 +39,7 @@ class RetrieverServiceStub(object):
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
 
     Where the service asks for a token, each call carries it in its metadata, under the key
     "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
@@ -46,7 +47,18 @@ class RetrieverServiceStub(object):
 
     Fingerprints are hexadecimal, in either case.
 
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
+    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
+    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
+    numbers, and bytes that are no multiple of 4.
+
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
+
+    Field numbers that are reserved were once in use: a request that sets one is refused with
+    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
+    writes the contract of an installation, with the messages of google.rpc.
+
+    The examples are messages in JSON, as Protocol Buffers map it.
     """
 
     def __init__(self, channel):
@@ -126,8 +138,9 @@ class RetrieverServiceServicer(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
-    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
+    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    PERMISSION_DENIED for callers that may not do this.
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
@@ -135,7 +148,7 @@ class RetrieverServiceServicer(object):
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
 
     Where the service asks for a token, each call carries it in its metadata, under the key
     "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
@@ -143,12 +156,26 @@ class RetrieverServiceServicer(object):
 
     Fingerprints are hexadecimal, in either case.
 
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
+    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
+    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
+    numbers, and bytes that are no multiple of 4.
+
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
+
+    Field numbers that are reserved were once in use: a request that sets one is refused with
+    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
+    writes the contract of an installation, with the messages of google.rpc.
+
+    The examples are messages in JSON, as Protocol Buffers map it.
     """
 
     def Draft(self, request, context):
         """Drafts from a bare context, without a session: the context itself, recent generations and
         the indexes are asked.
+
+        Example:
+        {"context": [5, 6, 7, 5, 6], "budgetNodes": 8}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +184,9 @@ class RetrieverServiceServicer(object):
     def Explain(self, request, context):
         """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
         decoding with them. Of recent generations it gives numbers alone.
+
+        Example:
+        {"context": [5, 6, 7, 5, 6], "budgetNodes": 8, "maxDocuments": 2}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +194,9 @@ class RetrieverServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel.
+
+        Example:
+        {"sessionId": "a8f1c2", "prompt": [5, 6, 7, 5, 6]}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,6 +208,9 @@ class RetrieverServiceServicer(object):
         step that was made and whose answer was lost is refused as out of sequence when it is repeated,
         since its length is known: go on with the next one. The deadline of the call is the caller's
         time: the tokens are committed all the same.
+
+        Example:
+        {"step": {"sessionId": "a8f1c2", "newTokenIds": [7, 5], "length": 7, "budgetNodes": 8}}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,6 +230,10 @@ class RetrieverServiceServicer(object):
         sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
         and which number is awaited, and nothing is done. A message without a number ends the stream
         with INVALID_ARGUMENT.
+
+        Example:
+        {"sequenceNumber": "1", "timeoutUs": 20000, "openings": [{"sessionId": "b7", "prompt": [5, 6,
+        7, 5, 6]}], "steps": [{"sessionId": "b7", "newTokenIds": [7], "length": 6}]}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +242,9 @@ class RetrieverServiceServicer(object):
     def AddPredictions(self, request, context):
         """Adds texts that the rest of an open session is expected to contain; within a stream, messages
         carry them.
+
+        Example:
+        {"sessionId": "a8f1c2", "predictions": [{"tokenIds": [5, 6, 7, 9], "label": "earlier answer"}]}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,6 +253,9 @@ class RetrieverServiceServicer(object):
     def CloseSession(self, request, context):
         """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
         whose answer was lost may be repeated: it is answered again for a while.
+
+        Example:
+        {"sessionId": "a8f1c2", "newTokenIds": [6], "length": 8}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,6 +266,11 @@ class RetrieverServiceServicer(object):
         model and tenant, and for its next start. The service neither drafts from it nor knows whether it
         is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
         nothing is kept.
+
+        Example:
+        {"modelFingerprint": "0f3a", "findings": {"contexts": "KgAAAAAAAAA=", "tokenIds":
+        "BQAAAAYAAAAHAAAACAAAAAkAAAAKAAAACwAAAAwAAAA=", "logOdds":
+        "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,6 +278,9 @@ class RetrieverServiceServicer(object):
 
     def FetchFindings(self, request, context):
         """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first.
+
+        Example:
+        {"modelFingerprint": "0f3a"}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +290,9 @@ class RetrieverServiceServicer(object):
         """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
         findings of the caller's tenant, as it is not known which session they are from. One that is open
         ends.
+
+        Example:
+        {"sessionId": "a8f1c2"}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,6 +301,9 @@ class RetrieverServiceServicer(object):
     def DeleteTenantData(self, request, context):
         """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
         findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+
+        Example:
+        {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,6 +312,9 @@ class RetrieverServiceServicer(object):
     def ListIndexes(self, request, context):
         """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
         belong to.
+
+        Example:
+        {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,6 +323,9 @@ class RetrieverServiceServicer(object):
     def GetServerInfo(self, request, context):
         """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
         while it starts and drains, too.
+
+        Example:
+        {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,8 +411,9 @@ class RetrieverService(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
-    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
+    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    PERMISSION_DENIED for callers that may not do this.
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
@@ -354,7 +421,7 @@ class RetrieverService(object):
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
 
     Where the service asks for a token, each call carries it in its metadata, under the key
     "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
@@ -362,7 +429,18 @@ class RetrieverService(object):
 
     Fingerprints are hexadecimal, in either case.
 
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
+    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
+    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
+    numbers, and bytes that are no multiple of 4.
+
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
+
+    Field numbers that are reserved were once in use: a request that sets one is refused with
+    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
+    writes the contract of an installation, with the messages of google.rpc.
+
+    The examples are messages in JSON, as Protocol Buffers map it.
     """
 
     @staticmethod

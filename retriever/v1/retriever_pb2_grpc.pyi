@@ -30,8 +30,9 @@ class RetrieverServiceStub:
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
-    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
+    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    PERMISSION_DENIED for callers that may not do this.
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
@@ -39,7 +40,7 @@ class RetrieverServiceStub:
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
 
     Where the service asks for a token, each call carries it in its metadata, under the key
     "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
@@ -47,7 +48,18 @@ class RetrieverServiceStub:
 
     Fingerprints are hexadecimal, in either case.
 
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
+    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
+    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
+    numbers, and bytes that are no multiple of 4.
+
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
+
+    Field numbers that are reserved were once in use: a request that sets one is refused with
+    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
+    writes the contract of an installation, with the messages of google.rpc.
+
+    The examples are messages in JSON, as Protocol Buffers map it.
     """
 
     @_typing.overload
@@ -57,19 +69,32 @@ class RetrieverServiceStub:
     Draft: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DraftRequest, _retriever_pb2.DraftResponse]
     """Drafts from a bare context, without a session: the context itself, recent generations and
     the indexes are asked.
+
+    Example:
+    {"context": [5, 6, 7, 5, 6], "budgetNodes": 8}
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ExplainRequest, _retriever_pb2.ExplainResponse]
     """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
     decoding with them. Of recent generations it gives numbers alone.
+
+    Example:
+    {"context": [5, 6, 7, 5, 6], "budgetNodes": 8, "maxDocuments": 2}
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.OpenSessionRequest, _retriever_pb2.OpenSessionResponse]
-    """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
+    """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel.
+
+    Example:
+    {"sessionId": "a8f1c2", "prompt": [5, 6, 7, 5, 6]}
+    """
     Step: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.StepRequest, _retriever_pb2.StepResponse]
     """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
     needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
     step that was made and whose answer was lost is refused as out of sequence when it is repeated,
     since its length is known: go on with the next one. The deadline of the call is the caller's
     time: the tokens are committed all the same.
+
+    Example:
+    {"step": {"sessionId": "a8f1c2", "newTokenIds": [7, 5], "length": 7, "budgetNodes": 8}}
     """
     DraftStream: _grpc.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]
     """Drafts for decoding steps: one request and one response, in order, for each step of an
@@ -85,39 +110,70 @@ class RetrieverServiceStub:
     sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
     and which number is awaited, and nothing is done. A message without a number ends the stream
     with INVALID_ARGUMENT.
+
+    Example:
+    {"sequenceNumber": "1", "timeoutUs": 20000, "openings": [{"sessionId": "b7", "prompt": [5, 6,
+    7, 5, 6]}], "steps": [{"sessionId": "b7", "newTokenIds": [7], "length": 6}]}
     """
     AddPredictions: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.AddPredictionsRequest, _retriever_pb2.AddPredictionsResponse]
     """Adds texts that the rest of an open session is expected to contain; within a stream, messages
     carry them.
+
+    Example:
+    {"sessionId": "a8f1c2", "predictions": [{"tokenIds": [5, 6, 7, 9], "label": "earlier answer"}]}
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
     whose answer was lost may be repeated: it is answered again for a while.
+
+    Example:
+    {"sessionId": "a8f1c2", "newTokenIds": [6], "length": 8}
     """
     ShareFindings: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]
     """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
     model and tenant, and for its next start. The service neither drafts from it nor knows whether it
     is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
     nothing is kept.
+
+    Example:
+    {"modelFingerprint": "0f3a", "findings": {"contexts": "KgAAAAAAAAA=", "tokenIds":
+    "BQAAAAYAAAAHAAAACAAAAAkAAAAKAAAACwAAAAwAAAA=", "logOdds":
+    "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}}
     """
     FetchFindings: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.FetchFindingsRequest, _retriever_pb2.FetchFindingsResponse]
-    """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first."""
+    """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first.
+
+    Example:
+    {"modelFingerprint": "0f3a"}
+    """
     DeleteSessionData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteSessionDataRequest, _retriever_pb2.DeleteSessionDataResponse]
     """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
     findings of the caller's tenant, as it is not known which session they are from. One that is open
     ends.
+
+    Example:
+    {"sessionId": "a8f1c2"}
     """
     DeleteTenantData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]
     """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
     findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+
+    Example:
+    {}
     """
     ListIndexes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]
     """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
     belong to.
+
+    Example:
+    {}
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetServerInfoRequest, _retriever_pb2.GetServerInfoResponse]
     """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
     while it starts and drains, too.
+
+    Example:
+    {}
     """
 
 @_typing.type_check_only
@@ -125,8 +181,9 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
-    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
+    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    PERMISSION_DENIED for callers that may not do this.
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
@@ -134,7 +191,7 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
 
     Where the service asks for a token, each call carries it in its metadata, under the key
     "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
@@ -142,26 +199,50 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
 
     Fingerprints are hexadecimal, in either case.
 
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
+    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
+    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
+    numbers, and bytes that are no multiple of 4.
+
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
+
+    Field numbers that are reserved were once in use: a request that sets one is refused with
+    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
+    writes the contract of an installation, with the messages of google.rpc.
+
+    The examples are messages in JSON, as Protocol Buffers map it.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Draft: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DraftRequest, _retriever_pb2.DraftResponse]  # type: ignore[assignment]
     """Drafts from a bare context, without a session: the context itself, recent generations and
     the indexes are asked.
+
+    Example:
+    {"context": [5, 6, 7, 5, 6], "budgetNodes": 8}
     """
     Explain: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ExplainRequest, _retriever_pb2.ExplainResponse]  # type: ignore[assignment]
     """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
     decoding with them. Of recent generations it gives numbers alone.
+
+    Example:
+    {"context": [5, 6, 7, 5, 6], "budgetNodes": 8, "maxDocuments": 2}
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.OpenSessionRequest, _retriever_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
+    """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel.
+
+    Example:
+    {"sessionId": "a8f1c2", "prompt": [5, 6, 7, 5, 6]}
+    """
     Step: _aio.UnaryUnaryMultiCallable[_retriever_pb2.StepRequest, _retriever_pb2.StepResponse]  # type: ignore[assignment]
     """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
     needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
     step that was made and whose answer was lost is refused as out of sequence when it is repeated,
     since its length is known: go on with the next one. The deadline of the call is the caller's
     time: the tokens are committed all the same.
+
+    Example:
+    {"step": {"sessionId": "a8f1c2", "newTokenIds": [7, 5], "length": 7, "budgetNodes": 8}}
     """
     DraftStream: _aio.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]  # type: ignore[assignment]
     """Drafts for decoding steps: one request and one response, in order, for each step of an
@@ -177,47 +258,79 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
     and which number is awaited, and nothing is done. A message without a number ends the stream
     with INVALID_ARGUMENT.
+
+    Example:
+    {"sequenceNumber": "1", "timeoutUs": 20000, "openings": [{"sessionId": "b7", "prompt": [5, 6,
+    7, 5, 6]}], "steps": [{"sessionId": "b7", "newTokenIds": [7], "length": 6}]}
     """
     AddPredictions: _aio.UnaryUnaryMultiCallable[_retriever_pb2.AddPredictionsRequest, _retriever_pb2.AddPredictionsResponse]  # type: ignore[assignment]
     """Adds texts that the rest of an open session is expected to contain; within a stream, messages
     carry them.
+
+    Example:
+    {"sessionId": "a8f1c2", "predictions": [{"tokenIds": [5, 6, 7, 9], "label": "earlier answer"}]}
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
     whose answer was lost may be repeated: it is answered again for a while.
+
+    Example:
+    {"sessionId": "a8f1c2", "newTokenIds": [6], "length": 8}
     """
     ShareFindings: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]  # type: ignore[assignment]
     """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
     model and tenant, and for its next start. The service neither drafts from it nor knows whether it
     is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
     nothing is kept.
+
+    Example:
+    {"modelFingerprint": "0f3a", "findings": {"contexts": "KgAAAAAAAAA=", "tokenIds":
+    "BQAAAAYAAAAHAAAACAAAAAkAAAAKAAAACwAAAAwAAAA=", "logOdds":
+    "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}}
     """
     FetchFindings: _aio.UnaryUnaryMultiCallable[_retriever_pb2.FetchFindingsRequest, _retriever_pb2.FetchFindingsResponse]  # type: ignore[assignment]
-    """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first."""
+    """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first.
+
+    Example:
+    {"modelFingerprint": "0f3a"}
+    """
     DeleteSessionData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteSessionDataRequest, _retriever_pb2.DeleteSessionDataResponse]  # type: ignore[assignment]
     """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
     findings of the caller's tenant, as it is not known which session they are from. One that is open
     ends.
+
+    Example:
+    {"sessionId": "a8f1c2"}
     """
     DeleteTenantData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]  # type: ignore[assignment]
     """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
     findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+
+    Example:
+    {}
     """
     ListIndexes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]  # type: ignore[assignment]
     """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
     belong to.
+
+    Example:
+    {}
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetServerInfoRequest, _retriever_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
     while it starts and drains, too.
+
+    Example:
+    {}
     """
 
 class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
-    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
+    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    PERMISSION_DENIED for callers that may not do this.
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
@@ -225,7 +338,7 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
 
     Where the service asks for a token, each call carries it in its metadata, under the key
     "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
@@ -233,7 +346,18 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Fingerprints are hexadecimal, in either case.
 
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
+    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
+    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
+    numbers, and bytes that are no multiple of 4.
+
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
+
+    Field numbers that are reserved were once in use: a request that sets one is refused with
+    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
+    writes the contract of an installation, with the messages of google.rpc.
+
+    The examples are messages in JSON, as Protocol Buffers map it.
     """
 
     @_abc_1.abstractmethod
@@ -244,6 +368,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.DraftResponse, _abc.Awaitable[_retriever_pb2.DraftResponse]]:
         """Drafts from a bare context, without a session: the context itself, recent generations and
         the indexes are asked.
+
+        Example:
+        {"context": [5, 6, 7, 5, 6], "budgetNodes": 8}
         """
 
     @_abc_1.abstractmethod
@@ -254,6 +381,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.ExplainResponse, _abc.Awaitable[_retriever_pb2.ExplainResponse]]:
         """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
         decoding with them. Of recent generations it gives numbers alone.
+
+        Example:
+        {"context": [5, 6, 7, 5, 6], "budgetNodes": 8, "maxDocuments": 2}
         """
 
     @_abc_1.abstractmethod
@@ -262,7 +392,11 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.OpenSessionResponse, _abc.Awaitable[_retriever_pb2.OpenSessionResponse]]:
-        """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
+        """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel.
+
+        Example:
+        {"sessionId": "a8f1c2", "prompt": [5, 6, 7, 5, 6]}
+        """
 
     @_abc_1.abstractmethod
     def Step(
@@ -275,6 +409,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         step that was made and whose answer was lost is refused as out of sequence when it is repeated,
         since its length is known: go on with the next one. The deadline of the call is the caller's
         time: the tokens are committed all the same.
+
+        Example:
+        {"step": {"sessionId": "a8f1c2", "newTokenIds": [7, 5], "length": 7, "budgetNodes": 8}}
         """
 
     @_abc_1.abstractmethod
@@ -296,6 +433,10 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
         and which number is awaited, and nothing is done. A message without a number ends the stream
         with INVALID_ARGUMENT.
+
+        Example:
+        {"sequenceNumber": "1", "timeoutUs": 20000, "openings": [{"sessionId": "b7", "prompt": [5, 6,
+        7, 5, 6]}], "steps": [{"sessionId": "b7", "newTokenIds": [7], "length": 6}]}
         """
 
     @_abc_1.abstractmethod
@@ -306,6 +447,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.AddPredictionsResponse, _abc.Awaitable[_retriever_pb2.AddPredictionsResponse]]:
         """Adds texts that the rest of an open session is expected to contain; within a stream, messages
         carry them.
+
+        Example:
+        {"sessionId": "a8f1c2", "predictions": [{"tokenIds": [5, 6, 7, 9], "label": "earlier answer"}]}
         """
 
     @_abc_1.abstractmethod
@@ -316,6 +460,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.CloseSessionResponse, _abc.Awaitable[_retriever_pb2.CloseSessionResponse]]:
         """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
         whose answer was lost may be repeated: it is answered again for a while.
+
+        Example:
+        {"sessionId": "a8f1c2", "newTokenIds": [6], "length": 8}
         """
 
     @_abc_1.abstractmethod
@@ -328,6 +475,11 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         model and tenant, and for its next start. The service neither drafts from it nor knows whether it
         is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
         nothing is kept.
+
+        Example:
+        {"modelFingerprint": "0f3a", "findings": {"contexts": "KgAAAAAAAAA=", "tokenIds":
+        "BQAAAAYAAAAHAAAACAAAAAkAAAAKAAAACwAAAAwAAAA=", "logOdds":
+        "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}}
         """
 
     @_abc_1.abstractmethod
@@ -336,7 +488,11 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.FetchFindingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.FetchFindingsResponse, _abc.Awaitable[_retriever_pb2.FetchFindingsResponse]]:
-        """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first."""
+        """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first.
+
+        Example:
+        {"modelFingerprint": "0f3a"}
+        """
 
     @_abc_1.abstractmethod
     def DeleteSessionData(
@@ -347,6 +503,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
         findings of the caller's tenant, as it is not known which session they are from. One that is open
         ends.
+
+        Example:
+        {"sessionId": "a8f1c2"}
         """
 
     @_abc_1.abstractmethod
@@ -357,6 +516,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.DeleteTenantDataResponse, _abc.Awaitable[_retriever_pb2.DeleteTenantDataResponse]]:
         """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
         findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+
+        Example:
+        {}
         """
 
     @_abc_1.abstractmethod
@@ -367,6 +529,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.ListIndexesResponse, _abc.Awaitable[_retriever_pb2.ListIndexesResponse]]:
         """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
         belong to.
+
+        Example:
+        {}
         """
 
     @_abc_1.abstractmethod
@@ -377,6 +542,9 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.GetServerInfoResponse, _abc.Awaitable[_retriever_pb2.GetServerInfoResponse]]:
         """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
         while it starts and drains, too.
+
+        Example:
+        {}
         """
 
 def add_RetrieverServiceServicer_to_server(servicer: RetrieverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,19 +3,20 @@
 All other modules use `DraftRequest` and `DraftTree`.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from operator import ge, lt
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest, Findings, Prediction, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
-from retriever.limits import MAX_OUTCOMES, check_num_findings, checked_tokens
+from retriever.limits import MAX_OUTCOMES, check_num_findings, check_num_sent, checked_tokens
 from retriever.tree import (
+    NODE_BYTES,
+    ROOT,
     DocumentOccurrence,
     DraftTree,
     Explanation,
@@ -29,64 +30,104 @@ DEFAULT_BUDGET_NODES: Final = 32
 """Nodes in the tree of a request without a budget: a draft of 35 us, and about as many as a pass of
 a small model on a CPU verifies at a gain."""
 
-_MAX_TOKEN_ID: Final = (1 << 31) - 1
+_IDS: Final = np.dtype("<i4")
+_ID_BYTES: Final = 4
 _MOST_NODES: Final = (1 << 32) - 1
 _MOST_TIMEOUT_US: Final = (1 << 32) - 1
 _CONTEXT_BYTES: Final = 8
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
-def tokens_from_wire(token_ids: Sequence[int]) -> TokenIds:
-    """Return int32[n].
+def tokens_of(numbers: Sequence[int], packed: bytes, name: str) -> TokenIds:
+    """Return int32[n], the token ids of a message, which are sent as numbers or as bytes.
+
+    Those beyond 31 bits are negative; the drafter refuses them.
+
+    Args:
+        numbers: of the field of numbers.
+        packed: of the field of bytes.
+        name: of the former.
 
     Raises:
-        InvalidRequestError: an id is beyond 31 bits.
+        InvalidRequestError: both are set, or the bytes are no ids.
     """
-    array = np.array(token_ids, np.int64)
-    _check_bits(array)
-    return array.astype(np.int32)
+    if not packed:
+        return np.array(numbers, np.uint32).view(np.int32)
+    if numbers:
+        raise InvalidRequestError(f"{name} is set, and its bytes are, too: send one of them")
+    if len(packed) % _ID_BYTES:
+        raise InvalidRequestError(
+            f"the bytes of {name} are {len(packed)}, which is no multiple of {_ID_BYTES}: a token "
+            "id takes 4, little-endian"
+        )
+    return np.frombuffer(packed, _IDS)
 
 
-CONVERTED_AT_ONCE: Final = 1 << 12
-"""Token ids of a message that are converted in one piece: 0.15 ms, with the interpreter held."""
+class SentIds(NamedTuple):
+    """Token ids as a message has them.
+
+    Attributes:
+        numbers: of the field of numbers.
+        packed: of the field of bytes.
+        name: of the former.
+    """
+
+    numbers: Sequence[int]
+    packed: bytes
+    name: str
+
+    @property
+    def num_tokens(self) -> int:
+        """How many they are."""
+        return len(self.numbers) + len(self.packed) // _ID_BYTES
+
+    def tokens(self) -> TokenIds:
+        """Return int32[n], as `tokens_of` does.
+
+        Raises:
+            InvalidRequestError: or a number is beyond 31 bits.
+        """
+        tokens = tokens_of(self.numbers, self.packed, self.name)
+        if self.numbers and int(tokens.min()) < 0:
+            raise InvalidRequestError(f"token id {max(self.numbers)} is beyond 31 bits")
+        return tokens
 
 
-def converting_tokens(token_ids: Sequence[int]) -> Generator[None, None, TokenIds]:
-    """Return int32[n] as `tokens_from_wire` does; yield after each piece.
+def context_of(message: pb.DraftRequest | pb.ExplainRequest) -> SentIds:
+    """Return the context of a bare draft."""
+    return SentIds(message.context, message.context_bytes, "context")
+
+
+def prompt_of(message: pb.OpenSessionRequest) -> SentIds:
+    """Return the prompt of an opening."""
+    return SentIds(message.prompt, message.prompt_bytes, "prompt")
+
+
+def new_tokens_of(message: pb.CloseSessionRequest) -> SentIds:
+    """Return what the end of a session commits."""
+    return SentIds(message.new_token_ids, message.new_token_bytes, "new_token_ids")
+
+
+def predicted_in(messages: Sequence[pb.Prediction]) -> list[tuple[SentIds, str]]:
+    """Return the texts of predictions and their labels.
 
     Raises:
-        InvalidRequestError: an id is beyond 31 bits.
+        InvalidRequestError: they are too many for one message.
     """
-    if len(token_ids) <= CONVERTED_AT_ONCE:
-        return tokens_from_wire(token_ids)
-    array = yield from _converting(token_ids)
-    _check_bits(array)
-    return array.view(np.int32)
+    check_num_sent(len(messages))
+    return [
+        (SentIds(each.token_ids, each.token_bytes, "token_ids"), each.label) for each in messages
+    ]
 
 
-def _converting(token_ids: Sequence[int]) -> Generator[None, None, NDArray[np.uint32]]:
-    array = np.empty(len(token_ids), np.uint32)
-    for begin in range(0, len(array), CONVERTED_AT_ONCE):
-        end = begin + CONVERTED_AT_ONCE
-        array[begin:end] = token_ids[begin:end]
-        yield
-    return array
-
-
-def _check_bits(array: NDArray[Any]) -> None:
-    if array.size and int(array.max()) > _MAX_TOKEN_ID:
-        raise InvalidRequestError(f"token id {int(array.max())} is beyond 31 bits")
-
-
-def tokens_to_wire(tokens: ArrayLike) -> list[int]:
-    """Return token ids as the wire takes them.
+def tokens_to_wire(tokens: ArrayLike) -> bytes:
+    """Return token ids as bytes.
 
     Raises:
         InvalidRequestError: these are not integers in one dimension, or one is negative or beyond
         31 bits.
     """
-    token_ids: list[int] = checked_tokens(tokens, None).tolist()
-    return token_ids
+    return checked_tokens(tokens, None).astype(_IDS, copy=False).tobytes()
 
 
 def opening_message(
@@ -102,7 +143,7 @@ def opening_message(
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
-        prompt=prompt.tolist(),
+        prompt_bytes=prompt.tobytes(),
         forget=not options.remember,
         vocabulary_fingerprint=fingerprint,
         predictions=prediction_messages(options.predictions),
@@ -114,7 +155,9 @@ def opening_message(
 
 def prediction_messages(predictions: Iterable[Prediction]) -> list[pb.Prediction]:
     """Return the wire form of checked predictions."""
-    return [pb.Prediction(token_ids=each.tokens.tolist(), label=each.label) for each in predictions]
+    return [
+        pb.Prediction(token_bytes=each.tokens.tobytes(), label=each.label) for each in predictions
+    ]
 
 
 def addition_message(
@@ -127,17 +170,17 @@ def addition_message(
 
 
 def closing_message(
-    session_id: str, new_token_ids: Iterable[int], *, remember: bool
+    session_id: str, new_tokens: bytes, *, remember: bool
 ) -> pb.CloseSessionRequest:
     """Return the message that closes a session.
 
     Args:
         session_id: the session's name on the wire.
-        new_token_ids: tokens that the service has not been told.
+        new_tokens: ids that the service has not been told, as bytes.
         remember: false to keep nothing of it; overrides the opening.
     """
     return pb.CloseSessionRequest(
-        session_id=session_id, new_token_ids=new_token_ids, forget=not remember
+        session_id=session_id, new_token_bytes=new_tokens, forget=not remember
     )
 
 
@@ -145,7 +188,7 @@ def add_step(
     message: pb.DraftStreamRequest,
     request: DraftRequest,
     session_id: str,
-    new_token_ids: Sequence[int],
+    new_tokens: bytes,
 ) -> None:
     """Add one sequence's part of a step to a message.
 
@@ -153,8 +196,8 @@ def add_step(
         message: of the step.
         request: to add.
         session_id: the session's name on the wire.
-        new_token_ids: tokens that the service has not been told; sent in place of the request's
-            own.
+        new_tokens: ids that the service has not been told, as bytes; sent in place of the
+            request's own.
 
     Raises:
         InvalidRequestError: a number does not fit the wire.
@@ -162,11 +205,11 @@ def add_step(
     try:
         message.steps.add(
             session_id=session_id,
-            new_token_ids=new_token_ids,
+            new_token_bytes=new_tokens,
             length=request.length,
             budget_nodes=request.budget_nodes,
             min_probability=request.min_probability,
-            outcomes=[pb.Outcome(token_ids=tokens_to_wire(each)) for each in request.outcomes],
+            outcomes=[pb.Outcome(token_bytes=tokens_to_wire(each)) for each in request.outcomes],
         )
     except ValueError as error:
         raise InvalidRequestError(f"a step does not fit the wire: {error}") from error
@@ -189,67 +232,34 @@ def requests_from_message(
 ) -> list[DraftRequest]:
     """Return the requests of one step; their contents are checked by the drafter.
 
-    Token ids beyond 31 bits become negative, so that the drafter refuses that request alone.
+    Token ids beyond 31 bits are negative, so that the drafter refuses that request alone.
 
     Args:
         message: of the step.
         default_nodes: budget of a sequence for which none is stated.
+
+    Raises:
+        InvalidRequestError: the bytes of a request are no ids.
     """
-    pieces = converting_requests(message, default_nodes)
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as done:
-            requests: list[DraftRequest] = done.value
-            return requests
-
-
-_REQUESTS_AT_ONCE: Final = 128
-"""Requests that are converted in one piece: 0.2 ms."""
-
-
-def converting_requests(
-    message: pb.DraftStreamRequest,
-    default_nodes: int,
-    long: Mapping[int, NDArray[np.uint32]] | None = None,
-) -> Generator[None, None, list[DraftRequest]]:
-    """Return the requests as `requests_from_message` does; yield after each piece of work.
-
-    Args:
-        message: of a step.
-        default_nodes: budget of a sequence for which none is stated.
-        long: uint32[n], lists of tokens that are not in the message, by their steps' places.
-    """
-    requests: list[DraftRequest] = []
-    for step in message.steps:
-        new_token_ids = step.new_token_ids
-        if long and len(requests) in long:
-            tokens = long[len(requests)]
-        elif len(new_token_ids) > CONVERTED_AT_ONCE:
-            tokens = yield from _converting(new_token_ids)
-        else:
-            tokens = np.array(new_token_ids, np.uint32)
-        requests.append(
-            DraftRequest(
-                step.session_id,
-                tokens.view(np.int32),
-                step.length,
-                budget_in(step, default_nodes),
-                step.min_probability,
-                _outcomes_of(step),
-            )
+    return [
+        DraftRequest(
+            step.session_id,
+            tokens_of(step.new_token_ids, step.new_token_bytes, "new_token_ids"),
+            step.length,
+            budget_in(step, default_nodes),
+            step.min_probability,
+            _outcomes_of(step) if step.outcomes else (),
         )
-        if len(requests) % _REQUESTS_AT_ONCE == 0:
-            yield
-    return requests
+        for step in message.steps
+    ]
 
 
 def _outcomes_of(step: pb.SessionStep) -> tuple[TokenIds, ...]:
     """Return int32[k] each; those beyond the limit are counted and not converted."""
-    if not step.outcomes:
-        return ()
-    converted = [np.array(each.token_ids, np.uint32) for each in step.outcomes[: MAX_OUTCOMES + 1]]
-    return tuple(each.view(np.int32) for each in converted)
+    return tuple(
+        tokens_of(each.token_ids, each.token_bytes, "token_ids")
+        for each in step.outcomes[: MAX_OUTCOMES + 1]
+    )
 
 
 def outcome_trees_from(
@@ -276,23 +286,44 @@ def _outcome_trees(answer: pb.OutcomeTrees, request: DraftRequest) -> list[Draft
     return [tree.prefix(request.budget_nodes) for tree in trees]
 
 
-def add_trees(response: pb.DraftStreamResponse, trees: Iterable[DraftTree]) -> int:
+def add_trees(
+    response: pb.DraftStreamResponse, trees: Iterable[DraftTree], form: pb.TreeForm
+) -> int:
     """Add trees to an answer; return how many nodes they have."""
     num_nodes = 0
     for tree in trees:
-        response.trees.append(tree_to_message(tree))
+        response.trees.append(tree_to_message(tree, form))
         num_nodes += len(tree)
     return num_nodes
 
 
-def tree_to_message(tree: DraftTree) -> pb.DraftTree:
+PACKED: Final = pb.TreeForm(packed=True)
+"""The form in which our clients ask for trees."""
+
+_AS_LISTS: Final = pb.TreeForm()
+
+
+def tree_to_message(tree: DraftTree, form: pb.TreeForm = _AS_LISTS) -> pb.DraftTree:
     """Return the wire form of a tree."""
+    ancestors = _ancestors_of(tree) if form.ancestors else b""
+    if form.packed:
+        return pb.DraftTree(packed=tree.packed(), ancestors=ancestors)
     return pb.DraftTree(
         token_ids=tree.token_ids.tolist(),
         parents=tree.parents.tolist(),
         probabilities=tree.probabilities.tolist(),
         sources=tree.sources.tolist(),
+        ancestors=ancestors,
     )
+
+
+def _ancestors_of(tree: DraftTree) -> bytes:
+    """Return which nodes each node follows, itself included: a bit for each, in rows of bytes."""
+    rows = np.eye(len(tree), dtype=np.bool_)
+    for node, parent in enumerate(tree.parents.tolist()):
+        if parent != ROOT:
+            rows[node] |= rows[parent]
+    return np.packbits(rows, axis=1, bitorder="little").tobytes()
 
 
 def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
@@ -313,34 +344,52 @@ def clear_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree] | None:
     """Return the trees of messages by a fast check; None where the check is not conclusive.
 
     The result satisfies the rules of `DraftTree.checked`, which decides the other cases: errors,
-    and probabilities that rise by a rounding. The trees' arrays share memory; unknown sources
-    become unspecified.
+    and probabilities that rise by a rounding. Unknown sources become unspecified.
 
     Plain Python is faster than numpy here: trees have a few dozen nodes.
     """
-    token_ids: list[int] = []
-    parents: list[int] = []
-    probabilities: list[float] = []
-    sources: list[int] = []
-    ends = [0]
+    trees: list[DraftTree] = []
     for message in messages:
-        tokens, above, falling = message.token_ids[:], message.parents[:], message.probabilities[:]
-        if len(message.sources) != len(tokens) or not _is_clear(tokens, above, falling):
+        tree = _unchecked(message)
+        if tree is None or not _is_clear(
+            tree.token_ids.tolist(), tree.parents.tolist(), tree.probabilities.tolist()
+        ):
             return None
-        token_ids += tokens
-        parents += above
-        probabilities += falling
-        sources += message.sources
-        ends.append(len(token_ids))
+        trees.append(tree)
+    return trees
+
+
+def _unchecked(message: pb.DraftTree) -> DraftTree | None:
+    """Return the tree of a message, whose nodes are not looked at; None where its parts differ."""
+    if message.packed:
+        return _unpacked(message.packed)
+    size = len(message.token_ids)
+    if not size == len(message.parents) == len(message.probabilities) == len(message.sources):
+        return None
+    sources: list[int] = list(message.sources)
     if sources and not 0 <= min(sources) <= max(sources) < len(Source):
         sources = _known_sources(sources)
-    whole = DraftTree(
-        np.array(token_ids, np.int32),
-        np.array(parents, np.int32),
-        np.array(probabilities, np.float32),
+    return DraftTree(
+        np.array(message.token_ids[:], np.uint32).view(np.int32),
+        np.array(message.parents[:], np.int32),
+        np.array(message.probabilities[:], np.float32),
         np.array(sources, np.uint8),
     )
-    return [whole] if len(messages) == 1 else _divided(whole, ends)
+
+
+def _unpacked(packed: bytes) -> DraftTree | None:
+    size, rest = divmod(len(packed), NODE_BYTES)
+    if rest:
+        return None
+    sources = np.frombuffer(packed, np.uint8, size, 12 * size)
+    if int(sources.max()) >= len(Source):
+        sources = np.where(sources < len(Source), sources, np.uint8(_UNSPECIFIED))
+    return DraftTree(
+        np.frombuffer(packed, np.int32, size),
+        np.frombuffer(packed, np.int32, size, 4 * size),
+        np.frombuffer(packed, np.float32, size, 8 * size),
+        sources,
+    )
 
 
 def _known_sources(sources: Sequence[int]) -> list[int]:
@@ -350,12 +399,10 @@ def _known_sources(sources: Sequence[int]) -> list[int]:
 
 def _is_clear(token_ids: list[int], parents: list[int], probabilities: list[float]) -> bool:
     size = len(token_ids)
-    if not size == len(parents) == len(probabilities):
-        return False
     return not size or (
-        min(parents) >= -1
+        min(parents) >= ROOT
         and all(map(lt, parents, range(size)))
-        and max(token_ids) <= _MAX_TOKEN_ID
+        and min(token_ids) >= 0
         and probabilities[0] <= 1
         and all(map(ge, probabilities, probabilities[1:]))
         and probabilities[-1] >= 0
@@ -363,24 +410,17 @@ def _is_clear(token_ids: list[int], parents: list[int], probabilities: list[floa
     )
 
 
-def _divided(whole: DraftTree, ends: Sequence[int]) -> list[DraftTree]:
-    return [
-        DraftTree(
-            whole.token_ids[begin:end],
-            whole.parents[begin:end],
-            whole.probabilities[begin:end],
-            whole.sources[begin:end],
-        )
-        for begin, end in pairwise(ends)
-    ]
-
-
 def tree_from_message(message: pb.DraftTree) -> DraftTree:
     """Return the tree of a message; unknown sources become unspecified.
 
     Raises:
-        InvalidTreeError: the message's lists break a rule of trees.
+        InvalidTreeError: the message's lists, or its bytes, break a rule of trees.
     """
+    if message.packed:
+        tree = _unpacked(message.packed)
+        if tree is None:
+            raise InvalidTreeError(f"{len(message.packed)} bytes are no nodes of {NODE_BYTES} each")
+        return DraftTree.checked(tree.token_ids, tree.parents, tree.probabilities, tree.sources)
     return DraftTree.checked(
         np.array(message.token_ids, np.int64),
         np.array(message.parents, np.int64),
@@ -403,11 +443,12 @@ def context_to_message(
     """
     try:
         return pb.DraftRequest(
-            context=tokens_to_wire(context),
+            context_bytes=tokens_to_wire(context),
             budget_nodes=budget_nodes,
             min_probability=min_probability,
             vocabulary_fingerprint=fingerprint,
             predictions=prediction_messages(predictions),
+            tree_form=PACKED,
         )
     except ValueError as error:
         raise InvalidRequestError(f"a draft does not fit the wire: {error}") from error
@@ -428,7 +469,7 @@ def explanation_request(  # noqa: PLR0913, PLR0917  (what a message holds)
     """
     try:
         return pb.ExplainRequest(
-            context=tokens_to_wire(context),
+            context_bytes=tokens_to_wire(context),
             budget_nodes=budget_nodes,
             min_probability=min_probability,
             vocabulary_fingerprint=fingerprint,
@@ -502,7 +543,9 @@ def padded_budgets(message: pb.DraftStreamRequest, default_nodes: int) -> list[i
 
 
 def pad(
-    response: pb.DraftStreamResponse | pb.DraftResponse | pb.StepResponse, budgets: Iterable[int]
+    response: pb.DraftStreamResponse | pb.DraftResponse | pb.StepResponse,
+    budgets: Iterable[int],
+    form: pb.TreeForm,
 ) -> None:
     """Add bytes to a response until its size depends on what was asked alone.
 
@@ -513,10 +556,12 @@ def pad(
     Args:
         response: not padded yet.
         budgets: of its trees, in nodes.
+        form: of its trees.
     """
     asked = list(budgets)
     nodes = max(_LEAST_NODES, 1 << (max(asked, default=0) - 1).bit_length())
-    size = _OTHERS_BYTES + len(asked) * (_TREE_BYTES + nodes * _NODE_BYTES)
+    node_bytes = _NODE_BYTES + (-(-nodes // 8) if form.ancestors else 0)
+    size = _OTHERS_BYTES + len(asked) * (_TREE_BYTES + nodes * node_bytes)
     _fill(response, size)
 
 

@@ -101,6 +101,32 @@ def test_a_folder_without_code_is_not_in_the_way(tmp_path: Path) -> None:
     assert run(COMMAND, tmp_path).returncode == 0
 
 
+def test_stubs_of_the_contract_that_hide_ours_are_told_from_other_files(tmp_path: Path) -> None:
+    stubs = tmp_path / "retriever" / "v1" / "retriever_pb2.py"
+    stubs.parent.mkdir(parents=True)
+    stubs.touch()
+    assert run(COMMAND, tmp_path).returncode == 0  # as protoc makes them, they hide nothing
+    own = tmp_path / "retriever" / "__init__.py"
+    own.touch()
+    message = refused(tmp_path)
+    assert message.startswith(f"{own} is in the way of the package `retriever` of foredraft")
+    assert "stubs of foredraft's contract" in message
+    assert "`retriever.v1`" in message
+
+
+def test_a_folder_that_an_editable_installation_is_hidden_by_is_named(
+    site: Path, tmp_path: Path
+) -> None:
+    """Its finder comes last, so that a bare folder is found before it."""
+    stubs = tmp_path / "retriever" / "v1" / "retriever_pb2.py"
+    stubs.parent.mkdir(parents=True)
+    stubs.touch()
+    shutil.rmtree(site / "retriever")
+    message = refused(tmp_path, tmp_path, site)
+    assert message.startswith(f"{tmp_path / 'retriever'} is in the way")
+    assert "stubs of foredraft's contract" in message
+
+
 def test_a_distribution_that_was_installed_over_ours_is_named(site: Path, tmp_path: Path) -> None:
     assert run(COMMAND, tmp_path, site).returncode == 0
     other = site / "retriever" / "__init__.py"

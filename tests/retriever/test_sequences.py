@@ -37,7 +37,9 @@ def test_a_sequence_is_the_list_of_its_tokens(prompt: list[int], changes: list[o
         assert sequence.prompt.tolist() == prompt
         assert sequence.output.tolist() == twin[len(prompt) :]
         assert sequence.since(len(prompt)).tolist() == twin[len(prompt) :]
-        assert sequence.ids_since(len(prompt)) == twin[len(prompt) :]
+        assert (
+            sequence.bytes_since(len(prompt)) == np.array(twin[len(prompt) :], np.int32).tobytes()
+        )
 
 
 @given(prompt=IDS, row=IDS, goes_on=st.booleans())

@@ -196,7 +196,6 @@ def _warm() -> None:
     """Import what commands need, and load the kernels, without starting a thread."""
     from retriever.commands import app  # noqa: F401, PLC0415  (the names of all commands)
     from retriever.sessions.cold_start import warm_drafts, warm_rare  # noqa: PLC0415
-    from retriever.wire import long_messages  # noqa: PLC0415
 
     for name in ("serve", "admin", "config", "health", "info", "replay", "access", "explain"):
         import_module(f"retriever.commands.{name}_command")
@@ -205,7 +204,6 @@ def _warm() -> None:
     import_module("grpc.experimental")
     warm_drafts([2])
     warm_rare()
-    long_messages.warm()
     gc.collect()
     gc.freeze()  # or the first collection in each child copies every page
 

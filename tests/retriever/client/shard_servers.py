@@ -38,7 +38,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     def OpenSession(  # noqa: N802  (named by the contract)
         self, request: pb.OpenSessionRequest, context: Any
     ) -> pb.OpenSessionResponse:
-        tokens = wire.tokens_from_wire(request.prompt)
+        tokens = wire.prompt_of(request).tokens()
         self._or_status(
             context,
             lambda: self.drafter.open(
@@ -72,7 +72,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     def CloseSession(  # noqa: N802
         self, request: pb.CloseSessionRequest, context: Any
     ) -> pb.CloseSessionResponse:
-        tokens = wire.tokens_from_wire(request.new_token_ids)
+        tokens = wire.new_tokens_of(request).tokens()
         keep = not request.forget
         self._or_status(
             context, lambda: self.drafter.close(request.session_id, tokens, remember=keep)

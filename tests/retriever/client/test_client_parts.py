@@ -121,7 +121,9 @@ def test_backlog_is_bounded_and_keeps_the_newest() -> None:
         message = pb.DraftStreamRequest()
         (output,) = closes.add_outputs(message, iter("ab"), "")
         assert int(output[0]) == number
-        assert len(message.closings[0].new_token_ids) == MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS
+        assert len(message.closings[0].new_token_bytes) == 4 * (
+            MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS
+        )
     assert not len(closes)
     closes.tell(np.zeros(MAX_BACKLOG_TOKENS - EACH_TOKENS, np.int32))
     assert len(closes) == 1  # there is all the room again
@@ -148,13 +150,13 @@ def test_backlog_is_bounded_in_memory_whatever_ends() -> None:
 
 def test_sessions_that_were_closed_on_a_lost_stream_are_told_as_outputs() -> None:
     closes = PendingCloses()
-    closes.close("kept", [9], ids(8, 9))
-    closes.close("forgotten", [7])
-    closes.close("empty", (), ids())
+    closes.close("kept", ids(9).tobytes(), ids(8, 9))
+    closes.close("forgotten", ids(7).tobytes())
+    closes.close("empty", b"", ids())
     closes.lose()
     message = pb.DraftStreamRequest()
     closes.add_outputs(message, iter("abc"), "")
-    assert [list(closing.new_token_ids) for closing in message.closings] == [[8, 9]]
+    assert [closing.new_token_bytes for closing in message.closings] == [ids(8, 9).tobytes()]
     assert not len(closes)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from retriever.client.conversation import Conversation, SequenceStep
-from retriever.client.local import LocalDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest, Prediction, SequenceOptions
 from retriever.errors import InvalidRequestError, LimitExceededError, UnknownSessionError
@@ -18,10 +17,9 @@ from retriever.sequences import SessionKey, TokenSequence
 from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.explaining import explain
-from retriever.tree import DraftTree, Source
+from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.long_messages import LONG_LIST, LongMessage, opened, parsed
 from retriever.wire.messages import addition_message, opening_message
 from retriever.wire.statuses import error_of, session_status
 from tests.retriever.client.kinds_of_clients import CLIENTS, LONG_S, clients, ready
@@ -114,9 +112,15 @@ def step_of(sequence: TokenSequence) -> SequenceStep:
 def told(message: pb.DraftStreamRequest) -> tuple[list[list[int]], list[list[int]]]:
     """The predictions of a message's openings, and those that it adds."""
     openings = [
-        list(each.token_ids) for opening in message.openings for each in opening.predictions
+        np.frombuffer(each.token_bytes, np.int32).tolist()
+        for opening in message.openings
+        for each in opening.predictions
     ]
-    added = [list(each.token_ids) for more in message.predictions for each in more.predictions]
+    added = [
+        np.frombuffer(each.token_bytes, np.int32).tolist()
+        for more in message.predictions
+        for each in more.predictions
+    ]
     return openings, added
 
 
@@ -223,40 +227,5 @@ def test_a_message_has_few_predictions() -> None:
 def test_tokens_of_predictions_count_as_work() -> None:
     options = SequenceOptions(predictions=(Prediction(ids(*range(9))),))
     opening = opening_message("s", ids(1, 2), options, "")
-    assert tokens_of_opening(opening, {}) == 11
-    assert tokens_of_addition(addition_message("s", [Prediction(ids(*range(9)))]), {}) == 9
-
-
-def test_long_predictions_are_cut_out_where_they_stand() -> None:
-    long = np.arange(10_000, 10_000 + LONG_LIST, dtype=np.int32)
-    options = SequenceOptions(predictions=(Prediction(ids(1)), Prediction(long)))
-    opening = opening_message("s", long, options, "")
-    message = pb.DraftStreamRequest(
-        openings=[pb.OpenSessionRequest(), opening],
-        predictions=[addition_message("t", [Prediction(long), Prediction(ids(3))])],
-    )
-    content = message.SerializeToString()
-    cut = parsed(content, pb.DraftStreamRequest.FromString, "retriever.v1.DraftStreamRequest")
-    assert isinstance(cut, LongMessage)
-    rest, lists = opened(cut)
-    assert set(lists) == {(3, 1), (3, 1, 5, 1), (8, 0, 2, 0)}
-    assert list(rest.openings[1].predictions[0].token_ids) == [1]
-    assert not rest.openings[1].predictions[1].token_ids
-    assert list(rest.predictions[0].predictions[1].token_ids) == [3]
-
-
-def test_the_local_drafter_follows_predictions() -> None:
-    drafter = LocalDrafter()
-    drafter.open("s", ids(*PROMPT), SequenceOptions(predictions=(Prediction(ids(*FILE)),)))
-    tree = draft(drafter, [], 3)
-    assert begins(tree, FILE)
-    assert set(tree.sources.tolist()) == {Source.PREDICTIONS}
-    assert begins(draft(drafter, FILE[:7], 10), FILE[7:])
-    assert begins(draft(drafter, [5, *FILE[20:24]], 15), FILE[24:])
-    drafter.add_predictions("s", [Prediction(ids(*LATER))])
-    assert begins(draft(drafter, LATER[:3], 18), LATER[3:])
-    drafter.close("s", ids(4))
-    drafter.open("t", ids(*FILE[:9]))
-    (tree,) = drafter.draft([DraftRequest("t", ids(), 9, 8)])
-    assert len(tree.follow(ids(*FILE[9:]))) == 0 or tree.sources[0] == Source.GENERATIONS
-    drafter.close("t")
+    assert tokens_of_opening(opening) == 11
+    assert tokens_of_addition(addition_message("s", [Prediction(ids(*range(9)))])) == 9

@@ -387,3 +387,31 @@ def test_command_refuses_in_one_line(arguments: tuple[str, ...], message: str) -
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_match_is_as_long_as_the_tokens_agree() -> None:
+    """Beyond the 32 tokens that the search looks at, and where what is offered was edited."""
+    drafter = EmbeddedDrafter()
+    rng = np.random.default_rng(3)
+    num_places = num_long = 0
+    for round_ in range(60):
+        tokens = rng.integers(0, int(rng.integers(2, 40)), int(rng.integers(5, 150))).tolist()
+        context = [*tokens, *rng.integers(50, 60, 3).tolist(), *tokens[: 2 * round_]]
+        for each in told(explain(drafter, context, 12), context):
+            places = each.provenance.context_positions
+            if each.source is not Source.CONTEXT or not places:
+                continue
+            before = each.text[:-1]
+            agreements = []
+            for place in places:
+                assert context[place] == each.text[-1]
+                agreed = 0
+                while agreed < place and before[-1 - agreed] == context[place - 1 - agreed]:
+                    agreed += 1
+                agreements.append(agreed)
+            assert each.provenance.match_length == max(agreements)
+            num_places += len(places)
+            num_long += max(agreements) > 40
+    assert num_places > 100
+    assert num_long > 20
+    drafter.shut_down()

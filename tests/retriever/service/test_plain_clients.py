@@ -6,17 +6,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import json_format
 
 from retriever.drafter import DraftRequest
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.messages import trees_from_messages
 from retriever.wire.statuses import error_of, refusal_of
 from tests.retriever.security.in_process import serving
+from tests.test_wire_contract import examples
 
 ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "examples" / "grpc" / "draft_client.py"
@@ -153,3 +157,92 @@ def test_fingerprints_are_of_either_case(stub: RetrieverServiceStub) -> None:
         stub.OpenSession(opening)
     strange = pb.DraftRequest(context=PROMPT, vocabulary_fingerprint="CD" * 32)
     assert refused(stub.Draft, strange)[1] == "VOCABULARY_MISMATCH"
+
+
+IDS = np.array(PROMPT, np.int32).tobytes()
+ONE = np.array([1], np.int32).tobytes()
+
+
+def test_ids_and_trees_as_bytes_bring_the_same_drafts(stub: RetrieverServiceStub) -> None:
+    lists = stub.Draft(pb.DraftRequest(context=PROMPT)).tree
+    form = pb.TreeForm(packed=True, ancestors=True)
+    packed = stub.Draft(pb.DraftRequest(context_bytes=IDS, tree_form=form)).tree
+    assert trees_from_messages([packed], 1)[0].token_ids.tolist() == list(lists.token_ids)
+    assert len(packed.packed) == 13 * len(lists.token_ids)
+    assert len(packed.ancestors) == len(lists.token_ids) * -(-len(lists.token_ids) // 8)
+    assert stub.Explain(pb.ExplainRequest(context_bytes=IDS)).tree == lists
+    opened(stub, "numbers")
+    stub.OpenSession(pb.OpenSessionRequest(session_id="bytes", prompt_bytes=IDS))
+    in_bytes = pb.SessionStep(
+        session_id="bytes",
+        new_token_bytes=ONE,
+        length=31,
+        outcomes=[pb.Outcome(token_bytes=ONE)],
+    )
+    one = stub.Step(step("numbers", [1], 31, outcomes=[pb.Outcome(token_ids=[1])]))
+    other = stub.Step(pb.StepRequest(step=in_bytes))
+    assert (one.tree, list(one.outcome_trees)) == (other.tree, list(other.outcome_trees))
+    predicted = [pb.Prediction(token_bytes=IDS)]
+    stub.AddPredictions(pb.AddPredictionsRequest(session_id="bytes", predictions=predicted))
+    closing = pb.CloseSessionRequest(session_id="bytes", new_token_bytes=ONE, length=32)
+    assert stub.CloseSession(closing).keeping == pb.KEEPING_MEMORY
+
+
+@pytest.mark.parametrize("form", ["numbers", "bytes"])
+def test_megabytes_of_ids_are_refused_in_either_form(stub: RetrieverServiceStub, form: str) -> None:
+    tokens = np.ones((15 << 20) // (1 if form == "numbers" else 4), np.int32)
+    opening = (
+        pb.OpenSessionRequest(session_id="s", prompt=tokens.tolist())
+        if form == "numbers"
+        else pb.OpenSessionRequest(session_id="s", prompt_bytes=tokens.tobytes())
+    )
+    code, reason = refused(stub.OpenSession, opening)
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED")
+    assert stub.Draft(pb.DraftRequest(context=PROMPT)).tree.token_ids
+
+
+def test_bytes_that_are_no_ids_are_refused_alone(stub: RetrieverServiceStub) -> None:
+    both = pb.DraftRequest(context=PROMPT, context_bytes=IDS)
+    assert refused(stub.Draft, both)[1] == "INVALID_REQUEST"
+    assert refused(stub.Draft, pb.DraftRequest(context_bytes=IDS[:-1]))[1] == "INVALID_REQUEST"
+    negative = np.array([-5], np.int32).tobytes()
+    assert refused(stub.Draft, pb.DraftRequest(context_bytes=negative))[1] == "INVALID_REQUEST"
+
+
+def test_a_constraint_is_not_served_yet(stub: RetrieverServiceStub) -> None:
+    constraint = pb.Constraint(regular_expression="[0-9]+")
+    constrained = pb.OpenSessionRequest(session_id="s", prompt=PROMPT, constraint=constraint)
+    assert refused(stub.OpenSession, constrained) == (
+        grpc.StatusCode.UNIMPLEMENTED,
+        "NOT_SERVED",
+    )
+    opened(stub)  # nothing is left of it
+
+
+def test_a_client_of_an_earlier_contract_is_told_what_to_do(stub: RetrieverServiceStub) -> None:
+    of_before = pb.OpenSessionRequest.FromString(
+        pb.OpenSessionRequest(session_id="s", prompt=PROMPT).SerializeToString()
+        + bytes([5 << 3 | 2, 3, 10, 1, 97])
+    )
+    with pytest.raises(grpc.RpcError) as raised:
+        stub.OpenSession(of_before)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "foredraft proto --output DIR" in (raised.value.details() or "")
+
+
+def test_the_examples_of_the_contract_are_answered(tmp_path: Path) -> None:
+    drafter = EmbeddedDrafter(state=tmp_path)
+    with serving(drafter) as address, grpc.insecure_channel(address) as channel:
+        stub: Any = RetrieverServiceStub(channel)
+        for name in (
+            *("GetServerInfo", "ListIndexes", "Draft", "Explain"),
+            *("OpenSession", "AddPredictions", "Step", "CloseSession", "DeleteSessionData"),
+            *("ShareFindings", "FetchFindings", "DeleteTenantData"),
+        ):
+            request = json_format.Parse(examples()[name], getattr(pb, f"{name}Request")())
+            getattr(stub, name)(request)
+        message = json_format.Parse(examples()["DraftStream"], pb.DraftStreamRequest())
+        (response,) = stub.DraftStream(iter([message]))
+        assert not response.statuses
+        assert response.trees[0].token_ids
+    drafter.shut_down()

@@ -116,7 +116,7 @@ def test_what_is_refused_or_given_up_holds_no_memory() -> None:
 
     async def draft(scheduler: Scheduler, request: pb.DraftRequest) -> None:
         with scheduler.call("t") as line:
-            await scheduler.draft(line, "t", request, {}, 4)
+            await scheduler.draft(line, "t", request, 4)
 
     room = 40 << 20
     assert scheduled(Limits(max_bytes=room, max_tenant_bytes=room), run) > 0

@@ -1,6 +1,7 @@
 """With padding, the size of a reply tells nothing of its drafts."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import pad, tree_to_message
+from retriever.wire.messages import PACKED, pad, tree_to_message
 from tests.retriever.security.in_process import serving
 
 
@@ -22,7 +23,7 @@ def drafter(index: Path) -> Iterator[EmbeddedDrafter]:
     made.shut_down()
 
 
-def chain(num_nodes: int, token: int) -> pb.DraftTree:
+def chain(num_nodes: int, token: int, form: pb.TreeForm) -> pb.DraftTree:
     parents = np.arange(-1, num_nodes - 1, dtype=np.int32)
     tree = DraftTree(
         np.full(num_nodes, token, np.int32),
@@ -30,18 +31,30 @@ def chain(num_nodes: int, token: int) -> pb.DraftTree:
         np.full(num_nodes, 0.5, np.float32),
         np.full(num_nodes, 4, np.uint8),
     )
-    return tree_to_message(tree)
+    return tree_to_message(tree, form)
 
 
-@pytest.mark.parametrize("num_trees", [1, 2, 3, 64])
-def test_replies_of_a_budget_are_equal_in_size_whatever_is_drafted(num_trees: int) -> None:
+FORMS = [
+    pb.TreeForm(),
+    PACKED,
+    pb.TreeForm(ancestors=True),
+    pb.TreeForm(packed=True, ancestors=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_trees", "form"), [*product([1, 64], FORMS), (2, PACKED), (3, FORMS[2])]
+)
+def test_replies_of_a_budget_are_equal_in_size_whatever_is_drafted(
+    num_trees: int, form: pb.TreeForm
+) -> None:
     for budget in (1, 2, 16, 31, 32, 100, 256):
         sizes = set()
         for num_nodes in range(budget + 1):
             for token in (0, 200, (1 << 31) - 1):
-                trees = [chain(num_nodes, token)] + [chain(0, 0)] * (num_trees - 1)
+                trees = [chain(num_nodes, token, form)] + [chain(0, 0, form)] * (num_trees - 1)
                 response = pb.DraftStreamResponse(trees=trees, sequence_number=1 << 40)
-                pad(response, [budget] * num_trees)
+                pad(response, [budget] * num_trees, form)
                 sizes.add(response.ByteSize())
         assert len(sizes) == 1, (budget, sizes)
 

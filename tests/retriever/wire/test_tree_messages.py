@@ -6,7 +6,13 @@ import pytest
 from retriever.errors import InvalidTreeError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import clear_trees, tree_from_message, trees_from_messages
+from retriever.wire.messages import (
+    PACKED,
+    clear_trees,
+    tree_from_message,
+    tree_to_message,
+    trees_from_messages,
+)
 from tests.suite_parts import cases
 
 NUM_FORESTS = cases(600, of=3000)
@@ -89,3 +95,56 @@ def test_probabilities_that_rise_by_a_rounding_are_still_a_tree() -> None:
     assert clear_trees([message]) is None
     (tree,) = trees_from_messages([message], 1)
     assert tree.token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("form", [PACKED, pb.TreeForm(packed=True, ancestors=True)])
+def test_trees_travel_as_bytes_as_they_do_as_lists(form: pb.TreeForm) -> None:
+    rng = np.random.default_rng(5)
+    num_trees = 0
+    for _ in range(300):
+        listed = some_tree(rng)
+        try:
+            tree = tree_from_message(listed)
+        except InvalidTreeError:
+            continue
+        num_trees += 1
+        (back,) = trees_from_messages([tree_to_message(tree, form)], 1)
+        for field in ("token_ids", "parents", "probabilities", "sources"):
+            left, right = getattr(back, field), getattr(tree, field)
+            assert left.dtype == right.dtype
+            assert left.tolist() == right.tolist()
+    assert num_trees > 30
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        bytes(12),
+        bytes(14),
+        np.array([-5], np.int32).tobytes() + np.array([-1], np.int32).tobytes() + bytes(5),
+        np.array([5, 3], np.int32).tobytes() + bytes(18),
+    ],
+    ids=["too short", "too long", "no token", "a parent that is the node"],
+)
+def test_bytes_that_are_no_tree_are_refused(packed: bytes) -> None:
+    with pytest.raises(InvalidTreeError):
+        trees_from_messages([pb.DraftTree(packed=packed)], 1)
+
+
+def test_ancestors_are_the_mask_of_attention_among_nodes() -> None:
+    rng = np.random.default_rng(2)
+    for size in (1, 7, 8, 9, 64, 130):
+        parents = np.array([rng.integers(-1, node) for node in range(size)], np.int32)
+        tree = DraftTree(
+            np.arange(size, dtype=np.int32),
+            parents,
+            np.linspace(1, 0.1, size, dtype=np.float32),
+            np.ones(size, np.uint8),
+        )
+        ancestors = tree_to_message(tree, pb.TreeForm(ancestors=True)).ancestors
+        rows = np.frombuffer(ancestors, np.uint8).reshape(size, -(-size // 8))
+        for node in range(size):
+            on_path = set(tree.path_to(node).tolist())
+            bits = {at for at in range(8 * rows.shape[1]) if rows[node, at // 8] >> at % 8 & 1}
+            assert bits == on_path
+    assert tree_to_message(DraftTree.empty(), pb.TreeForm(ancestors=True)) == pb.DraftTree()
