@@ -94,6 +94,13 @@ def _begin(root: Path) -> "subprocess.Popen[str]":
     )
 
 
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Have a client end, and its service with it."""
+    if process.stdin is not None:
+        process.stdin.close()
+    process.wait()
+
+
 def _ask(process: "subprocess.Popen[str]", question: dict[str, int]) -> dict[str, float]:
     given: Any = process.stdin
     given.write(json.dumps(question) + "\n")
@@ -115,7 +122,7 @@ def main(
     with ExitStack() as ended:
         processes = {name: ended.enter_context(_begin(root)) for name, root in roots.items()}
         for process in processes.values():
-            ended.callback(process.terminate)
+            ended.callback(_end, process)
             if process.stdout is not None:
                 process.stdout.readline()
         for number in sequences or [1, 16, 64]:

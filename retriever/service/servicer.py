@@ -167,6 +167,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self._scheduler = Scheduler(self._drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
+    def is_busy(self) -> bool:
+        """Return whether long messages are worked on."""
+        return self._scheduler.lanes.reading.num_tenants > 0
+
     def close(self) -> None:
         """End the threads that work for calls, after what is under way."""
         self._scheduler.close()

@@ -58,7 +58,7 @@ def keep_message_memory() -> None:
     """
     if _set_option is not None:
         _set_option(_MMAP_THRESHOLD, 2 * MAX_MESSAGE_BYTES)
-        _set_option(_TRIM_THRESHOLD, 4 * MAX_MESSAGE_BYTES)
+        _set_option(_TRIM_THRESHOLD, 16 * MAX_MESSAGE_BYTES)
 
 
 def settle() -> None:
@@ -73,16 +73,23 @@ def settle() -> None:
 
 _SHORTEST_PERIOD_S: Final = 0.01  # a look takes microseconds
 _LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
-_GIVE_BACK_EVERY_S: Final = 5.0  # it takes a few ms, and a little more from each message after it
+_GIVE_BACK_EVERY_S: Final = 5.0
+_GIVE_BACK_AFTER_S: Final = 60.0
+"""Latest time of giving back while long messages are worked on: the next one, of 4 MB, takes new
+pages then, a thousand of two microseconds each, and all streams wait for it."""
 
 
 @asynccontextmanager
-async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
+async def sweeping(drafter: EmbeddedDrafter, is_busy: Callable[[], bool]) -> AsyncIterator[None]:
     """End idle sessions during the block, at most a tenth of the idle time too late.
 
     Freed memory is returned to the system regularly.
+
+    Args:
+        drafter: whose sessions they are.
+        is_busy: whether long messages are worked on.
     """
-    tasks = [asyncio.create_task(_sweep(drafter)), asyncio.create_task(_give_back())]
+    tasks = [asyncio.create_task(_sweep(drafter)), asyncio.create_task(_give_back(is_busy))]
     try:
         yield
     finally:
@@ -99,10 +106,14 @@ async def _sweep(drafter: EmbeddedDrafter) -> None:
         ServiceFace(drafter.state).end_idle()
 
 
-async def _give_back() -> None:
+async def _give_back(is_busy: Callable[[], bool]) -> None:
+    waited_s = 0.0
     while True:
         await asyncio.sleep(_GIVE_BACK_EVERY_S)
-        await asyncio.to_thread(give_back)
+        waited_s += _GIVE_BACK_EVERY_S
+        if waited_s >= _GIVE_BACK_AFTER_S or not is_busy():
+            await asyncio.to_thread(give_back)
+            waited_s = 0.0
 
 
 _Parse = Callable[[bytes], Any]
@@ -304,7 +315,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     drafter = await opening
     settle()
     await telling
-    async with sweeping(drafter):
+    async with sweeping(drafter, listening.servicer.is_busy):
         await stopped.wait()
         await _drain(drafter, observer, drain_s)
     watching.cancel()

@@ -86,6 +86,9 @@ _DONE: Final = object()
 _Result = TypeVar("_Result")
 
 
+_MANY: Final = 1 << 12  # tokens
+
+
 class DrafterState:
     """What a drafter holds, and what is done with it by a process and by a service alike.
 
@@ -421,16 +424,23 @@ class DrafterState:
             yield
 
     def tokens(self, tokens: ArrayLike) -> TokenIds:
-        """Return int32[n], a copy: the caller's array may change.
+        """Return int32[n], a copy, unless it is a view of bytes: the caller's array may change.
 
         Raises:
             InvalidRequestError: they are no integers of the vocabulary in one dimension.
         """
         if type(tokens) is np.ndarray and tokens.dtype is _TOKEN and tokens.ndim == 1:
-            copied = tokens.copy()
-            if first_outside(copied, self.predictor.bounds[BOUNDS.VOCABULARY]) < 0:
-                return copied
+            kept = tokens if type(tokens.base) is bytes else tokens.copy()
+            if self._are_inside(kept):
+                return kept
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
+
+    def _are_inside(self, tokens: TokenIds) -> bool:
+        """Return whether all of int32[n] are of the vocabulary."""
+        bound = self.predictor.bounds[BOUNDS.VOCABULARY]
+        if len(tokens) > _MANY:  # four times as fast, and slower for few
+            return bool(tokens.view(np.uint32).max() < bound)
+        return bool(first_outside(tokens, bound) < 0)
 
     def _predictions(self, predictions: Iterable[Prediction]) -> list[Prediction]:
         size = self.vocabulary.size if self.vocabulary else None
