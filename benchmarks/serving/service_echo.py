@@ -12,13 +12,11 @@ from typing import Any
 from grpc import aio
 
 from retriever.limits import Limits
-from retriever.service.servicer import RetrieverServicer
-from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
 
 
-class Echo(RetrieverServicer):
+class Echo(pb_grpc.RetrieverServiceServicer):
     """Answers at once.
 
     Args:
@@ -26,7 +24,6 @@ class Echo(RetrieverServicer):
     """
 
     def __init__(self, num_nodes: int) -> None:
-        super().__init__(EmbeddedDrafter())
         chain = pb.DraftTree(
             token_ids=range(1000, 1000 + num_nodes),
             parents=range(-1, num_nodes - 1),

@@ -193,22 +193,25 @@ class Lifecycle:
             await asyncio.sleep(_LOOK_S)
         return is_idle()
 
-    def refusal(self, method: str) -> DrafterUnavailableError | None:
-        """Return why a call must be refused now; None if it may proceed."""
+    def check(self, method: str) -> None:
+        """Refuse a call that cannot be taken now.
+
+        Raises:
+            DrafterUnavailableError: it must be refused in this phase.
+        """
         if method in _ALWAYS:
-            return None
+            return
         if self.phase is Phase.STARTING:
-            return DrafterUnavailableError(
+            raise DrafterUnavailableError(
                 "the service is starting: its health says when it is ready"
             )
         if self.is_compiling and method not in _WHILE_COMPILING:
-            return DrafterUnavailableError(
+            raise DrafterUnavailableError(
                 "kernels are being compiled, once on this machine: drafts are empty for half a "
                 "minute or so, and other calls are taken then"
             )
         if self.is_draining and method in _BEGINNING:
-            return DrainingError(_DRAINING)
-        return None
+            raise DrainingError(_DRAINING)
 
     def check_opening(self) -> None:
         """Refuse a session that is opened within a stream while the service drains.

@@ -1,11 +1,11 @@
-"""Observes a service: an interceptor admits calls by phase, counts them and logs their end."""
+"""Observes a service: counts calls, logs their ends, and tells when it can end."""
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -13,14 +13,14 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health
 
-from retriever.errors import RetrieverError, SettingsError
+from retriever.errors import SettingsError
 from retriever.limits import Limits
 from retriever.operations.lifecycle import SERVICE, Lifecycle
 from retriever.operations.logs import log_event
 from retriever.operations.tracing import Tracing
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.statuses import Refusal, abort, refusal_in, refusal_of
+from retriever.wire.statuses import Refusal, refusal_in, refusal_of
 
 _logger = logging.getLogger(__name__)
 _LIMITS: Final = frozenset(field.name for field in fields(Limits))
@@ -122,101 +122,6 @@ def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> 
     return _STATUS_OF_CODE.get(getattr(code, "value", (code,))[0], "UNKNOWN"), limit
 
 
-_Handler = Any  # gRPC's own, whose fields its stubs do not name
-_Context = aio.ServicerContext[Any, Any]
-
-
-class Interceptor(aio.ServerInterceptor):
-    """Counts calls, and refuses them while the service starts or drains.
-
-    Other services of the server (health, reflection) are not affected.
-
-    Args:
-        calls: counted here.
-        lifecycle: decides which calls may begin.
-        tracing: makes spans of a sample; None for none.
-    """
-
-    def __init__(
-        self, calls: CallCounts, lifecycle: Lifecycle, tracing: Tracing | None = None
-    ) -> None:
-        self._tracing = tracing
-        self._calls = calls
-        self._lifecycle = lifecycle
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler:
-        """Return the wrapped handler of a call."""
-        handler = await continuation(handler_call_details)
-        _, service, method = str(handler_call_details.method).rpartition(f"/{SERVICE}/")
-        if handler is None or not service:
-            return handler
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                self._around_stream(method, handler.stream_stream),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._around_call(method, handler.unary_unary),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
-
-    def _around_call(self, method: str, answer: Callable[..., Awaitable[Any]]) -> Any:
-        async def call(request: Any, context: _Context) -> Any:
-            async with self._around(method, context):
-                with self._traced(method, context):
-                    return await answer(request, context)
-
-        return call
-
-    def _around_stream(self, method: str, answer: Callable[..., AsyncIterator[Any]]) -> Any:
-        async def stream(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
-            async with self._around(method, context):
-                responses = (
-                    answer(requests, context)
-                    if self._tracing is None
-                    else self._tracing.steps(requests, lambda timed: answer(timed, context))
-                )
-                async for response in responses:
-                    if response.statuses:
-                        self._calls.refuse_within(method, response.statuses)
-                    yield response
-
-        return stream
-
-    @contextmanager
-    def _traced(self, method: str, context: _Context) -> Iterator[None]:
-        ended = self._tracing.call(method, context) if self._tracing is not None else None
-        try:
-            yield
-        finally:
-            if ended is not None:
-                ended()
-
-    @asynccontextmanager
-    async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
-        """Count a call, refuse it in the wrong phase, and hide internal errors from the caller.
-
-        gRPC would send the text of an unexpected error, which may hold another caller's input.
-        """
-        try:
-            with self._calls.counted(method, context):
-                refusal = self._lifecycle.refusal(method)
-                if refusal is not None:
-                    await abort(context, refusal)
-                yield
-        except aio.BaseError:
-            raise  # gRPC's own: the call has its status, or has ended
-        except Exception:
-            _logger.exception("%s failed", method)
-            await abort(context, RetrieverError("the service failed: its log has more"))
-
-
 _STREAM = "DraftStream"
 
 
@@ -230,18 +135,14 @@ class ServiceObserver:
     Attributes:
         calls: counts of calls.
         lifecycle: the phase of the service.
+        tracing: as given.
     """
 
     def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:
-        self._tracing = tracing
+        self.tracing = tracing
         self.calls = CallCounts()
         self.lifecycle = Lifecycle()
         self._reflection = reflection
-
-    @property
-    def interceptors(self) -> Sequence[aio.ServerInterceptor]:
-        """The outermost interceptors."""
-        return [Interceptor(self.calls, self.lifecycle, self._tracing)]
 
     async def attach(self, server: aio.Server) -> None:
         """Add health checks and reflection to a server that has not started.
@@ -255,8 +156,8 @@ class ServiceObserver:
 
     def shut_down(self) -> None:
         """Send the remaining spans."""
-        if self._tracing is not None:
-            self._tracing.shut_down()
+        if self.tracing is not None:
+            self.tracing.shut_down()
 
     def is_idle(self, drafter: EmbeddedDrafter) -> bool:
         """Return whether a service can end without interrupting a client.

@@ -9,6 +9,7 @@ from grpc import aio
 
 from retriever.errors import SettingsError
 from retriever.operations.lifecycle import SERVICE
+from retriever.wire.messages import num_nodes_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -117,7 +118,7 @@ class SampledTraces:
             yield response
 
     def _step(self, begun_ns: int, response: Any) -> None:
-        sizes = [len(tree.token_ids) for tree in response.trees]
+        sizes = [num_nodes_of(tree) for tree in response.trees]
         attributes = _attributes("DraftStream") | {
             "foredraft.sequences": len(sizes),
             "foredraft.nodes": sum(sizes),

@@ -3,45 +3,17 @@
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
-from inspect import isasyncgenfunction
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
-
-import grpc
-from grpc import aio
 
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import TENANT_SCOPES, Access, Grant, Scope, read_access
 from retriever.security.certificates import Certified, certified, read_authorities
 from retriever.security.private_files import DEFAULT_GRACE_S, Reloaded
-from retriever.wire.statuses import abort
-
-_MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-
-
-def kind_of(handler: Any) -> str:
-    """Return the name of the attribute that holds a handler's behaviour."""
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"
-
-
-def rebuilt(
-    handler: Any, behaviour: Callable[..., Any], deserializer: Callable[[bytes], Any] | None
-) -> Any:
-    """Return a handler of the same kind with another behaviour and another deserializer."""
-    return _MAKERS[kind_of(handler)](behaviour, deserializer, handler.response_serializer)
-
 
 _REFUSAL: Final = "credentials are missing or not valid: see --token-file, --certificate and --key"
 _NO_TENANT: Final = "these credentials have no tenant here: have them added to the access file"
@@ -235,97 +207,6 @@ class Caller:
                 f"{', '.join(sorted(grant.scopes))} alone: ask the service's operator"
             )
         return grant
-
-
-def caller_of(context: Any) -> Caller | None:
-    """Return the caller of a call; None where callers are not asked who they are."""
-    caller: Caller | None = getattr(context, "caller", None)
-    return caller
-
-
-class AdmittedContext:
-    """A call's context with its caller.
-
-    Attributes:
-        caller: of the call.
-    """
-
-    __slots__ = ("_context", "caller")
-
-    def __init__(self, context: Any, caller: Caller) -> None:
-        self._context = context
-        self.caller = caller
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-class Admission(aio.ServerInterceptor):
-    """Admits callers with valid credentials; ends other calls before their messages are read.
-
-    Args:
-        doorkeeper: who decides.
-        open_methods: full names of methods without authentication, such as health checks.
-    """
-
-    def __init__(self, doorkeeper: Doorkeeper, open_methods: Collection[str] = ()) -> None:
-        self._doorkeeper = doorkeeper
-        self._open_methods = frozenset(open_methods)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Return a handler that checks the caller; see `aio.ServerInterceptor`."""
-        handler = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
-        if handler is None or method in self._open_methods:
-            return handler
-        guarded = self._guarded(getattr(handler, kind_of(handler)), scope_for(method))
-        return rebuilt(handler, guarded, handler.request_deserializer)
-
-    def _guarded(self, behaviour: Callable[..., Any], scope: Scope | None) -> Callable[..., Any]:
-        """Return a behaviour that begins with credentials, and answers nothing once they are gone.
-
-        What was asked for with a token may be answered long after it was revoked: a message can
-        wait for its turn.
-        """
-        if not isasyncgenfunction(behaviour):
-
-            async def answer(request: Any, context: Any) -> Any:
-                admitted = await self._admit(context, scope)
-                response = await behaviour(request, admitted)
-                await _check_again(admitted)
-                return response
-
-            return answer
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            admitted = await self._admit(context, scope)
-            async with aclosing(behaviour(request, admitted)) as responses:
-                async for response in responses:
-                    await _check_again(admitted)
-                    yield response
-
-        return stream
-
-    async def _admit(self, context: Any, scope: Scope | None) -> AdmittedContext:
-        try:
-            token = token_in(context.invocation_metadata() or ())
-            certificate = certificate_of(context.auth_context())
-            return AdmittedContext(context, Caller(self._doorkeeper, token, certificate, scope))
-        except AccessRefusedError as error:
-            if not isinstance(error, NotPermittedError):
-                _LOGGER.debug("not let in: %s", context.peer())
-            await abort(context, error)
-
-
-async def _check_again(admitted: AdmittedContext) -> None:
-    try:
-        admitted.caller.check()
-    except AccessRefusedError as error:
-        await abort(admitted, error)
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:

@@ -5,19 +5,17 @@ of its own, and is recorded in the audit log there: a caller that leaves does no
 """
 
 import asyncio
-import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from grpc import aio
 
 from indexer.errors import IndexerError, IndexNotFoundError
 from indexer.reader import Index
@@ -35,7 +33,7 @@ from retriever.operations.lifecycle import Phase
 from retriever.operations.live_settings import CHANGEABLE, LiveSettings, as_json
 from retriever.operations.resolving import shown
 from retriever.operations.service_report import Service
-from retriever.security.admission import caller_of
+from retriever.service.gate import Call
 from retriever.sessions.administration import (
     SLICE,
     Administration,
@@ -45,14 +43,9 @@ from retriever.sessions.administration import (
 )
 from retriever.sessions.bindings import Attached
 from retriever.sessions.draft_counts import TenantUse
-from retriever.v1 import admin_pb2 as pb, admin_pb2_grpc as pb_grpc
-from retriever.wire.statuses import abort
+from retriever.v1 import admin_pb2 as pb
 
 _THREADS: Final = 4  # an index may take seconds to attach; sessions are ended meanwhile
-_FAILED: Final = "the service failed: its log has more"
-_LOGGER: Final = logging.getLogger(__name__)
-
-_Context = aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
@@ -74,10 +67,10 @@ class Administered:
     snapshots: Path | None = None
 
 
-class AdminServicer(pb_grpc.AdminServiceServicer):
+class AdminServicer:
     """The calls of the admin contract, on one event loop.
 
-    Method names are the contract's.
+    Method names are the contract's; the gate turns what they raise into statuses.
 
     Args:
         administered: what they work on.
@@ -89,51 +82,51 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="foredraft-admin")
 
     async def ListSessions(
-        self, request: pb.ListSessionsRequest, context: _Context
+        self, request: pb.ListSessionsRequest, _call: Call
     ) -> AsyncIterator[pb.ListSessionsResponse]:
-        async with _statuses(context):
+        with _in_the_contract():
             for part in self._administration().sessions(_filter_of(request.filter)):
                 if part:
                     yield pb.ListSessionsResponse(sessions=map(_session_info, part))
                 await asyncio.sleep(0)
 
     async def EndSessions(
-        self, request: pb.EndSessionsRequest, context: _Context
+        self, request: pb.EndSessionsRequest, call: Call
     ) -> pb.EndSessionsResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             wanted = _filter_of(request.filter)
             if wanted.is_empty and not request.all:
                 raise InvalidRequestError("which sessions? set something in the filter, or `all`")
             ended = await self._change(
-                *("EndSessions", request, context),
+                *("EndSessions", request, call),
                 lambda administration: administration.end(wanted, forget=request.forget),
                 asdict,
             )
             return pb.EndSessionsResponse(**asdict(ended))
 
     async def ListTenants(
-        self, request: pb.ListTenantsRequest, context: _Context
+        self, request: pb.ListTenantsRequest, _call: Call
     ) -> AsyncIterator[pb.ListTenantsResponse]:
         del request
-        async with _statuses(context):
+        with _in_the_contract():
             for part in _sliced(await self._look(Administration.tenants)):
                 yield pb.ListTenantsResponse(tenants=map(_tenant_info, part))
 
     async def EvictTenant(
-        self, request: pb.EvictTenantRequest, context: _Context
+        self, request: pb.EvictTenantRequest, call: Call
     ) -> pb.EvictTenantResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             was_in_memory, num_sessions = await self._change(
-                *("EvictTenant", request, context),
+                *("EvictTenant", request, call),
                 lambda administration: administration.evict(request.tenant, lose=request.lose),
                 lambda found: {"was_in_memory": found[0], "num_sessions": found[1]},
             )
             return pb.EvictTenantResponse(was_in_memory=was_in_memory, num_sessions=num_sessions)
 
     async def GetUse(
-        self, request: pb.GetUseRequest, context: _Context
+        self, request: pb.GetUseRequest, _call: Call
     ) -> AsyncIterator[pb.GetUseResponse]:
-        async with _statuses(context):
+        with _in_the_contract():
             tenant = _tenant_in(request)
             found = await self._look(lambda administration: administration.uses(tenant))
             since_s = self._on.service.began_s
@@ -145,39 +138,39 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 yield pb.GetUseResponse(tenants=infos, since_s=since_s)
 
     async def ListAttachedIndexes(
-        self, request: pb.ListAttachedIndexesRequest, context: _Context
+        self, request: pb.ListAttachedIndexesRequest, _call: Call
     ) -> pb.ListAttachedIndexesResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             found = self._administration().indexes(_tenant_in(request))
             return pb.ListAttachedIndexesResponse(indexes=map(_index_info, found))
 
     async def AttachIndex(
-        self, request: pb.AttachIndexRequest, context: _Context
+        self, request: pb.AttachIndexRequest, call: Call
     ) -> pb.AttachIndexResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             attached = await self._change(
-                *("AttachIndex", request, context),
+                *("AttachIndex", request, call),
                 lambda administration: administration.attach(request.path, _tenant_in(request)),
                 _index_told,
             )
             return pb.AttachIndexResponse(index=_index_info(attached))
 
     async def DetachIndex(
-        self, request: pb.DetachIndexRequest, context: _Context
+        self, request: pb.DetachIndexRequest, call: Call
     ) -> pb.DetachIndexResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             detached = await self._change(
-                *("DetachIndex", request, context),
+                *("DetachIndex", request, call),
                 lambda administration: administration.detach(request.path, _tenant_in(request)),
                 _index_told,
             )
             return pb.DetachIndexResponse(index=_index_info(detached))
 
     async def GetSettings(
-        self, request: pb.GetSettingsRequest, context: _Context
+        self, request: pb.GetSettingsRequest, _call: Call
     ) -> pb.GetSettingsResponse:
         del request
-        async with _statuses(context):
+        with _in_the_contract():
             live = self._on.settings
             return pb.GetSettingsResponse(
                 settings=[
@@ -192,15 +185,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             )
 
     async def ReloadSettings(
-        self, request: pb.ReloadSettingsRequest, context: _Context
+        self, request: pb.ReloadSettingsRequest, call: Call
     ) -> pb.ReloadSettingsResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             reload = self._on.settings.reload
             if request.check_only:
                 changes = await self._look(lambda each: reload(each, check_only=True))
             else:
                 changes = await self._change(
-                    *("ReloadSettings", request, context),
+                    *("ReloadSettings", request, call),
                     reload,
                     lambda found: {each.name: [each.before, each.after] for each in found},
                 )
@@ -217,16 +210,16 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             )
 
     async def SnapshotState(
-        self, request: pb.SnapshotStateRequest, context: _Context
+        self, request: pb.SnapshotStateRequest, call: Call
     ) -> pb.SnapshotStateResponse:
-        async with _statuses(context):
+        with _in_the_contract():
             folder = self._on.snapshots
             if folder is None:
                 raise NotPossibleError(
                     "there is no folder for copies of the state: start the service with --snapshots"
                 )
             copy = await self._change(
-                *("SnapshotState", request, context),
+                *("SnapshotState", request, call),
                 lambda administration: administration.snapshot(folder, request.name),
                 lambda made: {"path": str(made.path), "num_bytes": made.num_bytes},
             )
@@ -234,10 +227,10 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 path=str(copy.path), num_bytes=copy.num_bytes, seconds=copy.seconds
             )
 
-    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
-        async with _statuses(context):
+    async def Drain(self, request: pb.DrainRequest, call: Call) -> pb.DrainResponse:
+        with _in_the_contract():
             was_draining, num_sessions = await self._change(
-                *("Drain", request, context),
+                *("Drain", request, call),
                 lambda _: self._drain(),
                 lambda found: {"was_draining": found[0], "num_sessions": found[1]},
             )
@@ -272,19 +265,19 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
     async def _change(
         self,
-        call: str,
+        name: str,
         request: Message,
-        context: _Context,
+        call: Call,
         act: Callable[[Administration], _Result],
         told: Callable[[_Result], dict[str, Any]],
     ) -> _Result:
         """Change something, and record it."""
         administration = self._administration()
-        who = who_of(context)
+        who = who_of(call)
         what = MessageToDict(request, preserving_proto_field_name=True)
 
         def change() -> _Result:
-            with self._on.audit.change(who, call, what) as recorded:
+            with self._on.audit.change(who, name, what) as recorded:
                 result = act(administration)
                 recorded.outcome |= told(result)
                 return result
@@ -292,24 +285,18 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return await asyncio.get_running_loop().run_in_executor(self._threads, change)
 
 
-def who_of(context: Any) -> str:
+def who_of(call: Call) -> str:
     """Return who calls, for the audit log."""
-    caller = caller_of(context)
-    return "unix socket" if caller is None else f"credential {caller.name}"
+    return "unix socket" if call.caller is None else f"credential {call.caller.name}"
 
 
-@asynccontextmanager
-async def _statuses(context: _Context) -> AsyncIterator[None]:
-    """End the call with the status of an error; an operator is told the reason."""
+@contextmanager
+def _in_the_contract() -> Iterator[None]:
+    """Raise errors as the contract names them; an operator is told the reason."""
     try:
         yield
-    except aio.BaseError:
-        raise  # gRPC's own: the call has its status, or has ended
     except (RetrieverError, IndexerError) as error:
-        await abort(context, _as_in_the_contract(error))
-    except Exception:
-        _LOGGER.exception("an operator's call failed")
-        await abort(context, RetrieverError(_FAILED))
+        raise _as_in_the_contract(error) from error
 
 
 def _as_in_the_contract(error: RetrieverError | IndexerError) -> RetrieverError:

@@ -4,17 +4,16 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from grpc import aio
 
 from retriever.errors import InsecureAddressError
 from retriever.operations.logs import log_event
-from retriever.security.admission import Admission
 from retriever.security.protection import Protection
 from retriever.service.addresses import OWNER_ALONE, UNIX, check_address, listen
 from retriever.service.admin_servicer import Administered, AdminServicer
-from retriever.service.serving import Reading
+from retriever.service.gate import Gate
 from retriever.v1 import admin_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
 
@@ -74,15 +73,12 @@ class AdminPlane:
             AddressInUseError: the address is taken or cannot be bound.
         """
         servicer = AdminServicer(self.administered)
-        interceptors: list[Any] = [Reading()]
-        if self.has_access and self.protection.doorkeeper is not None:
-            interceptors.insert(0, Admission(self.protection.doorkeeper))
         server = aio.server(
-            interceptors=interceptors,
+            interceptors=[Gate(self.protection.doorkeeper if self.has_access else None)],
             options=server_options(MAX_MESSAGE_BYTES),
             maximum_concurrent_rpcs=_MAX_CALLS,
         )
-        pb_grpc.add_AdminServiceServicer_to_server(servicer, server)
+        pb_grpc.add_AdminServiceServicer_to_server(cast(Any, servicer), server)
         is_local = self.address.startswith(UNIX)
         tls = None if is_local else self.protection.tls
         port = listen(server, self.address, tls, OWNER_ALONE)

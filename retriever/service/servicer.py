@@ -5,33 +5,28 @@ other tenants' outputs wait, so that endless deletions would block all closes.
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
-
-import grpc
-from grpc import aio
+from typing import Final, TypeVar
 
 from indexer.reader import Index
-from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
+from retriever.errors import InvalidRequestError, LimitExceededError
 from retriever.limits import MAX_FINDINGS, check_draft
 from retriever.operations.lifecycle import Lifecycle
-from retriever.operations.logs import log_event
 from retriever.operations.service_report import installed_version
-from retriever.security.admission import caller_of
 from retriever.sequences import SessionKey
 from retriever.service.allowances import work_of_tokens
 from retriever.service.draft_stream import DraftStream, without_drafts
+from retriever.service.gate import Call
 from retriever.service.open_streams import OpenStreams
 from retriever.service.scheduler import Scheduler, tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
-from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
+from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
     DEFAULT_BUDGET_NODES,
     budget_in,
@@ -42,23 +37,9 @@ from retriever.wire.messages import (
     timeout_to_wire,
 )
 from retriever.wire.server_info import ServerInfo
-from retriever.wire.statuses import abort, error_of_status, is_late, status_of
+from retriever.wire.statuses import error_of_status, is_late
 
-
-def tenant_of(context: Any) -> str:
-    """Return the tenant of a call; "" where callers are not authenticated.
-
-    Call it again for every message of a stream: revoked credentials end the stream.
-
-    Args:
-        context: of the call, as passed to the servicer.
-
-    Raises:
-        AccessRefusedError: the caller's credentials were revoked or have expired.
-    """
-    caller = caller_of(context)
-    return "" if caller is None else caller.tenant
-
+_Result = TypeVar("_Result")
 
 _MINUTE_S: Final = 60.0
 _MAX_WAITING: Final = 256  # bounds memory: each waiting deletion holds a call
@@ -121,17 +102,11 @@ class Deleting:
         }
 
 
-_FAILED: Final = "the service could not do this: its log says why; ask again, or its operator"
-_LOGGER: Final = logging.getLogger(__name__)
-
-_Context = aio.ServicerContext[Any, Any]
-
-
-class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
+class RetrieverServicer:
     """The calls of the wire contract, on one event loop.
 
-    A draft takes tens of microseconds, less than passing it to another thread.
-    Method names are the contract's.
+    A draft takes tens of microseconds, less than passing it to another thread. Method names are the
+    contract's; the gate turns what they raise into statuses.
 
     Args:
         drafter: what drafts; None if `answer_with` sets it before the first call.
@@ -167,6 +142,16 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self._scheduler = Scheduler(self._drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
+    async def aside(self, tenant: str, work: Callable[[], _Result]) -> _Result:
+        """Do something that takes long for a tenant in a thread, in turn with others.
+
+        Raises:
+            LimitExceededError: too much of the tenant's work waits.
+        """
+        if self._known is None:
+            return work()
+        return await self._scheduler.lanes.reading.run(tenant, work)
+
     def is_busy(self) -> bool:
         """Return whether long messages are worked on."""
         return self._scheduler.lanes.reading.num_tenants > 0
@@ -175,198 +160,189 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         """End the threads that work for calls, after what is under way."""
         self._scheduler.close()
 
-    async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
-        async with _statuses(context):
-            if self._lifecycle.is_compiling:
-                return pb.DraftResponse(tree=pb.DraftTree())
-            tenant = tenant_of(context)
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
-            budget_nodes = budget_in(request, self._default_nodes)
-            check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
-            with self._scheduler.call(tenant) as line:
-                tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
-            response = pb.DraftResponse(tree=tree)
-            if self._pad_replies:
-                pad(response, [budget_nodes], request.tree_form)
-            return response
+    async def Draft(self, request: pb.DraftRequest, call: Call) -> pb.DraftResponse:
+        if self._lifecycle.is_compiling:
+            return pb.DraftResponse(tree=pb.DraftTree())
+        tenant = call.tenant
+        self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
+        budget_nodes = budget_in(request, self._default_nodes)
+        check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
+        with self._scheduler.call(tenant) as line:
+            tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
+        response = pb.DraftResponse(tree=tree)
+        if self._pad_replies:
+            pad(response, [budget_nodes], request.tree_form)
+        return response
 
-    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
-            budget_nodes = budget_in(request, self._default_nodes)
-            check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
-            with self._scheduler.call(tenant) as line:
-                return await self._scheduler.explain(line, tenant, request, budget_nodes)
+    async def Explain(self, request: pb.ExplainRequest, call: Call) -> pb.ExplainResponse:
+        tenant = call.tenant
+        self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
+        budget_nodes = budget_in(request, self._default_nodes)
+        check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
+        with self._scheduler.call(tenant) as line:
+            return await self._scheduler.explain(line, tenant, request, budget_nodes)
 
     async def OpenSession(
-        self, request: pb.OpenSessionRequest, context: _Context
+        self, request: pb.OpenSessionRequest, call: Call
     ) -> pb.OpenSessionResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            num_tokens = tokens_of_opening(request)
-            self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
-            with self._scheduler.call(tenant) as line:
-                await line.take()
-                await self._scheduler.open_session(line, request, tenant)
-            return pb.OpenSessionResponse()
+        tenant = call.tenant
+        if self._scheduler.allowances.is_limited:
+            self._scheduler.take_allowance(tenant, work_of_tokens(tokens_of_opening(request)))
+        with self._scheduler.call(tenant) as line:
+            await line.take()
+            await self._scheduler.open_session(line, request, tenant)
+        return pb.OpenSessionResponse()
 
     async def AddPredictions(
-        self, request: pb.AddPredictionsRequest, context: _Context
+        self, request: pb.AddPredictionsRequest, call: Call
     ) -> pb.AddPredictionsResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            num_tokens = tokens_of_addition(request)
-            self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
-            with self._scheduler.call(tenant) as line:
-                await line.take()
-                await self._scheduler.add_predictions(line, request, tenant)
-            return pb.AddPredictionsResponse()
+        tenant = call.tenant
+        if self._scheduler.allowances.is_limited:
+            self._scheduler.take_allowance(tenant, work_of_tokens(tokens_of_addition(request)))
+        with self._scheduler.call(tenant) as line:
+            await line.take()
+            await self._scheduler.add_predictions(line, request, tenant)
+        return pb.AddPredictionsResponse()
 
-    async def Step(self, request: pb.StepRequest, context: _Context) -> pb.StepResponse:
-        async with _statuses(context):
-            if self._lifecycle.is_compiling:
-                return pb.StepResponse(tree=pb.DraftTree())
-            tenant = tenant_of(context)
-            if not request.HasField("step"):
-                raise InvalidRequestError("a call of Step has a step: set it")
-            message = pb.DraftStreamRequest(
-                steps=[request.step],
-                sequence_number=1,
-                timeout_us=_left_of(context),
-                tree_form=request.tree_form,
-            )
-            with (
-                self._scheduler.call(tenant) as line,
-                closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
-            ):
-                answer = await stream.answer(message)
-            refused = [each for each in answer.statuses if not is_late(each)]
-            if refused:
-                raise error_of_status(refused[0])
-            response = pb.StepResponse(tree=answer.trees[0], is_draining=answer.is_draining)
-            for each in answer.outcome_trees:
-                response.outcome_trees.extend(each.trees)
-            if self._pad_replies:
-                pad(response, padded_budgets(message, self._default_nodes), message.tree_form)
-            return response
+    async def Step(self, request: pb.StepRequest, call: Call) -> pb.StepResponse:
+        if self._lifecycle.is_compiling:
+            return pb.StepResponse(tree=pb.DraftTree())
+        tenant = call.tenant
+        if not request.HasField("step"):
+            raise InvalidRequestError("a call of Step has a step: set it")
+        message = pb.DraftStreamRequest(
+            steps=[request.step],
+            sequence_number=1,
+            timeout_us=_left_of(call),
+            tree_form=request.tree_form,
+        )
+        with (
+            self._scheduler.call(tenant) as line,
+            closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
+        ):
+            answer = await stream.answer(message)
+        refused = [each for each in answer.statuses if not is_late(each)]
+        if refused:
+            raise error_of_status(refused[0])
+        response = pb.StepResponse(tree=answer.trees[0], is_draining=answer.is_draining)
+        for each in answer.outcome_trees:
+            response.outcome_trees.extend(each.trees)
+        if self._pad_replies:
+            pad(response, padded_budgets(message, self._default_nodes), message.tree_form)
+        return response
 
     async def DraftStream(
-        self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
+        self, contents: AsyncIterator[bytes], call: Call
     ) -> AsyncIterator[pb.DraftStreamResponse]:
         # One message at a time: gRPC's flow control holds the others.
-        async with _statuses(context):
-            tenant, answered = tenant_of(context), 0
-            messages = self.streams.until_end(request_iterator)
-            while self._lifecycle.is_compiling:
-                early = await anext(messages, None)
-                if early is None:
-                    return
-                tenant_of(context)
-                yield without_drafts(early)
-                answered = early.sequence_number
-            with (
-                self._scheduler.turns.stream(tenant) as line,
-                closing(
-                    DraftStream(self._scheduler, tenant, line, self._lifecycle, answered=answered)
-                ) as stream,
-            ):
-                async for message in messages:
-                    tenant_of(context)  # raises once credentials are revoked
-                    response = await stream.answer(message)
-                    if self._pad_replies and not response.padding:
-                        pad(
-                            response,
-                            padded_budgets(message, self._default_nodes),
-                            message.tree_form,
-                        )
-                    del message  # megabytes, and the next one may come late
-                    yield response
+        tenant, answered = call.tenant, 0
+        messages = self.streams.until_end(contents)
+        while self._lifecycle.is_compiling:
+            content = await anext(messages, None)
+            if content is None:
+                return
+            call.tenant  # noqa: B018  (raises once credentials are revoked)
+            early = await call.read(content)
+            yield without_drafts(early)
+            answered = early.sequence_number
+        with (
+            self._scheduler.turns.stream(tenant) as line,
+            closing(
+                DraftStream(self._scheduler, tenant, line, self._lifecycle, answered=answered)
+            ) as stream,
+        ):
+            async for content in messages:
+                call.tenant  # noqa: B018  (as above)
+                message = await call.read(content)
+                del content  # megabytes
+                response = await stream.answer(message)
+                if self._pad_replies and not response.padding:
+                    pad(
+                        response,
+                        padded_budgets(message, self._default_nodes),
+                        message.tree_form,
+                    )
+                del message  # the next one may come late
+                yield response
 
     async def CloseSession(
-        self, request: pb.CloseSessionRequest, context: _Context
+        self, request: pb.CloseSessionRequest, call: Call
     ) -> pb.CloseSessionResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            with self._scheduler.call(tenant) as line:
-                await line.take()
-                fate, lasting = await self._scheduler.end_session(line, request, tenant)
-                line.leave()
-                if lasting is not None:
-                    await asyncio.shield(lasting)
-                await self._scheduler.flushing.flushed()
-            return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
+        tenant = call.tenant
+        with self._scheduler.call(tenant) as line:
+            await line.take()
+            fate, lasting = await self._scheduler.end_session(line, request, tenant)
+            line.leave()
+            if lasting is not None:
+                await asyncio.shield(lasting)
+            await self._scheduler.flushing.flushed()
+        return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
 
     async def ShareFindings(
-        self, request: pb.ShareFindingsRequest, context: _Context
+        self, request: pb.ShareFindingsRequest, call: Call
     ) -> pb.ShareFindingsResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
-            findings = findings_from_message(request.findings)
-            self._scheduler.take_allowance(tenant, work_of_tokens(len(findings)))
-            share = partial(
-                self._drafter.state.share_findings,
-                request.model_fingerprint.lower(),
-                findings,
-                tenant=tenant,
-            )
-            await self._scheduler.lanes.disk.run(tenant, share)
-            return pb.ShareFindingsResponse()
+        tenant = call.tenant
+        self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
+        findings = findings_from_message(request.findings)
+        self._scheduler.take_allowance(tenant, work_of_tokens(len(findings)))
+        share = partial(
+            self._drafter.state.share_findings,
+            request.model_fingerprint.lower(),
+            findings,
+            tenant=tenant,
+        )
+        await self._scheduler.lanes.disk.run(tenant, share)
+        return pb.ShareFindingsResponse()
 
     async def FetchFindings(
-        self, request: pb.FetchFindingsRequest, context: _Context
+        self, request: pb.FetchFindingsRequest, call: Call
     ) -> pb.FetchFindingsResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
-            self._scheduler.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
-            fetch = partial(
-                self._drafter.state.fetch_findings,
-                request.model_fingerprint.lower(),
-                request.before,
-                tenant=tenant,
-            )
-            page = await self._scheduler.lanes.disk.run(tenant, fetch)
-            return pb.FetchFindingsResponse(
-                findings=findings_to_message(page.findings), before=page.before
-            )
+        tenant = call.tenant
+        self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
+        self._scheduler.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
+        fetch = partial(
+            self._drafter.state.fetch_findings,
+            request.model_fingerprint.lower(),
+            request.before,
+            tenant=tenant,
+        )
+        page = await self._scheduler.lanes.disk.run(tenant, fetch)
+        return pb.FetchFindingsResponse(
+            findings=findings_to_message(page.findings), before=page.before
+        )
 
     async def DeleteSessionData(
-        self, request: pb.DeleteSessionDataRequest, context: _Context
+        self, request: pb.DeleteSessionDataRequest, call: Call
     ) -> pb.DeleteSessionDataResponse:
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            key = SessionKey(tenant, request.session_id)
-            async with self._deleting.turn(tenant):
-                self._scheduler.ends.forget(tenant, key.name)
-                delete = partial(self._drafter.state.delete, tenant, key)
-                await self._scheduler.lanes.disk.run(tenant, delete)
-            return pb.DeleteSessionDataResponse()
+        tenant = call.tenant
+        key = SessionKey(tenant, request.session_id)
+        async with self._deleting.turn(tenant):
+            self._scheduler.ends.forget(tenant, key.name)
+            delete = partial(self._drafter.state.delete, tenant, key)
+            await self._scheduler.lanes.disk.run(tenant, delete)
+        return pb.DeleteSessionDataResponse()
 
     async def DeleteTenantData(
-        self, request: pb.DeleteTenantDataRequest, context: _Context
+        self, request: pb.DeleteTenantDataRequest, call: Call
     ) -> pb.DeleteTenantDataResponse:
         del request
-        async with _statuses(context):
-            tenant = tenant_of(context)
-            async with self._deleting.turn(tenant):
-                self._scheduler.ends.forget(tenant)
-                await self._scheduler.lanes.disk.run(tenant, self._drafter.state.delete, tenant)
-            return pb.DeleteTenantDataResponse()
+        tenant = call.tenant
+        async with self._deleting.turn(tenant):
+            self._scheduler.ends.forget(tenant)
+            await self._scheduler.lanes.disk.run(tenant, self._drafter.state.delete, tenant)
+        return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(
-        self, request: pb.ListIndexesRequest, context: _Context
+        self, request: pb.ListIndexesRequest, call: Call
     ) -> pb.ListIndexesResponse:
         del request
-        async with _statuses(context):
-            indexes = self._drafter.indexes_of(tenant_of(context))
-            return pb.ListIndexesResponse(indexes=map(_described, indexes))
+        indexes = self._drafter.indexes_of(call.tenant)
+        return pb.ListIndexesResponse(indexes=map(_described, indexes))
 
     async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, context: _Context
+        self, request: pb.GetServerInfoRequest, call: Call
     ) -> pb.GetServerInfoResponse:
-        del request, context
+        del request, call
         info = replace(self._info, phase=self._lifecycle.phase.value)
         if self._known is not None:
             limits = asdict(self._known.limits)  # those in force: they can change
@@ -382,24 +358,9 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         return info.to_message()
 
 
-@asynccontextmanager
-async def _statuses(context: _Context) -> AsyncIterator[None]:
-    """End the call with the status of the drafter's error.
-
-    Errors that are not the caller's are only logged: they name files.
-    """
-    try:
-        yield
-    except RetrieverError as error:
-        if status_of(error) is not grpc.StatusCode.INTERNAL:
-            await abort(context, error)
-        log_event(_LOGGER, logging.ERROR, "failed", str(error))
-        await abort(context, RetrieverError(_FAILED))
-
-
-def _left_of(context: _Context) -> int:
+def _left_of(call: Call) -> int:
     """Return the microseconds that a call has left; 0 where it has no deadline."""
-    left_s = context.time_remaining()
+    left_s = call.left_s
     return 0 if left_s is None else timeout_to_wire(max(left_s, 0.0))
 
 

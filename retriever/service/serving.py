@@ -6,31 +6,27 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
-import grpc
 from grpc import aio
 
-from retriever.errors import InvalidRequestError
 from retriever.limits import MAX_MESSAGE_BYTES
 from retriever.operations.lifecycle import HEALTH_METHODS
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
-from retriever.security.admission import Admission, kind_of, rebuilt
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.addresses import OWNER_ALONE, UNIX, SocketAccess, check_address, listen
+from retriever.service.gate import Gate
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions import cold_start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
-from retriever.wire.reading import read
-from retriever.wire.statuses import abort
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
 _set_option: Final[Any] = getattr(_LIBRARY, "mallopt", None)
@@ -114,64 +110,6 @@ async def _give_back(is_busy: Callable[[], bool]) -> None:
         if waited_s >= _GIVE_BACK_AFTER_S or not is_busy():
             await asyncio.to_thread(give_back)
             waited_s = 0.0
-
-
-_Parse = Callable[[bytes], Any]
-
-
-class Reading(aio.ServerInterceptor):
-    """Ends calls with INVALID_ARGUMENT whose bytes are not a message."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Return a handler that checks messages; see `aio.ServerInterceptor`."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
-            return handler
-        behaviour, parse = getattr(handler, kind_of(handler)), _parsing(handler)
-        if handler.request_streaming:  # the servicer gets the error with the next message
-            return rebuilt(handler, behaviour, parse)
-        if handler.response_streaming:
-            return rebuilt(handler, _streaming(behaviour), _late(parse))
-        return rebuilt(handler, _answering(behaviour), _late(parse))
-
-
-def _parsing(handler: Any) -> _Parse:
-    return partial(read, message=handler.request_deserializer.__self__)
-
-
-def _late(parse: _Parse) -> _Parse:
-    """Return a parser that returns the error: no status can be set where gRPC parses."""
-
-    def read(content: bytes) -> Any:
-        try:
-            return parse(content)
-        except InvalidRequestError as error:
-            return error
-
-    return read
-
-
-def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def answer(request: Any, context: Any) -> Any:
-        if isinstance(request, InvalidRequestError):
-            await abort(context, request)
-        return await behaviour(request, context)
-
-    return answer
-
-
-def _streaming(behaviour: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        if isinstance(request, InvalidRequestError):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
-        async for response in behaviour(request, context):
-            yield response
-
-    return stream
 
 
 DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kill later
@@ -349,14 +287,13 @@ async def _listen(  # noqa: PLR0913  (what a service consists of)
     """Start a server without a drafter."""
     check_address(address)
     protection.check(address)
-    interceptors = [*observer.interceptors, Reading()]
-    if protection.doorkeeper is not None:
-        interceptors.insert(1, Admission(protection.doorkeeper, HEALTH_METHODS))
-    server = aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
+    gate = Gate(protection.doorkeeper, observer, HEALTH_METHODS)
+    server = aio.server(interceptors=[gate], options=server_options(max_message_bytes))
     servicer = RetrieverServicer(
         pad_replies=pad_replies, lifecycle=observer.lifecycle, models=models
     )
-    pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
+    gate.aside = servicer.aside
+    pb_grpc.add_RetrieverServiceServicer_to_server(cast(Any, servicer), server)
     await observer.attach(server)
     port = listen(server, address, protection.tls, socket_access)
     await server.start()

@@ -430,7 +430,8 @@ class DrafterState:
             InvalidRequestError: they are no integers of the vocabulary in one dimension.
         """
         if type(tokens) is np.ndarray and tokens.dtype is _TOKEN and tokens.ndim == 1:
-            kept = tokens if type(tokens.base) is bytes else tokens.copy()
+            base: object = tokens.base
+            kept = tokens if type(base) is bytes else tokens.copy()
             if self._are_inside(kept):
                 return kept
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)

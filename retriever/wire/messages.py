@@ -317,6 +317,11 @@ def tree_to_message(tree: DraftTree, form: pb.TreeForm = _AS_LISTS) -> pb.DraftT
     )
 
 
+def num_nodes_of(message: pb.DraftTree) -> int:
+    """Return how many nodes the tree of a message has."""
+    return len(message.token_ids) or len(message.packed) // NODE_BYTES
+
+
 def _ancestors_of(tree: DraftTree) -> bytes:
     """Return which nodes each node follows, itself included: a bit for each, in rows of bytes."""
     rows = np.eye(len(tree), dtype=np.bool_)

@@ -7,9 +7,8 @@ another and are one tenant's are messages of one stream.
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,13 +22,13 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.drafter import SequenceOptions
 from retriever.limits import Limits
-from retriever.operations.lifecycle import Lifecycle, Phase
-from retriever.operations.observer import CallCounts, Interceptor
+from retriever.operations.lifecycle import Phase
+from retriever.operations.observer import ServiceObserver
 from retriever.security.access import TENANT_SCOPES, add_token
-from retriever.security.admission import Admission, Doorkeeper
+from retriever.security.admission import Doorkeeper
 from retriever.sequences import SessionKey
+from retriever.service.gate import Gate
 from retriever.service.servicer import RetrieverServicer
-from retriever.service.serving import Reading
 from retriever.sessions.bindings import Bound
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
@@ -125,16 +124,14 @@ class CalledService:
             token = add_token(access, tenant, TENANT_SCOPES)
             self.headers[tenant] = [("authorization", f"Bearer {token}")]
         self.drafter = _drafter_with_a_victim(self.folder)
-        lifecycle = Lifecycle()
-        lifecycle.phase = Phase.READY
-        self._around = [
-            Interceptor(CallCounts(), lifecycle),
-            Admission(Doorkeeper(access)),
-            Reading(),
-        ]
+        observer = ServiceObserver()
+        observer.lifecycle.phase = Phase.READY
+        self._gate = Gate(Doorkeeper(access), observer)
         self._handlers: dict[str, Any] = {}
         registered: Any = Registered(self._handlers)
-        pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(self.drafter), registered)
+        servicer: Any = RetrieverServicer(self.drafter)
+        self._gate.aside = servicer.aside
+        pb_grpc.add_RetrieverServiceServicer_to_server(servicer, registered)
         self._loop = asyncio.new_event_loop()
 
     def run(self, data: bytes) -> None:
@@ -206,13 +203,11 @@ class CalledService:
         responses: list[Any] = []
         try:
             if handler.request_streaming:
-                requests = _each(contents, handler.request_deserializer)
-                async for response in handler.stream_stream(requests, context):
+                async for response in handler.stream_stream(_each(contents), context):
                     check_response(method, response)
                     responses.append(response)
             else:
-                request = handler.request_deserializer(contents[0])
-                responses.append(await handler.unary_unary(request, context))
+                responses.append(await handler.unary_unary(contents[0], context))
                 check_response(method, responses[-1])
         except aio.AbortError as error:
             context.check(method, error)
@@ -222,15 +217,13 @@ class CalledService:
         async def innermost(_: Any) -> Any:
             return self._handlers[method]
 
-        answer: Callable[[Any], Any] = innermost
-        for interceptor in reversed(self._around):
-            answer = partial(interceptor.intercept_service, answer)
-        return await answer(Details(f"/{SERVICE.full_name}/{method}"))
+        details: Any = Details(f"/{SERVICE.full_name}/{method}")
+        return await self._gate.intercept_service(innermost, details)
 
 
-async def _each(contents: list[bytes], read: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+async def _each(contents: list[bytes]) -> AsyncIterator[bytes]:
     for content in contents:
-        yield read(content)
+        yield content
 
 
 def _holds_secrets(call: Call) -> bool:

@@ -14,7 +14,7 @@ from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
 from retriever.security.access import TENANT_SCOPES, add_token
 from retriever.security.protection import Protection, ProtectionFiles
-from retriever.service import servicer
+from retriever.service.gate import Call
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -175,7 +175,7 @@ def shared_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shared_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "tenant_of", lambda _: "everybody")
+    monkeypatch.setattr(Call, "tenant", "everybody")
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_idle_sessions_end_by_themselves() -> None:
     drafter.open("idle", np.zeros(4, np.int32))
 
     async def has_ended() -> bool:
-        async with sweeping(drafter):
+        async with sweeping(drafter, lambda: False):
             return await asyncio.to_thread(wait_until, lambda: not len(drafter.state.sessions))
 
     assert asyncio.run(has_ended())
