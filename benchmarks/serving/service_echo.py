@@ -9,14 +9,19 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import numpy as np
 from grpc import aio
 
 from retriever.limits import Limits
-from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
+from retriever.operations.lifecycle import SERVICE
+from retriever.tree import DraftTree, Source
+from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.channels import server_options
+from retriever.wire.messages import PACKED, tree_to_message
 
 
-class Echo(pb_grpc.RetrieverServiceServicer):
+class Echo:
     """Answers at once.
 
     Args:
@@ -24,29 +29,30 @@ class Echo(pb_grpc.RetrieverServiceServicer):
     """
 
     def __init__(self, num_nodes: int) -> None:
-        chain = pb.DraftTree(
-            token_ids=range(1000, 1000 + num_nodes),
-            parents=range(-1, num_nodes - 1),
-            probabilities=[0.5] * num_nodes,
-            sources=[pb.SOURCE_CONTEXT] * num_nodes,
+        chain = DraftTree(
+            np.arange(1000, 1000 + num_nodes, dtype=np.int32),
+            np.arange(-1, num_nodes - 1, dtype=np.int32),
+            np.full(num_nodes, 0.5, np.float32),
+            np.full(num_nodes, Source.CONTEXT, np.uint8),
         )
-        self._answer = pb.DraftStreamResponse(trees=[chain])
+        self._answer = pb.DraftStreamResponse(trees=[tree_to_message(chain, PACKED)])
 
-    async def DraftStream(  # noqa: N802  (named by the contract)
-        self,
-        request_iterator: AsyncIterator[pb.DraftStreamRequest],
-        context: aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[pb.DraftStreamResponse]:
+    async def stream(self, messages: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
         """Answer each message."""
-        del context
-        async for _ in request_iterator:
+        async for _message in messages:
             yield self._answer
 
 
 async def main() -> None:
     """Serve until standard input ends."""
     server = aio.server(options=server_options(Limits().max_message_bytes))
-    pb_grpc.add_RetrieverServiceServicer_to_server(Echo(int(sys.argv[1])), server)
+    handler: Any = grpc.stream_stream_rpc_method_handler(
+        Echo(int(sys.argv[1])).stream,  # type: ignore[arg-type]  # of asyncio
+        pb.DraftStreamRequest.FromString,
+        pb.DraftStreamResponse.SerializeToString,
+    )
+    calls = grpc.method_handlers_generic_handler(SERVICE, {"DraftStream": handler})
+    server.add_generic_rpc_handlers((calls,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)

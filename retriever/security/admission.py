@@ -15,7 +15,10 @@ from retriever.security.access import TENANT_SCOPES, Access, Grant, Scope, read_
 from retriever.security.certificates import Certified, certified, read_authorities
 from retriever.security.private_files import DEFAULT_GRACE_S, Reloaded
 
-_REFUSAL: Final = "credentials are missing or not valid: see --token-file, --certificate and --key"
+_REFUSAL: Final = (
+    "credentials are missing or not valid: show a token (metadata authorization: Bearer TOKEN) or "
+    "a certificate; foredraft takes them from --credentials FILE or the environment"
+)
 _NO_TENANT: Final = "these credentials have no tenant here: have them added to the access file"
 _MOVED: Final = "these credentials act for another tenant now: call again"
 _BEARER: Final = "bearer "

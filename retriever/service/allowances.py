@@ -1,14 +1,14 @@
-"""What a tenant may ask for: work is counted before it is done, and refilled by the second.
+"""What a tenant may ask for: work, and deletions, are counted before they are done.
 
-A unit of work is a node of a tree, about a microsecond. A token bucket for each tenant holds a
-second's allowance. What goes beyond it is done, so that no request is too large for ever, and paid
-back by refusals until it is refilled.
+A token bucket for each tenant holds what it may ask for in a second, or a minute. What goes beyond
+it is done, so that no request is too large for ever, and paid back by refusals until it is
+refilled. A unit of work is a node of a tree, about a microsecond.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Self
 
 from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError
@@ -19,6 +19,8 @@ UNITS_PER_SEQUENCE: Final = 16
 TOKENS_PER_UNIT: Final = 8
 """Tokens that are read in a microsecond, conversion and tables included."""
 
+_MINUTE_S: Final = 60.0
+_ROUNDING_S: Final = 1e-6
 _MANY: Final = 1024
 """Tenants before those with a full allowance are dropped: bounds memory."""
 
@@ -43,20 +45,46 @@ def work_of_steps(requests: Iterable[DraftRequest]) -> float:
 
 
 class Allowances:
-    """The work that tenants may still ask for.
+    """What tenants may still ask for.
 
     Args:
         per_second: units of one tenant; infinity for no limit.
+        held_s: how many seconds' units may have been taken for another to begin.
+        limit: the setting that says so.
+        beyond: what a tenant is told that has no more, in words.
         clock: seconds, rising.
     """
 
-    def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_second: float,
+        held_s: float,
+        limit: str,
+        beyond: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.is_limited = math.isfinite(per_second)
         self._per_second = per_second
+        self._held_s = held_s
+        self._limit = limit
+        self._beyond = beyond
         self._clock = clock
         self._full_again_s: dict[str, float] = {}
 
-    def take(self, tenant: str, work: float) -> None:
+    @classmethod
+    def of_work(cls, per_second: float, clock: Callable[[], float] = time.monotonic) -> Self:
+        """Return those of work, in units."""
+        beyond = f"the tenant's work is beyond {per_second:g} units a second"
+        return cls(per_second, 1.0, "max_tenant_work", beyond, clock)
+
+    @classmethod
+    def of_deletions(cls, per_minute: int, clock: Callable[[], float] = time.monotonic) -> Self:
+        """Return those of deletions."""
+        beyond = f"a tenant deletes at most {per_minute} times a minute"
+        period_s = _MINUTE_S / per_minute
+        return cls(1 / period_s, _MINUTE_S - period_s, "max_tenant_deletions", beyond, clock)
+
+    def take(self, tenant: str, units: float = 1.0) -> None:
         """Take units from a tenant's allowance.
 
         Raises:
@@ -66,17 +94,15 @@ class Allowances:
             return
         now_s = self._clock()
         full_s = max(now_s, self._full_again_s.get(tenant, now_s))
-        wait_s = full_s - now_s - 1.0
-        if wait_s >= 0:
-            retry_s = max(wait_s, 0.001)
+        wait_s = full_s - now_s - self._held_s
+        if wait_s > _ROUNDING_S:
             raise LimitExceededError(
-                f"the tenant's work is beyond {self._per_second:g} units a second: try again in "
-                f"{retry_s:.3f} s (max_tenant_work)",
-                limit="max_tenant_work",
-                retry_after_s=retry_s,
+                f"{self._beyond}: try again in {wait_s:.3g} s ({self._limit})",
+                limit=self._limit,
+                retry_after_s=wait_s,
             )
         if len(self._full_again_s) >= _MANY:
             self._full_again_s = {
                 name: at_s for name, at_s in self._full_again_s.items() if at_s > now_s
             }
-        self._full_again_s[tenant] = full_s + work / self._per_second
+        self._full_again_s[tenant] = full_s + units / self._per_second

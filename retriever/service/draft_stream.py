@@ -31,11 +31,12 @@ from retriever.wire.messages import (
     DEFAULT_BUDGET_NODES,
     add_trees,
     new_tokens_of,
-    requests_from_message,
+    requests_of,
     tree_to_message,
 )
 from retriever.wire.statuses import late_status, session_status
 
+_REQUESTS_AT_ONCE: Final = 128  # that are converted: a quarter of a millisecond
 _COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
 _DRAFTS_AT_ONCE, _NODES_AT_ONCE = 8, 256  # of one call of the kernel: some two turns of the loop
 
@@ -160,7 +161,7 @@ class DraftStream:
         if message.fail_opens:
             self._state.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
-            requests = requests_from_message(message, self._default_nodes)
+            requests = await self._requests(message.steps)
             check_batch(requests, self._state.limits)
             self._check_counts(message)
             self._take_allowance(message, requests)
@@ -184,6 +185,14 @@ class DraftStream:
             await self._close(closing, response)
         response.num_not_kept = self._count_not_kept()
         return response
+
+    async def _requests(self, steps: Sequence[pb.SessionStep]) -> list[DraftRequest]:
+        """Convert the steps of a message, and give way between some and others."""
+        requests: list[DraftRequest] = []
+        for first in range(0, len(steps), _REQUESTS_AT_ONCE):
+            requests += requests_of(steps[first : first + _REQUESTS_AT_ONCE], self._default_nodes)
+            await self._line.give_way()
+        return requests
 
     def _take_allowance(
         self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]

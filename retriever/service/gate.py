@@ -28,9 +28,9 @@ from retriever.security.admission import Caller, Doorkeeper, certificate_of, sco
 from retriever.wire.reading import read
 from retriever.wire.statuses import abort, status_of
 
-LONG_MESSAGE: Final = 1 << 18
-"""Bytes of a message that is read aside: copying its lists takes a tenth of a millisecond, and ten
-times that into pages that are new."""
+LONG_MESSAGE: Final = 1 << 20
+"""Bytes of a message that is read aside: copying its lists takes a tenth of a millisecond for each
+megabyte, and ten times that into pages that are new."""
 
 _FAILED: Final = "the service could not do this: its log says why; ask again, or its operator"
 _CRASHED: Final = "the service failed: its log has more"

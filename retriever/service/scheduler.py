@@ -150,7 +150,7 @@ class Scheduler:
         self.uses: TenantUses = state.uses
         self.turns = Turns(self.uses)
         self.lanes = Lanes(state.limits, self.uses)
-        self.allowances = Allowances(state.limits.max_tenant_work)
+        self.allowances = Allowances.of_work(state.limits.max_tenant_work)
         self.flushing = Flushing(state, self.lanes.disk)
         self.ends = RecentEnds()
         self._num_calls: Counter[str] = Counter()

@@ -5,7 +5,6 @@ other tenants' outputs wait, so that endless deletions would block all closes.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
@@ -19,7 +18,7 @@ from retriever.limits import MAX_FINDINGS, check_draft
 from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.service_report import installed_version
 from retriever.sequences import SessionKey
-from retriever.service.allowances import work_of_tokens
+from retriever.service.allowances import Allowances, work_of_tokens
 from retriever.service.draft_stream import DraftStream, without_drafts
 from retriever.service.gate import Call
 from retriever.service.open_streams import OpenStreams
@@ -41,9 +40,7 @@ from retriever.wire.statuses import error_of_status, is_late
 
 _Result = TypeVar("_Result")
 
-_MINUTE_S: Final = 60.0
 _MAX_WAITING: Final = 256  # bounds memory: each waiting deletion holds a call
-_MANY: Final = 1024  # entries before those with a full allowance are dropped: bounds memory
 
 
 class Deleting:
@@ -55,9 +52,7 @@ class Deleting:
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._period_s = _MINUTE_S / per_minute
-        self._clock = clock
-        self._full_again_s: dict[str, float] = {}
+        self._allowances = Allowances.of_deletions(per_minute, clock)
         self._turn = asyncio.Lock()
         self._num_waiting = 0
 
@@ -69,7 +64,7 @@ class Deleting:
             LimitExceededError: the tenant is over its rate, or too many wait; the message says when
             to retry.
         """
-        self.count(tenant)
+        self._allowances.take(tenant)
         if self._num_waiting >= _MAX_WAITING:
             raise LimitExceededError("too many deletions wait: try again in 1 s", retry_after_s=1.0)
         self._num_waiting += 1
@@ -78,28 +73,6 @@ class Deleting:
                 yield
         finally:
             self._num_waiting -= 1
-
-    def count(self, tenant: str) -> None:
-        """Count a deletion, or refuse it, as `turn` does."""
-        now_s = self._clock()
-        full_s = max(now_s, self._full_again_s.get(tenant, now_s)) + self._period_s
-        wait_s = full_s - now_s - _MINUTE_S
-        if wait_s > self._period_s / 1e6:  # rounding
-            raise LimitExceededError(
-                f"a tenant deletes at most {round(_MINUTE_S / self._period_s)} times a minute: try "
-                f"again in {math.ceil(wait_s)} s (max_tenant_deletions)",
-                limit="max_tenant_deletions",
-                retry_after_s=wait_s,
-            )
-        if len(self._full_again_s) >= _MANY:
-            self._forget(now_s)
-        self._full_again_s[tenant] = full_s
-
-    def _forget(self, now_s: float) -> None:
-        """Drop the entries of tenants with a full allowance."""
-        self._full_again_s = {
-            tenant: full_s for tenant, full_s in self._full_again_s.items() if full_s > now_s
-        }
 
 
 class RetrieverServicer:

@@ -230,12 +230,17 @@ def budget_in(
 def requests_from_message(
     message: pb.DraftStreamRequest, default_nodes: int = DEFAULT_BUDGET_NODES
 ) -> list[DraftRequest]:
-    """Return the requests of one step; their contents are checked by the drafter.
+    """Return the requests of one step; see `requests_of`."""
+    return requests_of(message.steps, default_nodes)
+
+
+def requests_of(steps: Iterable[pb.SessionStep], default_nodes: int) -> list[DraftRequest]:
+    """Return the requests of some steps; their contents are checked by the drafter.
 
     Token ids beyond 31 bits are negative, so that the drafter refuses that request alone.
 
     Args:
-        message: of the step.
+        steps: of a message.
         default_nodes: budget of a sequence for which none is stated.
 
     Raises:
@@ -250,7 +255,7 @@ def requests_from_message(
             step.min_probability,
             _outcomes_of(step) if step.outcomes else (),
         )
-        for step in message.steps
+        for step in steps
     ]
 
 

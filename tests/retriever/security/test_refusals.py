@@ -111,25 +111,6 @@ def test_a_name_of_megabytes_is_answered_in_few_words() -> None:
     drafter.shut_down()
 
 
-def test_a_tenant_that_deletes_without_end_is_told_when_to_come_again() -> None:
-    now = [0.0]
-    deleting = Deleting(3, lambda: now[0])
-    for _ in range(3):
-        deleting.count("a")
-    with pytest.raises(LimitExceededError, match=r"again in 20 s \(max_tenant_deletions\)"):
-        deleting.count("a")
-    deleting.count("b")
-    now[0] = 20.0
-    deleting.count("a")
-    with pytest.raises(LimitExceededError):
-        deleting.count("a")
-    now[0] = 1000.0
-    for _ in range(3):
-        deleting.count("a")
-    with pytest.raises(LimitExceededError):
-        deleting.count("a")
-
-
 def test_deletions_take_turns() -> None:
     async def most_at_once() -> int:
         deleting, running, most = Deleting(60), 0, 0

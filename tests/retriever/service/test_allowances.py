@@ -8,7 +8,7 @@ from retriever.service.allowances import Allowances, work_of_draft
 
 def test_work_beyond_a_seconds_allowance_is_refused_with_the_time_to_wait() -> None:
     now = 0.0
-    allowances = Allowances(1000.0, lambda: now)
+    allowances = Allowances.of_work(1000.0, lambda: now)
     for _ in range(11):  # the last one begins before the burst is used up
         allowances.take("a", 100.0)
     with pytest.raises(LimitExceededError, match="max_tenant_work") as raised:
@@ -22,7 +22,7 @@ def test_work_beyond_a_seconds_allowance_is_refused_with_the_time_to_wait() -> N
 
 def test_one_request_may_be_larger_than_the_allowance_and_is_paid_back() -> None:
     now = 0.0
-    allowances = Allowances(1000.0, lambda: now)
+    allowances = Allowances.of_work(1000.0, lambda: now)
     allowances.take("a", 5000.0)
     with pytest.raises(LimitExceededError) as raised:
         allowances.take("a", 1.0)
@@ -36,7 +36,7 @@ def test_one_request_may_be_larger_than_the_allowance_and_is_paid_back() -> None
 
 def test_over_time_a_tenant_gets_its_rate() -> None:
     now, taken = 0.0, 0.0
-    allowances = Allowances(1000.0, lambda: now)
+    allowances = Allowances.of_work(1000.0, lambda: now)
     work = work_of_draft(32, 16)
     for _ in range(20_000):
         now += 0.001
@@ -46,3 +46,22 @@ def test_over_time_a_tenant_gets_its_rate() -> None:
             continue
         taken += work
     assert taken == pytest.approx(21_000, rel=0.02)  # of 20 s, and the first burst
+
+
+def test_a_tenant_that_deletes_without_end_is_told_when_to_come_again() -> None:
+    now = [0.0]
+    deleting = Allowances.of_deletions(3, lambda: now[0])
+    for _ in range(3):
+        deleting.take("a")
+    with pytest.raises(LimitExceededError, match=r"again in 20 s \(max_tenant_deletions\)"):
+        deleting.take("a")
+    deleting.take("b")
+    now[0] = 20.0
+    deleting.take("a")
+    with pytest.raises(LimitExceededError):
+        deleting.take("a")
+    now[0] = 1000.0
+    for _ in range(3):
+        deleting.take("a")
+    with pytest.raises(LimitExceededError):
+        deleting.take("a")
