@@ -47,7 +47,7 @@ async def main() -> None:
     """Serve until standard input ends."""
     server = aio.server(options=server_options(Limits().max_message_bytes))
     handler: Any = grpc.stream_stream_rpc_method_handler(
-        Echo(int(sys.argv[1])).stream,  # type: ignore[arg-type]  # of asyncio
+        Echo(int(sys.argv[1])).stream,
         pb.DraftStreamRequest.FromString,
         pb.DraftStreamResponse.SerializeToString,
     )
