@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from retriever.errors import LimitExceededError
@@ -39,7 +39,16 @@ The loop gives the interpreter up in every kernel, and waits so long for it if a
 more often, too.
 """
 
+_NICENESS: Final = 4  # more, and a thread that holds the interpreter is kept waiting with it
+
 _Result = TypeVar("_Result")
+
+
+def _yield_processors() -> None:
+    """Have this thread take processors after threads of usual priority; see setpriority(2)."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class _Work:
@@ -120,6 +129,8 @@ class Lane:
         num_threads: how many pieces are worked on at once.
         max_waiting: work of one tenant that may be in the lane at once.
         uses: gets the time that tenants take.
+        computes: whether its work takes processors, and not disks: threads that do yield them to
+            the event loop, where the system keeps a priority for each thread (Linux).
     """
 
     def __init__(
@@ -128,8 +139,11 @@ class Lane:
         num_threads: int,
         max_waiting: int,
         uses: TenantUses,
+        *,
+        computes: bool = False,
     ) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, f"foredraft-{name}")
+        begin = _yield_processors if computes else None
+        self._threads = ThreadPoolExecutor(num_threads, f"foredraft-{name}", initializer=begin)
         self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._uses = uses
@@ -282,8 +296,8 @@ class Lanes:
     def __init__(self, limits: Limits, uses: TenantUses) -> None:
         num_reading = min(4, max(1, (os.cpu_count() or 1) - 1))
         most = limits.max_tenant_waiting
-        self.reading = Lane("reading", num_reading, most, uses)
-        self.explaining = Lane("explaining", 1, most, uses)
+        self.reading = Lane("reading", num_reading, most, uses, computes=True)
+        self.explaining = Lane("explaining", 1, most, uses, computes=True)
         self.disk = Lane("disk", 2, most, uses)
         self.loading = Lane("loading", 2, most, uses)
 
