@@ -210,8 +210,8 @@ def test_prompts_beyond_the_address_space_are_refused(options: tuple[str, ...]) 
     )
     assert process.stdout is not None
     address = process.stdout.readline().removeprefix("serving on ").strip()
-    prompt = (np.arange(1_000_000) * 7919 % 50_000).tolist()
-    openings = [pb.OpenSessionRequest(session_id=str(at), prompt=prompt) for at in range(18)]
+    prompt = (np.arange(1_000_000) * 7919 % 50_000).astype(np.int32).tobytes()
+    openings = [pb.OpenSessionRequest(session_id=str(at), prompt_bytes=prompt) for at in range(18)]
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         stub = RetrieverServiceStub(channel)
         calls = [stub.OpenSession.future(opening) for opening in openings]
