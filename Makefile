@@ -238,19 +238,18 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own. The
-# contract itself goes with them, for `foredraft proto`.
+# Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own. Links
+# to the contract stand beside them, for `foredraft proto`.
 stubs:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
 	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
-	cp proto/retriever/v1/*.proto $(STUBS_OUT)/retriever/v1/
 
 # The committed stubs are those of the committed contract.
 stubs-check: install
 	mkdir -p build/stubs
 	$(MAKE) --silent stubs STUBS_OUT=build/stubs
-	@diff --unified --recursive --exclude=__init__.py --exclude=__pycache__ build/stubs/retriever/v1 retriever/v1 \
+	@diff --unified --recursive --exclude=__init__.py --exclude=__pycache__ --exclude=*.proto build/stubs/retriever/v1 retriever/v1 \
 	  || { echo "run \`make stubs\` and commit" >&2; exit 1; }
 
 # Lints the contract and compares it with proto/baseline.binpb, the contract that clients have: it may
