@@ -155,7 +155,7 @@ class DraftTree:
         probabilities: NDArray[np.float32],
         sources: NDArray[np.uint8],
     ) -> None:
-        self._block: bytearray | None = None
+        self._block: bytes | bytearray | None = None
         self._size = len(token_ids)
         self._token_ids: NDArray[np.int32] | None = token_ids
         self._parents: NDArray[np.int32] | None = parents
@@ -192,7 +192,7 @@ class DraftTree:
 
     def _array(self, dtype: np.dtype[Any], before: int) -> NDArray[Any]:
         """Return the array of the block that stands behind so many bytes for each node."""
-        block = self._block or bytearray()
+        block = self._block or b""
         begin = len(block) // NODE_BYTES * before
         return np.ndarray(self._size, dtype, block, begin)
 
@@ -333,7 +333,7 @@ class BlockTree(DraftTree):
 
     __slots__ = ()
 
-    def __init__(self, block: bytearray, size: int) -> None:
+    def __init__(self, block: bytes | bytearray, size: int) -> None:
         self._block, self._size = block, size
         self._token_ids = self._parents = self._probabilities = self._sources = None
 

@@ -232,22 +232,25 @@ class _Tracer:
         before = int(self._depths[node]) - 1
         match_length, count = int(matches.max()) + before, len(rows)
         path = self._tree.token_ids[self._tree.path_to(node)]
-        text = np.concatenate([self._context, path[:-1]])
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
             # What a trail offers is edited: another token may stand in the source.
             places = _some(places[self._context[places] == path[-1]])
-            longest = _longest(text, (self._context[:place] for place in places))
+            longest = _longest(self._text(path), (self._context[:place] for place in places))
             return Support(longest, count, places)
         if source == Source.PREDICTIONS and (known := self._databases.predictions) is not None:
             places = _some(self._rows["position"][rows] + before)
-            longest = _longest(text, map(known.before, places))
+            longest = _longest(self._text(path), map(known.before, places))
             return Support(longest, count, predictions=tuple(map(known.place_of, places)))
         if source == Source.CORPUS:
             matched = self._context[len(self._context) - int(matches.max()) :]
             return Support(match_length, count, ngram=(*matched.tolist(), *path.tolist()))
         return Support(match_length, count)
+
+    def _text(self, path: TokenIds) -> TokenIds:
+        """Return int32[n], what stands before the last token of a path."""
+        return np.concatenate([self._context, path[:-1]])
 
 
 def _followed(context: TokenIds, text: TokenIds) -> Support:

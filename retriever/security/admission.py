@@ -1,6 +1,5 @@
 """Admission: finds the caller and tenant of every call before it is answered."""
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +31,6 @@ _SCOPES: Final[Mapping[str, Scope | None]] = {
     "/grpc.reflection.v1.ServerReflection/": None,
 }
 _NOBODY: Final = Access()
-_LOGGER: Final = logging.getLogger(__name__)
 
 
 def scope_for(method: str) -> Scope | None:

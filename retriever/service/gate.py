@@ -69,8 +69,6 @@ class Call:
     def tenant(self) -> str:
         """The caller's tenant, "" where callers are not authenticated.
 
-        Ask again with every message of a stream: it ends once credentials are revoked.
-
         Raises:
             AccessRefusedError: they were revoked or have expired.
         """
@@ -83,33 +81,37 @@ class Call:
         return left_s
 
     async def read(self, content: bytes) -> Any:
-        """Return the message that some bytes are.
+        """Return the message that some bytes are, if the caller may still send it.
 
         Raises:
             RetrieverError: they are none, or it is refused; see `wire.reading`.
+            AccessRefusedError: the caller's credentials were revoked or have expired.
         """
+        tenant = self.tenant
         if len(content) <= LONG_MESSAGE or self._aside is None:
             return read(content, self._message)
         try:
-            return await self._aside(self.tenant, partial(read, content, self._message))
+            return await self._aside(tenant, partial(read, content, self._message))
         except LimitExceededError:  # too much of the tenant's work waits, or it says so once more
             return read(content, self._message)
 
 
 class _Method(NamedTuple):
-    """A call of the contract, or of another service beside it.
+    """A call of a contract of ours, or of another service beside it.
 
     Attributes:
-        name: without the service's.
+        name: without the service's, for calls that are counted.
         full_name: with it.
-        is_ours: whether it is of the service that drafts.
         message: class of its messages.
+        takes_call: whether its servicer is ours and gets a `Call`, another gRPC's context.
+        observer: counts it, and knows whether it can be taken now; None where nobody does.
     """
 
     name: str
     full_name: str
-    is_ours: bool
     message: Any
+    takes_call: bool
+    observer: ServiceObserver | None
 
 
 _MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Any]]] = {
@@ -152,41 +154,48 @@ class Gate(aio.ServerInterceptor):
     ) -> Any:
         """Return the handler of a call, behind this gate; see `aio.ServerInterceptor`."""
         handler: Any = await continuation(handler_call_details)
-        full_name = str(handler_call_details.method)
         if handler is None:
             return handler
+        full_name = str(handler_call_details.method)
+        deserializer = handler.request_deserializer
+        if deserializer is None and full_name in self._open_methods:
+            return handler  # it reads bytes itself
         _, service, name = full_name.rpartition(f"/{SERVICE}/")
-        message = getattr(handler.request_deserializer, "__self__", None)
-        method = _Method(name, full_name, bool(service), message)
-        kind = handler.request_streaming, handler.response_streaming
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        method = _Method(
+            name,
+            full_name,
+            deserializer.__self__,
+            takes_call=full_name.startswith("/retriever."),
+            observer=self._observer if service else None,
+        )
         around = self._stream if handler.response_streaming else self._answer
-        deserializer = None
-        if not (full_name.startswith("/retriever.") or method.full_name in self._open_methods):
-            around = self._reflect
-            deserializer = handler.request_deserializer
-        elif message is None:
-            return handler
-        make = _MAKERS[kind]
-        return make(around(method, behaviour), deserializer, handler.response_serializer)
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        reads_itself = handler.request_streaming and not method.takes_call
+        make = _MAKERS[handler.request_streaming, handler.response_streaming]
+        return make(
+            around(method, behaviour),
+            deserializer if reads_itself else None,
+            handler.response_serializer,
+        )
 
     def _answer(self, method: _Method, behaviour: Callable[..., Awaitable[Any]]) -> Any:
         async def answer(content: bytes, context: _Context) -> Any:
             async with self._passing(method, context) as call:
                 message = await call.read(content)
-                response = await behaviour(message, self._given(method, call, context))
+                response = await behaviour(message, call if method.takes_call else context)
                 _look_again(call)
                 return response
 
         return answer
 
     def _stream(self, method: _Method, behaviour: Callable[..., AsyncIterator[Any]]) -> Any:
-        tracing = self._observer.tracing if self._observer and method.is_ours else None
+        observer = method.observer
+        tracing = None if observer is None else observer.tracing
 
         async def stream(contents: Any, context: _Context) -> AsyncIterator[Any]:
             async with self._passing(method, context) as call:
                 asked = await call.read(contents) if isinstance(contents, bytes) else contents
-                given = self._given(method, call, context)
+                given: Any = call if method.takes_call else context
                 responses: Any = (
                     behaviour(asked, given)
                     if tracing is None
@@ -195,30 +204,11 @@ class Gate(aio.ServerInterceptor):
                 async with aclosing(responses):
                     async for response in responses:
                         _look_again(call)
-                        if method.is_ours and response.statuses and self._observer is not None:
-                            self._observer.calls.refuse_within(method.name, response.statuses)
+                        if observer is not None and response.statuses:
+                            observer.calls.refuse_within(method.name, response.statuses)
                         yield response
 
         return stream
-
-    def _reflect(self, method: _Method, behaviour: Callable[..., Any]) -> Any:
-        """Return a behaviour of another service, which reads its messages itself."""
-
-        async def stream(requests: Any, context: _Context) -> AsyncIterator[Any]:
-            async with (
-                self._passing(method, context) as call,
-                aclosing(behaviour(requests, context)) as responses,
-            ):
-                async for response in responses:
-                    _look_again(call)
-                    yield response
-
-        return stream
-
-    @staticmethod
-    def _given(method: _Method, call: Call, context: _Context) -> Any:
-        """Return what a servicer gets: one of ours the call, another gRPC's context."""
-        return call if method.full_name.startswith("/retriever.") else context
 
     @asynccontextmanager
     async def _passing(self, method: _Method, context: _Context) -> AsyncIterator[Call]:
@@ -227,10 +217,10 @@ class Gate(aio.ServerInterceptor):
         gRPC would send the text of an unexpected error, which may hold another caller's input.
         """
         try:
-            with self._counted(method, context):
+            with _counted(method, context):
                 try:
-                    if method.is_ours and self._observer is not None:
-                        self._observer.lifecycle.check(method.name)
+                    if method.observer is not None:
+                        method.observer.lifecycle.check(method.name)
                     yield Call(context, self._caller(method, context), method.message, self.aside)
                 except RetrieverError as error:
                     await abort(context, _told(error))
@@ -239,20 +229,6 @@ class Gate(aio.ServerInterceptor):
         except Exception:
             _LOGGER.exception("%s failed", method.name)
             await abort(context, RetrieverError(_CRASHED))
-
-    @contextmanager
-    def _counted(self, method: _Method, context: _Context) -> Iterator[None]:
-        if self._observer is None or not method.is_ours:
-            yield
-            return
-        with self._observer.calls.counted(method.name, context):
-            tracing = self._observer.tracing if method.name != "DraftStream" else None
-            ended = tracing.call(method.name, context) if tracing is not None else None
-            try:
-                yield
-            finally:
-                if ended is not None:
-                    ended()
 
     def _caller(self, method: _Method, context: _Context) -> Caller | None:
         """Return whose call it is.
@@ -270,6 +246,23 @@ class Gate(aio.ServerInterceptor):
             if not isinstance(error, NotPermittedError):
                 _LOGGER.debug("not let in: %s", context.peer())
             raise
+
+
+@contextmanager
+def _counted(method: _Method, context: _Context) -> Iterator[None]:
+    """Count a call during the block, and make a span of it if that is sampled."""
+    observer = method.observer
+    if observer is None:
+        yield
+        return
+    with observer.calls.counted(method.name, context):
+        tracing = observer.tracing if method.name != "DraftStream" else None
+        ended = tracing.call(method.name, context) if tracing is not None else None
+        try:
+            yield
+        finally:
+            if ended is not None:
+                ended()
 
 
 def _look_again(call: Call) -> None:

@@ -214,7 +214,6 @@ class RetrieverServicer:
             content = await anext(messages, None)
             if content is None:
                 return
-            call.tenant  # noqa: B018  (raises once credentials are revoked)
             early = await call.read(content)
             yield without_drafts(early)
             answered = early.sequence_number
@@ -225,7 +224,6 @@ class RetrieverServicer:
             ) as stream,
         ):
             async for content in messages:
-                call.tenant  # noqa: B018  (as above)
                 message = await call.read(content)
                 del content  # megabytes
                 response = await stream.answer(message)

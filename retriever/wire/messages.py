@@ -17,6 +17,7 @@ from retriever.limits import MAX_OUTCOMES, check_num_findings, check_num_sent, c
 from retriever.tree import (
     NODE_BYTES,
     ROOT,
+    BlockTree,
     DocumentOccurrence,
     DraftTree,
     Explanation,
@@ -227,13 +228,6 @@ def budget_in(
     return message.budget_nodes if message.HasField("budget_nodes") else default_nodes
 
 
-def requests_from_message(
-    message: pb.DraftStreamRequest, default_nodes: int = DEFAULT_BUDGET_NODES
-) -> list[DraftRequest]:
-    """Return the requests of one step; see `requests_of`."""
-    return requests_of(message.steps, default_nodes)
-
-
 def requests_of(steps: Iterable[pb.SessionStep], default_nodes: int) -> list[DraftRequest]:
     """Return the requests of some steps; their contents are checked by the drafter.
 
@@ -388,18 +382,16 @@ def _unchecked(message: pb.DraftTree) -> DraftTree | None:
 
 
 def _unpacked(packed: bytes) -> DraftTree | None:
+    """Return the tree of some bytes, whose nodes are not looked at; None where they are none."""
     size, rest = divmod(len(packed), NODE_BYTES)
     if rest:
         return None
-    sources = np.frombuffer(packed, np.uint8, size, 12 * size)
-    if int(sources.max()) >= len(Source):
-        sources = np.where(sources < len(Source), sources, np.uint8(_UNSPECIFIED))
-    return DraftTree(
-        np.frombuffer(packed, np.int32, size),
-        np.frombuffer(packed, np.int32, size, 4 * size),
-        np.frombuffer(packed, np.float32, size, 8 * size),
-        sources,
-    )
+    tree = BlockTree(packed, size)
+    sources = tree.sources
+    if int(sources.max()) < len(Source):
+        return tree
+    known = np.where(sources < len(Source), sources, np.uint8(_UNSPECIFIED))
+    return DraftTree(tree.token_ids, tree.parents, tree.probabilities, known)
 
 
 def _known_sources(sources: Sequence[int]) -> list[int]:

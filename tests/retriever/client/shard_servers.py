@@ -62,7 +62,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     ) -> Iterator[pb.DraftStreamResponse]:
         for request in request_iterator:
             time.sleep(self.pause_s)
-            requests = wire.requests_from_message(request)
+            requests = wire.requests_of(request.steps, wire.DEFAULT_BUDGET_NODES)
             trees = self._or_status(context, lambda asked=requests: self.drafter.draft(asked))  # type: ignore[misc]
             self.num_steps += 1
             yield pb.DraftStreamResponse(

@@ -18,7 +18,7 @@ from retriever.service.allowances import work_of_draft, work_of_steps
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import outcome_trees_from, padded_budgets, requests_from_message
+from retriever.wire.messages import outcome_trees_from, padded_budgets, requests_of
 from tests.retriever.client.kinds_of_clients import LONG_S
 from tests.retriever.security.in_process import serving
 from tests.retriever.token_ids import ids
@@ -151,4 +151,4 @@ def test_each_outcome_counts_as_a_draft() -> None:
     message = pb.DraftStreamRequest()
     message.steps.add(budget_nodes=8, outcomes=[pb.Outcome(token_ids=[1])] * 3)
     assert padded_budgets(message, 32) == [8] * 4
-    assert [each.tolist() for each in requests_from_message(message)[0].outcomes] == [[1]] * 3
+    assert [each.tolist() for each in requests_of(message.steps, 32)[0].outcomes] == [[1]] * 3
