@@ -1,23 +1,20 @@
 """The database of a sequence itself: prompt and output so far."""
 
-from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
-from typing import Final, Self
+from typing import Final
 
-from retriever.drafter import NO_TOKENS, TokenIds
+from retriever.drafter import TokenIds
 from retriever.kernels.layout import Chains, Cursor
 from retriever.predict.ledger import Charge
 from retriever.predict.step_record import StepRecord
 from retriever.predict.stores import (
     CONTEXT_LIMITS,
-    READ_AT_ONCE,
     ChainStore,
-    appending,
     store_bytes,
 )
 from retriever.tree import Source
 
-COMMITTED_AT_ONCE: Final = 1 << 14
+LONG_COMMIT: Final = 1 << 14
 """Tokens that are committed to a sequence in one piece: a millisecond."""
 
 SEQUENCE_BYTES: Final = 5 << 10
@@ -37,22 +34,12 @@ class Context:
         address: where its store is packed for kernels; elsewhere once the sequence has outgrown it.
     """
 
-    def __init__(self, prompt: TokenIds, charge: Charge | None = None, room_for: int = 0) -> None:
-        """Begin with int32[n]; `room_for` is a number of tokens if more than those are to come."""
+    def __init__(self, prompt: TokenIds, charge: Charge | None = None) -> None:
+        """Begin with int32[n]."""
         self._charge = charge
         self.step = StepRecord()
-        room = 2 * max(len(prompt), room_for)
-        self._take(ChainStore(room, CONTEXT_LIMITS, Source.CONTEXT, prompt))
+        self._take(ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT, prompt))
         self.settle()
-
-    @classmethod
-    def reading(cls, prompt: TokenIds, charge: Charge | None = None) -> Generator[None, None, Self]:
-        """Return the context of int32[n]; yield after each piece of work."""
-        context = cls(prompt[:READ_AT_ONCE], charge, room_for=len(prompt))
-        if len(prompt) > READ_AT_ONCE:
-            yield
-            yield from appending(context._store, prompt[READ_AT_ONCE:])
-        return context
 
     def _take(self, store: ChainStore) -> None:
         self._store, self.address = store, store.address
@@ -63,11 +50,9 @@ class Context:
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n], committed tokens."""
-        if self._store.has_room(len(tokens)):
-            self._store.extend(tokens)
-            return
-        for _ in self.committing(tokens):
-            pass
+        if not self._store.has_room(len(tokens)):
+            self._grow(len(self) + len(tokens))
+        self._store.extend(tokens)
 
     def ensure_room(self, num_tokens: int) -> None:
         """Grow now, if so many more tokens do not fit.
@@ -77,32 +62,20 @@ class Context:
         """
         if not self._store.has_room(num_tokens):
             self.make_room(num_tokens)
-            for _ in self.committing(NO_TOKENS, room_for=num_tokens):
-                pass
+            self._grow(len(self) + num_tokens)
 
-    def committing(self, tokens: TokenIds, room_for: int = 0) -> Iterator[None]:
-        """Append int32[n]; yield after each piece of work. Meanwhile nobody else may append.
-
-        There is room for `room_for` more tokens then.
-        """
-        size = len(self) + len(tokens) + room_for
-        if size > self._store.capacity:
-            grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT)
-            yield from appending(grown, self.last(len(self)))
-            grown.follow(self._store)
-            self._take(grown)
-            self.settle()
-        for begin in range(0, len(tokens), COMMITTED_AT_ONCE):
-            if begin:
-                yield
-            self._store.extend(tokens[begin : begin + COMMITTED_AT_ONCE])
+    def _grow(self, size: int) -> None:
+        """Move to a store with room for twice that many tokens."""
+        grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT)
+        grown.append(self.last(len(self)))
+        grown.follow(self._store)
+        self._take(grown)
+        self.settle()
 
     def is_long(self, num_tokens: int) -> bool:
-        """Return whether so many more tokens take longer than a piece of work."""
+        """Return whether committing so many more tokens takes longer than other work may wait."""
         size = len(self._store) + num_tokens
-        return size > COMMITTED_AT_ONCE and (
-            num_tokens > COMMITTED_AT_ONCE or size > self._store.capacity
-        )
+        return size > LONG_COMMIT and (num_tokens > LONG_COMMIT or size > self._store.capacity)
 
     def make_room(self, num_tokens: int) -> None:
         """Take the memory for more tokens, where they do not fit, before they are committed.

@@ -157,16 +157,15 @@ class Databases:
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to the sequence."""
         if len(tokens):
-            for _ in self.committing(tokens):
-                pass
+            self.append(tokens)
             self.lane.commit(tokens)
 
-    def committing(self, tokens: TokenIds) -> Iterator[None]:
-        """Append int32[n] to the sequence; yield after each piece of work.
+    def append(self, tokens: TokenIds) -> None:
+        """Append int32[n] to the sequence, and not to what others read of it: `lane.commit` does.
 
-        What others read of it is noted with the lock held, by `lane.commit`.
+        Needs no lock, as long as nobody else uses the sequence.
         """
-        yield from self.context.committing(tokens)
+        self.context.commit(tokens)
         self.step.forget_match()
         for database in self._others:
             database.commit(tokens)

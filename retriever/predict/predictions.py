@@ -4,10 +4,10 @@ They stand in one store with hash chains, as the sequence itself does, each with
 follows it from its beginning and across edits. They belong to one session, and are gone with it.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from retriever.kernels.entries import collect_texts, follow_texts
 from retriever.kernels.layout import TextCursors, pack
 from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
-from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
+from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, store_bytes
 from retriever.tree import PredictedPlace, Source
 
 _EACH_BYTES: Final = 512
@@ -59,17 +59,9 @@ class Predictions:
         self._store = ChainStore(int(self._starts[-1]), CONTEXT_LIMITS, Source.PREDICTIONS)
         cursors = TextCursors(self.cursors, self._starts)
         self._packed = pack(self._store.chains, self._store.orders, cursors)
-
-    @classmethod
-    def reading(
-        cls, texts: Sequence[Prediction], charge: Charge | None = None
-    ) -> Generator[None, None, Self]:
-        """Return the predictions; yield after each piece of work."""
-        predictions = cls(texts, charge)
         for text in texts:
-            yield from appending(predictions._store, text.tokens)
-            predictions._store.append(_END)
-        return predictions
+            self._store.append(text.tokens)
+            self._store.append(_END)
 
     def __len__(self) -> int:
         return len(self._labels)

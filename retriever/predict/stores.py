@@ -29,10 +29,6 @@ from retriever.kernels.layout import CACHE_LINE, INT32, INT64, STORE_LAYOUT, Cha
 from retriever.limits import MAPPED_BYTES
 from retriever.tree import Source
 
-READ_AT_ONCE: Final = 1 << 16
-"""Tokens that a new store is made of in one piece: 5 ms without the interpreter. Each piece ends
-by asking for that, and a thread that is suspended while it has it stops all others."""
-
 MIN_CAPACITY: Final = 1024
 """Tokens in the smallest ring: smaller ones would grow at once."""
 
@@ -342,11 +338,3 @@ class ChainStore:
         first = max(0, end - num_tokens)
         begin = self._begin + self._plan.places["tokens"][0] + INT32.itemsize * first
         return np.ndarray(end - first, INT32, self._memory, begin)
-
-
-def appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:
-    """Append int32[n] to a store; yield between pieces of work."""
-    for begin in range(0, len(tokens), READ_AT_ONCE):
-        if begin:
-            yield
-        store.append(tokens[begin : begin + READ_AT_ONCE])

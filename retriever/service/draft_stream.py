@@ -24,7 +24,6 @@ from retriever.service.scheduler import (
     tokens_of_opening,
 )
 from retriever.service.turns import Line
-from retriever.sessions.service_face import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
@@ -285,26 +284,40 @@ class DraftStream:
         use = self._scheduler.uses.of(self._tenant)
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
-            committed = self._drafter.commit_each(part, self._tenant)
-            long = deque(each for each in committed if isinstance(each, LongCommit))
-            try:
-                for request, done in zip(part, committed, strict=True):
-                    step = done
-                    if isinstance(step, LongCommit):
-                        long.popleft()
-                        step = await self._scheduler.commit(self._line, self._tenant, step)
-                    use.tokens += len(request.new_tokens)
-                    if not isinstance(step, RetrieverError):
-                        steps.append(step)
-                        continue
-                    steps.append(None)
-                    if request.session not in not_opened:  # its refusal is there already
-                        _refuse(response, request.session, step)
-            finally:  # the caller may leave within one
-                for commit in long:
-                    self._drafter.withdraw(commit)
+            committed = await self._committed(part)
+            for request, step in zip(part, committed, strict=True):
+                use.tokens += len(request.new_tokens)
+                if not isinstance(step, RetrieverError):
+                    steps.append(step)
+                    continue
+                steps.append(None)
+                if request.session not in not_opened:  # its refusal is there already
+                    _refuse(response, request.session, step)
             await self._line.give_way()
         return steps
+
+    async def _committed(
+        self, requests: Sequence[DraftRequest]
+    ) -> list[CheckedRequest | RetrieverError]:
+        """Commit new tokens; many in a lane, while the turn is over."""
+        committed = self._drafter.commit_each(requests, self._tenant)
+        long = {
+            at: self._scheduler.commit_long(self._tenant, step)
+            for at, step in enumerate(committed)
+            if not isinstance(step, RetrieverError) and step.session.is_committing
+        }
+        if not long:
+            return committed
+        self._line.leave()
+        await asyncio.wait(long.values())
+        await self._line.take()
+        for at, done in long.items():
+            error = done.exception()
+            if isinstance(error, RetrieverError):
+                committed[at] = error.with_traceback(None)  # its frames hold the session
+            elif error is not None:
+                raise error
+        return committed
 
     async def _draft(
         self,

@@ -17,7 +17,6 @@ from grpc import aio
 
 from retriever.errors import (
     AccessRefusedError,
-    LimitExceededError,
     NotPermittedError,
     RetrieverError,
 )
@@ -90,10 +89,7 @@ class Call:
         tenant = self.tenant
         if len(content) <= LONG_MESSAGE or self._aside is None:
             return read(content, self._message)
-        try:
-            return await self._aside(tenant, partial(read, content, self._message))
-        except LimitExceededError:  # too much of the tenant's work waits, or it says so once more
-            return read(content, self._message)
+        return await self._aside(tenant, partial(read, content, self._message))
 
 
 class _Method(NamedTuple):

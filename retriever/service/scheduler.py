@@ -8,9 +8,10 @@ disks go to lanes.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -19,7 +20,6 @@ from retriever.drafter import Fate, Prediction, SequenceOptions, TokenIds
 from retriever.errors import (
     LimitExceededError,
     NotServedError,
-    RetrieverError,
     UnknownSessionError,
 )
 from retriever.sequences import SessionKey, checked_options
@@ -27,9 +27,9 @@ from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
 from retriever.service.turns import Line, Turns
 from retriever.sessions.draft_counts import TenantUses
-from retriever.sessions.drafter_state import DrafterState
-from retriever.sessions.explaining import explaining
-from retriever.sessions.service_face import LongCommit, ServiceFace
+from retriever.sessions.drafter_state import PAUSE_S, DrafterState, finish
+from retriever.sessions.explaining import explain_prepared
+from retriever.sessions.service_face import ServiceFace
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
@@ -173,7 +173,7 @@ class Scheduler:
             )
         self._num_calls[tenant] += 1
         try:
-            with self.turns.call(tenant) as line:
+            with self.turns.line(tenant, is_stream=False) as line:
                 yield line
         finally:
             self._num_calls[tenant] -= 1
@@ -225,10 +225,13 @@ class Scheduler:
         """
         context = await self._context(line, tenant, request, budget_nodes)
         line.leave()
-        pieces = explaining(
-            self._state, context, budget_nodes, request.min_probability, request.max_documents
-        )
-        return await self.lanes.explaining.work(tenant, _told(pieces))
+        least, most = request.min_probability, request.max_documents
+
+        def told() -> pb.ExplainResponse:
+            explanation = explain_prepared(self._state, context, budget_nodes, least, most)
+            return explanation_to_message(explanation)
+
+        return await self.lanes.explaining.run(tenant, told)
 
     async def open_session(
         self,
@@ -265,9 +268,9 @@ class Scheduler:
         predictions = await self._predictions(line, predicted_in(addition.predictions))
         key = SessionKey(tenant, addition.session_id)
         line.leave()
-        adding = self._state.adding_predictions(key, predictions)
         try:
-            await self.lanes.reading.work(tenant, adding)
+            add = partial(self._state.add_predictions, key, predictions)
+            await self.lanes.reading.run(tenant, add)
         finally:
             await line.take()
         self._read_by(tenant, sum(len(each.tokens) for each in predictions))
@@ -305,25 +308,13 @@ class Scheduler:
             return fate, None
         return fate, self._last(self._remember(tenant, pieces))
 
-    async def commit(
-        self, line: Line, tenant: str, commit: LongCommit
-    ) -> CheckedRequest | RetrieverError:
-        """Commit many tokens; it goes on if the caller leaves. Returns the step, or a refusal."""
-        line.leave()
-        committing = self.drafter.committing(commit)
-        lasting = self._last(self.lanes.reading.work(tenant, committing))
-        try:
-            return await asyncio.shield(lasting)
-        except LimitExceededError as error:
-            self.drafter.withdraw(commit)
-            return error.with_traceback(None)  # its frames hold the session
-        except RetrieverError as error:
-            return error.with_traceback(None)
-        finally:
-            await line.take()
+    def commit_long(self, tenant: str, step: CheckedRequest) -> "asyncio.Task[None]":
+        """Begin to commit the many tokens of a step; it goes on if the caller leaves."""
+        commit = partial(self.drafter.commit_long, step)
+        return self._last(self.lanes.reading.run(tenant, commit, can_refuse=False))
 
     def close(self) -> None:
-        """End the lanes' threads after the pieces that are under way."""
+        """End the lanes' threads after the work that is under way."""
         self.lanes.close()
 
     async def _context(
@@ -360,9 +351,9 @@ class Scheduler:
         predictions = await self._predictions(line, predicted)
         if predictions:
             options = replace(options, predictions=tuple(predictions))
-        preparing = self._state.preparing(tokens, options, charge)
+        prepare = partial(self._state.prepare, tokens, options, charge)
         num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
-        prepared = await self._read(line, tenant, num_tokens, preparing)
+        prepared = await self._read(line, tenant, num_tokens, prepare)
         del pool  # its outputs stayed in memory for this
         self._read_by(tenant, num_tokens)
         return prepared
@@ -378,7 +369,7 @@ class Scheduler:
         if self.drafter.is_loaded(tenant):
             return self.drafter.load(tenant)
         line.leave()
-        pool = await self.lanes.loading.run(tenant, self.drafter.load, tenant)
+        pool = await self.lanes.loading.run(tenant, partial(self.drafter.load, tenant))
         await line.take()
         return pool
 
@@ -394,26 +385,19 @@ class Scheduler:
         return tokens
 
     async def _read(
-        self,
-        line: Line,
-        tenant: str,
-        num_tokens: int,
-        pieces: Generator[None, None, _Result],
+        self, line: Line, tenant: str, num_tokens: int, read: Callable[[], _Result]
     ) -> _Result:
         """Read tokens in a lane if they are many; the turn is over meanwhile."""
         if num_tokens <= LONG_PROMPT:
-            return await line.work(pieces)
+            return read()
         line.leave()
-        result = await self.lanes.reading.work(tenant, pieces)
+        result = await self.lanes.reading.run(tenant, read)
         await line.take()
         return result
 
-    async def _remember(self, tenant: str, pieces: Generator[None, None, None]) -> None:
-        try:
-            await self.lanes.reading.work(tenant, pieces)
-        except LimitExceededError:  # the lane is full, and the output must not be lost
-            with self.turns.call(tenant) as line:
-                await line.work(pieces)
+    async def _remember(self, tenant: str, pieces: Iterator[None]) -> None:
+        remember = partial(finish, pieces, PAUSE_S)
+        await self.lanes.reading.run(tenant, remember, can_refuse=False)
         self.flushing.request()
 
     def _last(self, work: Any) -> "asyncio.Task[Any]":
@@ -459,11 +443,3 @@ def tokens_of_opening(opening: pb.OpenSessionRequest) -> int:
 def tokens_of_addition(addition: pb.AddPredictionsRequest) -> int:
     """Return how many tokens an addition of predictions brings."""
     return _num_predicted(predicted_in(addition.predictions))
-
-
-def _told(
-    explaining: Generator[None, None, Any],
-) -> Generator[None, None, pb.ExplainResponse]:
-    explanation = yield from explaining
-    yield
-    return explanation_to_message(explanation)

@@ -116,14 +116,10 @@ class RetrieverServicer:
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
     async def aside(self, tenant: str, work: Callable[[], _Result]) -> _Result:
-        """Do something that takes long for a tenant in a thread, in turn with others.
-
-        Raises:
-            LimitExceededError: too much of the tenant's work waits.
-        """
+        """Do something that takes long for a tenant in a thread, in turn with others."""
         if self._known is None:
             return work()
-        return await self._scheduler.lanes.reading.run(tenant, work)
+        return await self._scheduler.lanes.reading.run(tenant, work, can_refuse=False)
 
     def is_busy(self) -> bool:
         """Return whether long messages are worked on."""
@@ -218,7 +214,7 @@ class RetrieverServicer:
             yield without_drafts(early)
             answered = early.sequence_number
         with (
-            self._scheduler.turns.stream(tenant) as line,
+            self._scheduler.turns.line(tenant, is_stream=True) as line,
             closing(
                 DraftStream(self._scheduler, tenant, line, self._lifecycle, answered=answered)
             ) as stream,
@@ -300,7 +296,8 @@ class RetrieverServicer:
         tenant = call.tenant
         async with self._deleting.turn(tenant):
             self._scheduler.ends.forget(tenant)
-            await self._scheduler.lanes.disk.run(tenant, self._drafter.state.delete, tenant)
+            delete = partial(self._drafter.state.delete, tenant)
+            await self._scheduler.lanes.disk.run(tenant, delete)
         return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(

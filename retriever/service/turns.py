@@ -1,11 +1,11 @@
 """Turns on the event loop: work is given out in slices, by tenant and then by stream.
 
 This is deficit round robin (Shreedhar and Varghese, 1995) with an iteration of the event loop as a
-round. In each, a tenant may work for one slice, times its weight (its quantum). What a piece of
-work takes beyond that is a debt, for which the tenant sits out later rounds. So a tenant that waits
-has its turn in the next round, and waits for at most one slice of every other tenant in it, what is
-left of theirs in the round before, and one piece that cannot be cut. Within a tenant, its streams
-take turns, and all its calls outside of streams count as one stream.
+round. In each, a tenant may work for one slice. What work takes beyond that is a debt, for which
+the tenant sits out later rounds. So a tenant that waits has its turn in the next round, and waits
+for at most one slice of every other tenant in it, what is left of theirs in the round before, and
+one piece of work that cannot be cut. Within a tenant, its streams take turns, and all its calls
+outside of streams count as one stream.
 
 A tenant that works alone is not held back: only a stream whose slice is over waits for the next
 iteration, so that messages of others are read in between.
@@ -14,19 +14,17 @@ iteration, so that messages of others are read in between.
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, NamedTuple
 
 from retriever.sessions.draft_counts import TenantUses
 
 SLICE_S: Final = 0.00025
 """Work after which a stream waits for its next turn, in seconds; a draft takes a fifth of it."""
 
-_Result = TypeVar("_Result")
 
-
-class _Waiting:
+class _Waiting(NamedTuple):
     """A wait for a turn.
 
     Attributes:
@@ -34,28 +32,23 @@ class _Waiting:
         expected_s: of the work; taken off the tenant's slice in advance.
     """
 
-    __slots__ = ("expected_s", "granted")
-
-    def __init__(self, granted: "asyncio.Future[None]", expected_s: float) -> None:
-        self.granted = granted
-        self.expected_s = expected_s
+    granted: "asyncio.Future[None]"
+    expected_s: float
 
 
 class _Tenant:
     """A tenant with work, or with streams that may bring some.
 
     Attributes:
-        quantum_s: work in a round.
-        left_s: of it; below 0 for a debt.
+        left_s: of its slice of a round; below 0 for a debt.
         num_lines: streams and calls under way.
         waiting: waits by stream, in the order of turns.
     """
 
-    __slots__ = ("left_s", "num_lines", "quantum_s", "waiting")
+    __slots__ = ("left_s", "num_lines", "waiting")
 
-    def __init__(self, quantum_s: float) -> None:
-        self.quantum_s = quantum_s
-        self.left_s = quantum_s
+    def __init__(self) -> None:
+        self.left_s = SLICE_S
         self.num_lines = 0
         self.waiting: OrderedDict[Hashable, deque[_Waiting]] = OrderedDict()
 
@@ -71,33 +64,20 @@ class _Tenant:
             self.waiting[key] = waits
         return first
 
-    def withdraw(self, key: Hashable, waiting: _Waiting) -> None:
-        """Remove a wait that is over; a round may have done so."""
-        waits = self.waiting.get(key, deque())
-        if waiting in waits:
-            waits.remove(waiting)
-            if not waits:
-                del self.waiting[key]
-
 
 class Turns:
     """Gives out turns to the streams and calls of all tenants. For one event loop.
 
     Args:
         uses: gets the time that tenants work.
-        weight_of: a tenant's share of a round relative to others', above 0.
         clock: seconds, rising.
     """
 
     def __init__(
-        self,
-        uses: TenantUses | None = None,
-        weight_of: Callable[[str], float] = lambda _: 1.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, uses: TenantUses | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.uses = uses or TenantUses()
         self.clock = clock
-        self._weight_of = weight_of
         self._tenants: dict[str, _Tenant] = {}
         self._owing: dict[str, _Tenant] = {}  # those whose slice is not whole, or who wait
         self._is_due = False
@@ -108,29 +88,14 @@ class Turns:
         """Tenants with streams, calls or debts."""
         return len(self._tenants)
 
-    @property
-    def num_waiting(self) -> int:
-        """Waits for turns, of all tenants."""
-        return sum(
-            len(waits) for tenant in self._tenants.values() for waits in tenant.waiting.values()
-        )
-
     @contextmanager
-    def stream(self, tenant: str) -> Iterator["Line"]:
-        """Let a stream take part during the block."""
-        yield from self._line(tenant, object())
-
-    @contextmanager
-    def call(self, tenant: str) -> Iterator["Line"]:
-        """Let a call outside of streams take part during the block."""
-        yield from self._line(tenant, None)
-
-    def _line(self, name: str, key: Hashable) -> Iterator["Line"]:
+    def line(self, name: str, *, is_stream: bool) -> Iterator["Line"]:
+        """Let a stream of a tenant take part during the block, or a call outside of streams."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(SLICE_S * self._weight_of(name))
+            tenant = self._tenants[name] = _Tenant()
         tenant.num_lines += 1
-        line = Line(self, name, tenant, key)
+        line = Line(self, name, tenant, object() if is_stream else None)
         try:
             yield line
         finally:
@@ -163,9 +128,7 @@ class Turns:
         try:
             await waiting.granted
         except asyncio.CancelledError:
-            if waiting.granted.cancelled():
-                tenant.withdraw(key, waiting)
-            else:
+            if not waiting.granted.cancelled():  # else a round drops it
                 tenant.left_s += expected_s
             raise
         finally:
@@ -179,7 +142,7 @@ class Turns:
         if len(self._tenants) == 1:
             return
         tenant.left_s -= seconds
-        if tenant.left_s < tenant.quantum_s:
+        if tenant.left_s < SLICE_S:
             self._owing[name] = tenant
             if tenant.left_s <= 0:
                 self._come_round()
@@ -198,17 +161,16 @@ class Turns:
             return
         is_alone = len(self._tenants) == 1
         for name, tenant in list(self._owing.items()):
-            whole_s = tenant.quantum_s
-            tenant.left_s = whole_s if is_alone else min(whole_s, tenant.left_s + whole_s)
+            tenant.left_s = SLICE_S if is_alone else min(SLICE_S, tenant.left_s + SLICE_S)
             while tenant.waiting and tenant.left_s > 0:
                 waiting = tenant.next()
-                if not waiting.granted.done():  # else it was cancelled in this iteration
+                if not waiting.granted.done():  # else it was cancelled
                     tenant.left_s -= waiting.expected_s
                     self._num_granted += 1
                     waiting.granted.set_result(None)
             if tenant.waiting or tenant.left_s < 0:
                 self._come_round()
-            elif tenant.left_s == whole_s:
+            elif tenant.left_s == SLICE_S:
                 del self._owing[name]
                 if not tenant.num_lines:
                     del self._tenants[name]
@@ -247,21 +209,21 @@ class Line:
         """
         self._beyond_s = beyond_s
         if not self._turns.may_go(self._tenant):
-            await self._wait(min(expected_s, self._tenant.quantum_s))
+            await self._wait(min(expected_s, SLICE_S))
         self._began_s = self._turns.clock()
 
     @property
     def is_over(self) -> bool:
         """Whether this turn's slice is over."""
         began_s = self._began_s
-        return began_s is not None and self._turns.clock() - began_s >= self._tenant.quantum_s
+        return began_s is not None and self._turns.clock() - began_s >= SLICE_S
 
     async def give_way(self) -> None:
         """Wait for the next turn if this one's slice is over."""
         if not self.is_over:
             return
         self.leave()
-        await self._wait(self._tenant.quantum_s)
+        await self._wait(SLICE_S)
         self._began_s = self._turns.clock()
 
     def leave(self) -> None:
@@ -272,28 +234,6 @@ class Line:
         self._beyond_s = 0.0
         expected_s, self._expected_s, self._began_s = self._expected_s, 0.0, None
         self._turns.worked(self._name, self._tenant, seconds, expected_s)
-
-    async def work(self, pieces: Generator[None, None, _Result]) -> _Result:
-        """Do work in pieces, and give way between them; in a turn of its own outside of one.
-
-        Args:
-            pieces: yields after each piece, of at most a slice.
-        """
-        is_own = self._began_s is None
-        if is_own:
-            await self.take()
-        try:
-            while True:
-                try:
-                    next(pieces)
-                except StopIteration as done:
-                    result: _Result = done.value
-                    return result
-                await self.give_way()
-        finally:
-            if is_own:
-                self.leave()
-            pieces.close()
 
     async def _wait(self, expected_s: float) -> None:
         self._expected_s = await self._turns.wait(self._name, self._tenant, self._key, expected_s)

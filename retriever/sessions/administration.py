@@ -23,15 +23,13 @@ from retriever.log.log_files import sync_path
 from retriever.sequences import SessionKey
 from retriever.sessions.bindings import Attached
 from retriever.sessions.draft_counts import TenantUse
-from retriever.sessions.drafter_state import DrafterState
+from retriever.sessions.drafter_state import PAUSE_S, DrafterState, finish
 from retriever.sessions.session_table import Session
 
 SLICE: Final = 64
 """Sessions or tenants that are reported at once: 0.2 ms, less than a slice of a long step."""
 
 _ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each the lock is held for some 0.5 ms
-_PAUSE_S: Final = 1e-4  # long enough for the interpreter to switch to a waiting thread
-_DONE: Final = object()
 _COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _Item = TypeVar("_Item")
@@ -196,7 +194,7 @@ class Administration:
                 is_ended, is_kept = self._end(key, session, wanted, keep=not forget)
                 num_ended += is_ended
                 num_kept += is_kept
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
         self._state.flush()
         return EndedReport(num_ended, num_kept, self._state.pools.log_failures - failures)
 
@@ -209,7 +207,7 @@ class Administration:
                 report.num_sessions += 1
                 report.session_tokens += len(session.databases.context)
                 report.session_bytes += session.databases.num_bytes
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
         for pool in self._state.pools.all():
             report = found[pool.tenant]
             report.is_in_memory = True
@@ -405,11 +403,8 @@ class Administration:
             if not (keep and session.remember and is_whole and num_output):
                 return True, False
             _, pieces = self._state.remembering(key, session)
-        while True:
-            with self._state.lock:
-                if next(pieces, _DONE) is _DONE:
-                    return True, True
-            time.sleep(0)  # lets others draft
+        finish(self._state.locked(pieces))
+        return True, True
 
 
 def _sliced(items: Sequence[_Item]) -> Iterator[list[_Item]]:

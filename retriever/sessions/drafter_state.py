@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from threading import Lock
 from time import perf_counter
-from typing import Any, Final, TypeVar, Unpack
+from typing import Any, Final, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -83,8 +83,10 @@ from retriever.tree import DraftTree
 
 _TOKEN: Final = np.dtype(np.int32)
 _DONE: Final = object()
-_Result = TypeVar("_Result")
 
+PAUSE_S: Final = 1e-4
+"""Long enough for a thread to take a lock that another takes again and again: Python's locks are
+not fair."""
 
 _MANY: Final = 1 << 12  # tokens
 
@@ -92,8 +94,8 @@ _MANY: Final = 1 << 12  # tokens
 class DrafterState:
     """What a drafter holds, and what is done with it by a process and by a service alike.
 
-    Methods whose names end in -ing do long work in pieces, of a millisecond or two, and yield
-    without the lock after each.
+    `ending` and `drafting_ahead` work in pieces, of a millisecond or two, and yield without the
+    lock after each.
 
     Args:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
@@ -173,14 +175,10 @@ class DrafterState:
         if (refresh_s := options.get("refresh_s", 0.0)) > 0:
             self.bindings.watch(refresh_s)
 
-    def prepare(self, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> Session:
-        """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
-        return whole(self.preparing(prompt, options))
-
-    def preparing(
+    def prepare(
         self, prompt: ArrayLike, options: SequenceOptions = DEFAULT, charge: Charge | None = None
-    ) -> Generator[None, None, Session]:
-        """Do as `prepare` does, in pieces.
+    ) -> Session:
+        """Return a session for `begin`: the part of `open` that is slow for a long prompt.
 
         Args:
             prompt: integers[n].
@@ -200,10 +198,10 @@ class DrafterState:
         try:
             charge = charge or self.ledger.take(tenant, needed)
             charge.ensure(needed)  # before the memory is
-            context = yield from Context.reading(tokens, charge)
+            context = Context(tokens, charge)
         except MemoryError as error:
             raise out_of_memory() from error
-        predicted = (yield from self._reading(expected, tenant)) if expected else None
+        predicted = self._read(expected, tenant) if expected else None
         pool, phrases = self.pool(tenant), self.bindings.phrases(tenant)
         cursor = phrases.cursor(tokens) if phrases else None
         corpus = self.bindings.corpus(tenant)
@@ -223,13 +221,8 @@ class DrafterState:
             if not prepared.options.is_alone:
                 self._join(prepared)
 
-    def adding_predictions(
-        self, key: SessionKey, predictions: Sequence[Prediction]
-    ) -> Generator[None, None, None]:
-        """Do as `add_predictions` does, in pieces, and without the lock but for the last.
-
-        Raises: as `EmbeddedDrafter.add_predictions`.
-        """
+    def add_predictions(self, key: SessionKey, predictions: Sequence[Prediction]) -> None:
+        """Do as `EmbeddedDrafter.add_predictions` does; they are read without the lock."""
         added = self._predictions(predictions)
         while True:
             with self.lock:
@@ -239,7 +232,7 @@ class DrafterState:
             expected = self._predictions([*before, *added])
             if len(expected) == len(before):
                 return
-            predicted = yield from self._reading(expected, session.tenant)
+            predicted = self._read(expected, session.tenant)
             with self.lock:
                 if session.is_open and session.databases.predictions is known:
                     session.databases.expect(predicted)
@@ -284,7 +277,7 @@ class DrafterState:
             What becomes of its output; whether the disk took it is known after the next `flush`.
         """
         fate, pieces = self.ending(key, new_tokens, remember=remember)
-        whole(pieces)
+        finish(pieces)
         return fate
 
     def ending(
@@ -318,9 +311,9 @@ class DrafterState:
             self.predictor.note(ended.databases, tokens)
             # Its tokens are not added to the sequence: nothing is drafted from that any more.
             if not (remember and ended.remember):
-                return Fate(Keeping.NOTHING), self._locked(iter(()))
+                return Fate(Keeping.NOTHING), self.locked(iter(()))
             fate, pieces = self.remembering(key, ended, tokens)
-        return fate, self._locked(pieces)
+        return fate, self.locked(pieces)
 
     def flush(self) -> None:
         """Write remembered outputs to the state directory, then replicate them.
@@ -415,7 +408,7 @@ class DrafterState:
                 pool.running = RunningOutputs(charge)
         session.databases.join(session.options, is_shared=session.remember)
 
-    def _locked(self, pieces: Iterator[None]) -> Generator[None, None, None]:
+    def locked(self, pieces: Iterator[None]) -> Generator[None, None, None]:
         """Do each piece of work with the lock held."""
         while True:
             with self.lock:
@@ -447,14 +440,12 @@ class DrafterState:
         size = self.vocabulary.size if self.vocabulary else None
         return checked_predictions(predictions, size, self.limits)
 
-    def _reading(
-        self, expected: Sequence[Prediction], tenant: str
-    ) -> Generator[None, None, Predictions]:
-        """Return checked predictions as a database, in pieces."""
+    def _read(self, expected: Sequence[Prediction], tenant: str) -> Predictions:
+        """Return checked predictions as a database."""
         num_tokens = sum(len(each.tokens) for each in expected)
         charge = self.ledger.take(tenant, predictions_bytes(num_tokens, len(expected)))
         try:
-            return (yield from Predictions.reading(expected, charge))
+            return Predictions(expected, charge)
         except MemoryError as error:
             raise out_of_memory() from error
 
@@ -561,15 +552,10 @@ class DrafterState:
             bounds[BOUNDS.VOCABULARY] = self.vocabulary.size
 
 
-def whole(pieces: Generator[None, None, _Result]) -> _Result:
-    """Do all pieces of work, and let other threads have the lock between them."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as done:
-            result: _Result = done.value
-            return result
-        time.sleep(0)
+def finish(pieces: Iterable[None], pause_s: float = 0.0) -> None:
+    """Do all pieces of work; with a pause, other threads surely get the lock between them."""
+    for _ in pieces:
+        time.sleep(pause_s)
 
 
 def check_not_committing(session: Session, name: str) -> None:

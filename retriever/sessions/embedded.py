@@ -15,7 +15,7 @@ from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.bindings import BoundPaths
 from retriever.sessions.cold_start import warm_drafts
 from retriever.sessions.draft_counts import NOTHING_HELD, DrafterStats, resident_bytes
-from retriever.sessions.drafter_state import DrafterState, whole
+from retriever.sessions.drafter_state import DrafterState
 from retriever.sessions.options import DrafterOptions, OpeningOptions, opened_indexes
 from retriever.sessions.refreshed_corpora import IndexState
 from retriever.tree import DraftTree
@@ -99,7 +99,7 @@ class EmbeddedDrafter(OfOneProcess):
             InvalidRequestError: one is empty, or has a token outside the vocabulary.
             LimitExceededError: the session's predictions would be too many or too long.
         """
-        whole(self.state.adding_predictions(SessionKey("", session), predictions))
+        self.state.add_predictions(SessionKey("", session), predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.

@@ -1,13 +1,13 @@
 """Explaining a draft: its tree, with the evidence for each node."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 from numpy.typing import ArrayLike
 
 from retriever.drafter import Prediction, SequenceOptions
 from retriever.limits import DEFAULT_DOCUMENTS, check_documents, check_draft
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
-from retriever.sessions.drafter_state import DrafterState, whole
+from retriever.sessions.drafter_state import DrafterState
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import Session
 from retriever.tree import Explanation
@@ -36,17 +36,17 @@ def explain(  # noqa: PLR0913  (the last four are options)
     check_draft(budget_nodes, min_probability, state.limits)
     options = SequenceOptions(remember=False, predictions=tuple(predictions), tenant=tenant)
     prepared = state.prepare(context, options)
-    return whole(explaining(state, prepared, budget_nodes, min_probability, max_documents))
+    return explain_prepared(state, prepared, budget_nodes, min_probability, max_documents)
 
 
-def explaining(
+def explain_prepared(
     state: DrafterState,
     prepared: Session,
     budget_nodes: int,
     min_probability: float,
     max_documents: int,
-) -> Generator[None, None, Explanation]:
-    """Do as `explain` does, in pieces, for a context that `prepare` has read."""
+) -> Explanation:
+    """Do as `explain` does, for a context that `prepare` has read."""
     check_documents(max_documents)
     check_draft(budget_nodes, min_probability, state.limits)
     with state.lock:
@@ -54,13 +54,5 @@ def explaining(
         evidence = DraftedRows.of(state.predictor, budget_nodes)
         # Of this draft, even after a refresh.
         indexes = state.bindings.corpora(prepared.tenant).current.indexes
-    yield
-    supports = []
-    for support in trace_nodes(tree, prepared.databases, evidence):
-        supports.append(support)
-        yield
-    nodes = []
-    for node in locate(supports, indexes, max_documents):
-        nodes.append(node)
-        yield
-    return Explanation(tree, tuple(nodes))
+    supports = list(trace_nodes(tree, prepared.databases, evidence))
+    return Explanation(tree, tuple(locate(supports, indexes, max_documents)))

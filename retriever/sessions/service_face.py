@@ -1,9 +1,9 @@
-"""What a service asks of a drafter: steps of its streams in parts, and long work in pieces."""
+"""What a service asks of a drafter: steps of its streams in parts, and what they are charged."""
 
 import struct
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from indexer.reader import Index
 from retriever.drafter import NO_TOKENS, DraftRequest
@@ -24,21 +24,10 @@ _READING_BYTES: Final = 16
 _MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
 
 
-class LongCommit(NamedTuple):
-    """A step whose tokens are charged and not committed: `ServiceFace.committing` does that.
-
-    Attributes:
-        step: the checked request.
-    """
-
-    step: CheckedRequest
-
-
 class ServiceFace:
     """A drafter as a service sees it, which interleaves the steps of its streams.
 
-    A step is `step_each`, or `commit_each` and `draft_each`. Methods whose names end in -ing do
-    long work in pieces, of a millisecond or two, and yield without the lock after each.
+    A step is `step_each`, or `commit_each` and `draft_each`.
 
     Args:
         state: of the drafter, which others may use at the same time.
@@ -61,7 +50,7 @@ class ServiceFace:
             num_predicted: of predictions, or about as many.
 
         Returns:
-            The charge, for `preparing`, which takes it over.
+            The charge, for `prepare`, which takes it over.
 
         Raises:
             LimitExceededError: there is no room for it, or the prompt is too long.
@@ -74,7 +63,7 @@ class ServiceFace:
         """Commit new tokens and draft, at once for all; return the trees in order.
 
         Nothing is done, and None returned, where a request is refused or brings so many tokens that
-        they are committed in pieces: `commit_each` refuses one by one then. The caller has called
+        committing them takes long: `commit_each` refuses one by one then. The caller has called
         `check_batch`.
         """
         state = self.state
@@ -86,13 +75,13 @@ class ServiceFace:
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
-    ) -> list[CheckedRequest | LongCommit | RetrieverError]:
+    ) -> list[CheckedRequest | RetrieverError]:
         """Commit new tokens; return a step, or why it is refused, for each request in order.
 
-        A refused request does not affect others. The caller has called `check_batch`, and does
-        `committing` for commits that take longer than a piece of work.
+        A refused request does not affect others. The caller has called `check_batch`. Where
+        committing takes long, the session `is_committing` then, until `commit_long` is called.
         """
-        committed: list[CheckedRequest | LongCommit | RetrieverError] = []
+        committed: list[CheckedRequest | RetrieverError] = []
         with self.state.lock:
             for request in requests:
                 try:
@@ -101,49 +90,35 @@ class ServiceFace:
                     # Its frames hold this list, and so sessions that may have ended.
                     committed.append(error.with_traceback(None))
                     continue
+                committed.append(step)
                 if step.session.databases.context.is_long(len(step.new_tokens)):
                     step.session.is_committing = True
-                    committed.append(LongCommit(step))
                 else:
                     self.state.predictor.commit(step.session.databases, step.new_tokens)
-                    committed.append(step)
         return committed
 
-    def committing(self, commit: LongCommit) -> Generator[None, None, CheckedRequest]:
-        """Commit the tokens of a step in pieces; return the step.
+    def commit_long(self, step: CheckedRequest) -> None:
+        """Commit the tokens of a step, which takes long, without the lock.
 
-        Meanwhile other requests of its session are refused. It can end, which ends the commit.
+        Meanwhile other requests of its session are refused. It can end.
 
         Raises:
             UnknownSessionError: the session has ended meanwhile.
         """
-        session, new_tokens, request, _ = commit.step
+        session, new_tokens, request, _ = step
         try:
             with self.state.lock:
                 self.state.predictor.note(session.databases, new_tokens)
-            # Without the lock: no other call reads or writes the tokens of this session.
-            for _ in session.databases.committing(new_tokens):
-                if not session.is_open:
-                    break
-                yield
+            session.databases.append(new_tokens)  # nobody else reads or writes them meanwhile
         finally:
             with self.state.lock:
                 session.is_committing = False
                 if not session.is_open:
-                    session.databases.clear()  # it may have been while a piece was added
+                    session.databases.clear()  # it may have been before all were added
         if not session.is_open:
             raise UnknownSessionError(
                 f"session {shown(request.session)} has ended while its tokens were noted"
             )
-        return commit.step
-
-    def withdraw(self, commit: LongCommit) -> None:
-        """Give up a commit that `committing` has not begun: its session is as before."""
-        session = commit.step.session
-        with self.state.lock:
-            session.is_committing = False
-            if session.is_open:
-                self.state.sessions.withdraw(session)
 
     def draft_each(self, steps: Sequence[CheckedRequest | None]) -> list[DraftTree]:
         """Draft for committed requests; also for sessions that have ended since.

@@ -123,10 +123,6 @@ class Sessions:
         """Return the time since a session's last request, in seconds."""
         return self._clock() - session.last_used_s
 
-    def withdraw(self, session: Session) -> None:
-        """Give back the memory of tokens that are not added after all."""
-        session.databases.context.settle()
-
     def end_longest_idle(self, is_meant: Callable[[Session], bool]) -> bool:
         """End the longest idle of some, if it is beyond `idle_eviction_s`; return whether it is."""
         for key, session in self._open.items():

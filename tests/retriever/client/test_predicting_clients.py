@@ -205,8 +205,7 @@ def test_nobody_adds_predictions_to_sessions_of_others() -> None:
         SessionKey("a", "s"), drafter.state.prepare(PROMPT, SequenceOptions(tenant="a"))
     )
     with pytest.raises(UnknownSessionError):
-        for _ in drafter.state.adding_predictions(SessionKey("b", "s"), [Prediction(ids(1))]):
-            pass
+        drafter.state.add_predictions(SessionKey("b", "s"), [Prediction(ids(1))])
 
 
 def test_a_message_has_few_predictions() -> None:

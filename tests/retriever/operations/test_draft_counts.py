@@ -98,7 +98,7 @@ def test_numbered_message_is_one_step_of_all_its_sequences(index: Path) -> None:
 
     async def answer() -> pb.DraftStreamResponse:
         scheduler = Scheduler(ServiceFace(drafter.state))
-        with scheduler.turns.stream("") as line:
+        with scheduler.turns.line("", is_stream=True) as line:
             return await DraftStream(scheduler, "", line).answer(message)
 
     response = asyncio.run(answer())

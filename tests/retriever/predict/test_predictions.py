@@ -106,7 +106,7 @@ def test_rows_of_predictions_are_those_of_matches_and_cursors() -> None:
     num_agreeing = num_resumed = 0
     for _ in range(cases(40, of=400)):
         texts = [rng.integers(0, 12, int(rng.integers(1, 60))).tolist() for _ in range(3)]
-        database = whole(Predictions.reading(predicted(*texts)))
+        database = Predictions(predicted(*texts))
         tokens = [token for text in texts for token in [*text, SEPARATOR]]
         starts = np.cumsum([0, *(len(text) + 1 for text in texts)]).tolist()
         store = ChainStore(len(tokens), CONTEXT_LIMITS, Source.PREDICTIONS)
@@ -146,15 +146,6 @@ def test_rows_of_predictions_are_those_of_matches_and_cursors() -> None:
             num_agreeing += len(standing)
             num_resumed += len(added)
     assert min(num_agreeing, num_resumed) > 20
-
-
-def whole(pieces: object) -> Predictions:
-    while True:
-        try:
-            next(pieces)  # type: ignore[call-overload]
-        except StopIteration as done:
-            result: Predictions = done.value
-            return result
 
 
 def test_no_other_session_or_tenant_drafts_from_a_prediction() -> None:

@@ -31,7 +31,8 @@ from retriever.sequences import SessionKey, checked_options
 from retriever.sessions.administration import Administration
 from retriever.sessions.cold_start import warm_rare
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.service_face import LongCommit, ServiceFace
+from retriever.sessions.service_face import ServiceFace
+from retriever.sessions.session_table import CheckedRequest
 from retriever.tree import DraftTree, Source
 from tests.retriever.kernels.stages import collect_running
 from tests.retriever.kernels.twins.lane_twin import LaneTwin, RunningTwin
@@ -187,9 +188,10 @@ def test_a_long_commit_is_noted_afterwards() -> None:
     new = np.arange(100_000, 150_000, dtype=np.int32)
     request = DraftRequest("a", new, len(PROMPT) + len(new), 8)
     (commit,) = ServiceFace(talk.drafter.state).commit_each([request], "")
-    assert isinstance(commit, LongCommit)
-    for _ in ServiceFace(talk.drafter.state).committing(commit):
-        assert len(talk.step("kin")) == 0
+    assert isinstance(commit, CheckedRequest)
+    assert commit.session.is_committing
+    assert len(talk.step("kin")) == 0
+    ServiceFace(talk.drafter.state).commit_long(commit)
     talk.lengths["a"] = request.length
     talk.step("a", [1, 2, 3])
     assert holds(talk.step("kin", [149_990, 149_991]), [149_992, 149_993])

@@ -35,7 +35,7 @@ from retriever.security.access import (
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service import scheduler
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.explaining import explaining
+from retriever.sessions.explaining import explain_prepared
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import free_port
@@ -77,10 +77,10 @@ class Slow:
     def __init__(self) -> None:
         self.began, self.released = Event(), Event()
 
-    def explaining(self, *arguments: Any) -> Any:
+    def explain_prepared(self, *arguments: Any) -> Any:
         self.began.set()
         assert self.released.wait(20)
-        return (yield from explaining(*arguments))
+        return explain_prepared(*arguments)
 
 
 def test_health_is_told_without_credentials_and_nothing_else_is(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(
     access = tmp_path / "access"
     token = add_token(access, "a")
     drafter, slow = EmbeddedDrafter(), Slow()
-    monkeypatch.setattr(scheduler, "explaining", slow.explaining)
+    monkeypatch.setattr(scheduler, "explain_prepared", slow.explain_prepared)
     protection = Protection.of(ProtectionFiles(access=access))
     with (
         serving(drafter, f"unix:{tmp_path}/s", protection) as address,

@@ -1,28 +1,19 @@
-"""Lanes: pieces of all tenants in turn, refusals, and work that nobody waits for any more."""
+"""Lanes: tenants in turn, refusals, and work that nobody waits for any more."""
 
 import asyncio
-import sys
 import threading
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from retriever.errors import LimitExceededError, StateError
-from retriever.service.lanes import SWITCH_S, Lane
+from retriever.service.lanes import Lane
 from retriever.sessions.draft_counts import TenantUses
 
 
 def lane(max_waiting: int = 100, num_threads: int = 1) -> Lane:
     return Lane("test", num_threads, max_waiting, TenantUses())
-
-
-def pieces(name: str, number: int, order: list[str]) -> Generator[None, None, str]:
-    for _ in range(number):
-        order.append(name)
-        time.sleep(0.001)
-        yield
-    return name
 
 
 async def held(of: Lane, gate: threading.Event) -> "asyncio.Task[bool]":
@@ -38,22 +29,49 @@ async def held(of: Lane, gate: threading.Event) -> "asyncio.Task[bool]":
     return task
 
 
-def test_pieces_of_tenants_alternate_however_long_their_work_is() -> None:
+def test_a_tenant_waits_for_one_piece_of_work_of_each_other_however_much_they_ask_for() -> None:
     order: list[str] = []
 
-    async def run() -> list[str]:
+    async def run() -> None:
         ours, gate = lane(), threading.Event()
         first = await held(ours, gate)
-        work = [asyncio.create_task(ours.work("a", pieces("a", 40, order))) for _ in range(3)]
-        work.append(asyncio.create_task(ours.work("b", pieces("b", 4, order))))
+        names = [*"a" * 40, *"c" * 40, *"b" * 4]
+        work = [asyncio.create_task(ours.run(name, partial(order.append, name))) for name in names]
         await asyncio.sleep(0)
         gate.set()
-        await first
-        return await asyncio.gather(*work)
+        await asyncio.gather(first, *work)
 
-    assert asyncio.run(run()) == ["a", "a", "a", "b"]
-    assert len(order) == 124
-    assert [place for place, name in enumerate(order) if name == "b"][-1] <= 9
+    asyncio.run(run())
+    assert order[:12] == [*"acb" * 4]
+    assert order[12:] == [*"ac" * 36]
+
+
+def test_a_tenant_takes_one_thread_and_leaves_others_to_others() -> None:
+    async def run() -> None:
+        ours, gate = lane(num_threads=2), threading.Event()
+        first = await held(ours, gate)
+        second = asyncio.create_task(ours.run("gate", int))
+        assert await asyncio.wait_for(ours.run("other", int), 10) == 0
+        assert not second.done()
+        gate.set()
+        await asyncio.gather(first, second)
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_refused_waits_beyond_the_bound() -> None:
+    async def run() -> None:
+        ours, gate = lane(max_waiting=1), threading.Event()
+        first = await held(ours, gate)
+        waiting = [asyncio.create_task(ours.run("a", int, can_refuse=False)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(LimitExceededError):
+            await ours.run("a", int)
+        gate.set()
+        assert await asyncio.gather(*waiting) == [0, 0, 0]
+        await first
+
+    asyncio.run(run())
 
 
 def test_a_tenants_waits_are_bounded_and_the_refusal_tells_how_long_to_wait() -> None:
@@ -76,39 +94,29 @@ def test_a_tenants_waits_are_bounded_and_the_refusal_tells_how_long_to_wait() ->
     assert error.retry_after_s > 0
 
 
-def test_cancelled_work_is_not_begun_and_stops_after_a_piece() -> None:
-    order: list[str] = []
-    ended: list[str] = []
-
-    def watched(name: str) -> Generator[None, None, str]:
-        try:
-            return (yield from pieces(name, 500, order))
-        finally:
-            ended.append(name)
+def test_cancelled_work_is_not_begun_and_what_has_begun_keeps_its_place() -> None:
+    done: list[str] = []
 
     async def run() -> None:
         ours, gate = lane(), threading.Event()
         first = await held(ours, gate)
-        waiting = asyncio.create_task(ours.work("a", watched("waiting")))
+        waiting = asyncio.create_task(ours.run("gate", partial(done.append, "waiting")))
+        other = asyncio.create_task(ours.run("other", partial(done.append, "other")))
         await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.sleep(0)  # until it is told: the thread goes on at once
+        for each in (first, waiting, other):
+            each.cancel()
+        await asyncio.gather(first, waiting, other, return_exceptions=True)
+        last = asyncio.create_task(ours.run("gate", partial(done.append, "last")))
+        await asyncio.sleep(0.01)
+        assert done == []
         gate.set()
-        await first
-        begun = asyncio.create_task(ours.work("a", watched("begun")))
-        while not order:  # noqa: ASYNC110  (others run until then)
-            await asyncio.sleep(0.001)
-        begun.cancel()
-        await asyncio.gather(waiting, begun, return_exceptions=True)
-        assert await asyncio.wait_for(ours.run("a", int), 10) == 0
+        await asyncio.wait_for(last, 10)
         async with asyncio.timeout(10):
-            while ours.num_tenants:  # noqa: ASYNC110  (its thread leaves after it has answered)
+            while ours.num_tenants:  # noqa: ASYNC110  (others run until then)
                 await asyncio.sleep(0.001)
 
     asyncio.run(run())
-    assert set(order) == {"begun"}
-    assert len(order) < 100
-    assert ended == ["begun"]
+    assert done == ["last"]
 
 
 def test_errors_come_where_the_work_is_waited_for() -> None:
@@ -153,29 +161,3 @@ def test_all_work_is_done_once_under_cancellations(num_threads: int) -> None:
             await asyncio.sleep(0.001)
 
     asyncio.run(run())
-
-
-def test_threads_switch_quickly_only_while_a_lane_works() -> None:
-    before_s = sys.getswitchinterval()
-
-    async def run() -> float:
-        return await lane().run("a", sys.getswitchinterval)
-
-    assert asyncio.run(run()) <= SWITCH_S < before_s
-    assert sys.getswitchinterval() == before_s
-
-
-def test_lanes_whose_work_overlaps_leave_the_switch_interval_as_it_was() -> None:
-    before_s = sys.getswitchinterval()
-
-    async def run() -> None:
-        first, second = threading.Event(), threading.Event()
-        earlier, later = await held(lane(), first), await held(lane(), second)
-        first.set()
-        await earlier
-        assert sys.getswitchinterval() <= SWITCH_S
-        second.set()
-        await later
-
-    asyncio.run(run())
-    assert sys.getswitchinterval() == before_s

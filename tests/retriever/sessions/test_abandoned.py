@@ -64,7 +64,7 @@ def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after
 
     async def run(scheduler: Scheduler) -> None:
         drafter = scheduler.drafter
-        with scheduler.turns.stream("t") as line:
+        with scheduler.turns.line("t", is_stream=True) as line:
             stream = DraftStream(scheduler, "t", line)
             openings = [pb.OpenSessionRequest(session_id=name, prompt=[1, 2]) for name in NAMES]
             await stream.answer(pb.DraftStreamRequest(sequence_number=1, openings=openings))

@@ -1,22 +1,21 @@
 """Long commits, closings and outputs in pieces: the same as in one, and right if ended midway."""
 
-from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from retriever.drafter import FORGOTTEN, DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.predict.context import context_bytes
+from retriever.predict.databases import Databases
 from retriever.predict.generations import Generations, Output
 from retriever.sequences import SessionKey
 from retriever.sessions.draft_counts import Census
+from retriever.sessions.drafter_state import finish
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.explaining import explaining
-from retriever.sessions.service_face import LongCommit, ServiceFace
+from retriever.sessions.service_face import ServiceFace
 from retriever.sessions.session_table import CheckedRequest
 
 KEY = SessionKey("", "s")
@@ -33,17 +32,6 @@ def tokens(num: int, seed: int = 0) -> TokenIds:
     return phrases[rng.integers(0, 200, num // 11 + 1)].ravel()[:num].astype(np.int32)
 
 
-def whole(pieces: Generator[None, None, Any]) -> tuple[Any, int]:
-    """Do all pieces; return the result, and how many there were."""
-    number = 1
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as done:
-            return done.value, number
-        number += 1
-
-
 def drafter_with(prompt: TokenIds) -> EmbeddedDrafter:
     drafter = EmbeddedDrafter()
     drafter.state.begin(KEY, drafter.state.prepare(prompt))
@@ -56,11 +44,19 @@ def without_pages(census: Census) -> Census:
     return replace(census, untouched_bytes=0)
 
 
-def begun_commit(drafter: EmbeddedDrafter, known: int, new: TokenIds) -> LongCommit:
+def begun_commit(drafter: EmbeddedDrafter, known: int, new: TokenIds) -> CheckedRequest:
     (commit,) = ServiceFace(drafter.state).commit_each(
         [DraftRequest("s", new, known + len(new), 32)], ""
     )
-    assert isinstance(commit, LongCommit)
+    assert isinstance(commit, CheckedRequest)
+    assert commit.session.is_committing
+    return commit
+
+
+def finished_commit(drafter: EmbeddedDrafter, known: int, new: TokenIds) -> CheckedRequest:
+    commit = begun_commit(drafter, known, new)
+    ServiceFace(drafter.state).commit_long(commit)
+    assert not commit.session.is_committing
     return commit
 
 
@@ -70,10 +66,7 @@ def test_drafts_after_a_long_commit_are_those_of_a_commit_at_once(num_prompt: in
     ours, theirs = drafter_with(text[:num_prompt]), EmbeddedDrafter()
     theirs.open("s", text[:num_prompt])
     request = DraftRequest("s", text[num_prompt:], len(text), 32)
-    step, num_pieces = whole(
-        ServiceFace(ours.state).committing(begun_commit(ours, num_prompt, text[num_prompt:]))
-    )
-    assert num_pieces > 3
+    step = finished_commit(ours, num_prompt, text[num_prompt:])
     (one,), (other,) = ServiceFace(ours.state).draft_each([step]), theirs.draft([request])
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.probabilities.tolist() == other.probabilities.tolist()
@@ -81,7 +74,7 @@ def test_drafts_after_a_long_commit_are_those_of_a_commit_at_once(num_prompt: in
     assert without_pages(ours.state.census()) == without_pages(theirs.state.census())
 
 
-def test_growth_of_a_long_sequence_is_cut_too() -> None:
+def test_growth_of_a_long_sequence_is_long_work_too() -> None:
     prompt = tokens(VERY_LONG)
     drafter = drafter_with(prompt)
     known, num_long = VERY_LONG, 0
@@ -90,9 +83,10 @@ def test_growth_of_a_long_sequence_is_cut_too() -> None:
             [DraftRequest("s", new, known + len(new), 4)], ""
         )
         known += len(new)
-        if isinstance(step, LongCommit):
+        assert isinstance(step, CheckedRequest)
+        if step.session.is_committing:
             num_long += 1
-            assert whole(ServiceFace(drafter.state).committing(step))[1] > 3
+            ServiceFace(drafter.state).commit_long(step)
     assert num_long == 1
     assert drafter.state.census().session_tokens == known
 
@@ -100,8 +94,6 @@ def test_growth_of_a_long_sequence_is_cut_too() -> None:
 def test_other_requests_wait_for_a_long_commit() -> None:
     drafter = drafter_with(tokens(100))
     commit = begun_commit(drafter, 100, tokens(LONG))
-    pieces = ServiceFace(drafter.state).committing(commit)
-    next(pieces)
     (refused,) = ServiceFace(drafter.state).commit_each(
         [DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], ""
     )
@@ -109,47 +101,46 @@ def test_other_requests_wait_for_a_long_commit() -> None:
     assert "one step of a session after the other" in str(refused)
     with pytest.raises(OutOfSequenceError):
         drafter.state.end(KEY)
-    whole(pieces)
+    ServiceFace(drafter.state).commit_long(commit)
     (step,) = ServiceFace(drafter.state).commit_each(
         [DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], ""
     )
     assert not isinstance(step, OutOfSequenceError)
 
 
-@pytest.mark.parametrize("num_pieces", [0, 1, 2])
+@pytest.mark.parametrize("when", ["before", "within"])
 def test_a_session_that_ends_within_a_long_commit_gives_all_its_tokens_back(
-    num_pieces: int,
+    when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = EmbeddedDrafter(limits=Limits(max_bytes=ROOM, max_tenant_bytes=ROOM))
     session = drafter.state.prepare(tokens(100))
     drafter.state.begin(KEY, session)
-    pieces = ServiceFace(drafter.state).committing(begun_commit(drafter, 100, tokens(LONG)))
-    for _ in range(num_pieces):
-        next(pieces)
-    assert ServiceFace(drafter.state).discard([(KEY, session)]) == 1
+    commit = begun_commit(drafter, 100, tokens(LONG))
+    face, append = ServiceFace(drafter.state), Databases.append
+    if when == "before":
+        assert face.discard([(KEY, session)]) == 1
+    else:
+
+        def ends_first(databases: Databases, new: TokenIds) -> None:
+            assert face.discard([(KEY, sessions.pop())]) == 1
+            append(databases, new)
+
+        sessions = [session]
+        monkeypatch.setattr(Databases, "append", ends_first)
     with pytest.raises(UnknownSessionError, match="has ended"):
-        whole(pieces)
+        face.commit_long(commit)
     assert not session.databases.context.last(LONG).any()
-    del session, pieces  # its memory counts until nobody holds it
+    del session, commit  # its memory counts until nobody holds it
     drafter.open("next", tokens(LONG + 100))  # all of the room is there again
     drafter.close("next")
     assert drafter.state.census().session_tokens == 0
-
-
-def test_a_commit_that_is_not_begun_can_be_given_up() -> None:
-    drafter = EmbeddedDrafter(limits=Limits(max_bytes=ROOM, max_tenant_bytes=ROOM))
-    drafter.state.begin(KEY, drafter.state.prepare(tokens(100)))
-    ServiceFace(drafter.state).withdraw(begun_commit(drafter, 100, tokens(LONG)))
-    step, _ = whole(ServiceFace(drafter.state).committing(begun_commit(drafter, 100, tokens(LONG))))
-    assert len(ServiceFace(drafter.state).draft_each([step])[0])
 
 
 def test_a_long_output_is_remembered_in_pieces_as_at_once() -> None:
     text, output = tokens(500), tokens(LONG, 3)
     ours, theirs = drafter_with(text), drafter_with(text)
     theirs.state.end(KEY, output)
-    _, num_pieces = whole(ours.state.ending(KEY, output)[1])
-    assert num_pieces > 5
+    assert len(list(ours.state.ending(KEY, output)[1])) > 4
     for at in (10, LONG // 2, LONG - 40):
         one, other = (
             drafter.draft_context(output[at : at + 9], 24).token_ids.tolist()
@@ -219,18 +210,6 @@ def test_a_ring_that_grows_or_wraps_in_pieces_holds_the_same(held: int) -> None:
     assert one.num_tokens == other.num_tokens
 
 
-def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
-    drafter = EmbeddedDrafter()
-    context = tokens(VERY_LONG)
-    prepared, num_pieces = whole(drafter.state.preparing(context, FORGOTTEN))
-    assert num_pieces > 3
-    one, other = drafter.state.draft_prepared(prepared, 24), drafter.draft_context(context, 24)
-    assert one.token_ids.tolist() == other.token_ids.tolist()
-    explanation, num_pieces = whole(explaining(drafter.state, prepared, 24, 0.0, 4))
-    assert num_pieces > 24
-    assert explanation.tree.token_ids.tolist() == one.token_ids.tolist()
-
-
 def test_a_session_is_not_drafted_for_while_its_tokens_are_noted() -> None:
     """Its memory is exchanged meanwhile, without the lock."""
     drafter = drafter_with(tokens(100))
@@ -238,8 +217,8 @@ def test_a_session_is_not_drafted_for_while_its_tokens_are_noted() -> None:
     assert isinstance(step, CheckedRequest)
     commit = begun_commit(drafter, 101, tokens(LONG))
     assert not len(ServiceFace(drafter.state).draft_each([step])[0])
-    step, _ = whole(ServiceFace(drafter.state).committing(commit))
-    assert len(ServiceFace(drafter.state).draft_each([step])[0])
+    ServiceFace(drafter.state).commit_long(commit)
+    assert len(ServiceFace(drafter.state).draft_each([commit])[0])
 
 
 @pytest.mark.parametrize("num_new", [50, LONG])
@@ -253,7 +232,7 @@ def test_a_deletion_before_the_first_piece_deletes_the_output_too(
         drafter.delete("")
     else:
         drafter.state.delete("", KEY)
-    whole(pieces)
+    finish(pieces)
     assert drafter.state.census().generations_tokens == 0
 
 
