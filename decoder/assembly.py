@@ -40,8 +40,8 @@ from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, SelectingRule, accept_greedy
 from indexer.launch import plugged
 from indexer.reader import Index, Vocabulary
+from retriever.client.connecting import connect
 from retriever.client.resilient import ResilientDrafter
-from retriever.client.sharded import ShardedDrafter, connect
 from retriever.client.shared_findings import SharedFindings
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, FindingsStore, TokenIds
@@ -272,7 +272,7 @@ def _recycled(
 
 def _retrieval(
     drafts: DraftOptions, language_model: LanguageModel
-) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter | ResilientDrafter:
+) -> EmbeddedDrafter | RemoteDrafter | ResilientDrafter:
     vocabulary = language_model.vocabulary
     if drafts.server:
         return connect(

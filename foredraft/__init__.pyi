@@ -68,15 +68,11 @@ from indexer.tokenizer import (
     vocabulary_of as vocabulary_of,
 )
 from retriever.client.asynchronous import AsyncResilientDrafter as AsyncResilientDrafter
+from retriever.client.connecting import connect as connect
 from retriever.client.conversation import FailOpen as FailOpen
 from retriever.client.credentials import Credentials as Credentials
 from retriever.client.local import LocalDrafter as LocalDrafter
 from retriever.client.resilient import ResilientDrafter as ResilientDrafter
-from retriever.client.sharded import (
-    ShardedDrafter as ShardedDrafter,
-    ShardState as ShardState,
-    connect as connect,
-)
 from retriever.client.shared_findings import SharedFindings as SharedFindings
 from retriever.client.strict import (
     IndexInfo as IndexInfo,

@@ -16,9 +16,9 @@ from decoder.engines.late_drafter import LateDrafter
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary, token_dtype
 from indexer.tokenizer import vocabulary_of
+from retriever.client.connecting import connect
 from retriever.client.credentials import open_channel
 from retriever.client.resilient import ResilientDrafter
-from retriever.client.sharded import connect
 from retriever.drafter import Drafter
 from retriever.errors import RetrieverError
 from retriever.limits import Limits

@@ -5,10 +5,11 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 from grpc import aio
@@ -16,13 +17,14 @@ from numpy.typing import ArrayLike
 
 from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials
-from retriever.client.resilient import FailOpenClient
+from retriever.client.planner import Agreement
+from retriever.client.resilient import FailOpenClient, Waits
 from retriever.client.streams import (
     CONNECT_TIMEOUT_S,
     LOST_AFTER_S,
     SETTLED_S,
     StreamTable,
-    check_opens,
+    check_usable,
 )
 from retriever.drafter import (
     DEFAULT,
@@ -32,7 +34,7 @@ from retriever.drafter import (
     SequenceOptions,
     without_outcomes,
 )
-from retriever.errors import CredentialsError, DrafterUnavailableError, NotPossibleError
+from retriever.errors import NotPossibleError, RetrieverError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -42,6 +44,8 @@ OpenAsyncChannel = Callable[[str], aio.Channel]
 """Opens a channel to an address, with credentials if there are any."""
 
 _log = getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _ran_in: Final[set[int]] = set()
 """Processes, this one and those it was forked off, in which gRPC ran on an event loop."""
@@ -95,6 +99,7 @@ class AsyncLink:
     Args:
         address: of the server.
         open_channel: makes its channel.
+        vocabulary: that it must have, if it matters.
         report: called with every event, in order.
     """
 
@@ -102,10 +107,12 @@ class AsyncLink:
         self,
         address: str,
         open_channel: OpenAsyncChannel,
+        vocabulary: Agreement | None,
         report: Callable[[AsyncLinkEvent], None],
     ) -> None:
         self._address = address
         self._open_channel = open_channel
+        self._vocabulary = vocabulary
         self._report = report
         self._task = asyncio.create_task(self._run(), name="foredraft-link")
 
@@ -120,14 +127,16 @@ class AsyncLink:
             try:
                 async with self._open_channel(self._address) as channel:
                     stub: Any = RetrieverServiceStub(channel)
-                    await _check_phase(stub)
+                    asking = pb.GetServerInfoRequest()
+                    info = await stub.GetServerInfo(asking, timeout=CONNECT_TIMEOUT_S)
+                    check_usable(self._address, info, self._vocabulary)
                     began_s = time.monotonic()
                     try:
                         await self._converse(channel)
                     finally:
                         if time.monotonic() - began_s > SETTLED_S:
                             backoff.succeed()
-            except (grpc.RpcError, CredentialsError, DrafterUnavailableError) as error:
+            except (grpc.RpcError, RetrieverError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
             except asyncio.CancelledError:
                 # gRPC raises the same error for a cancelled call as asyncio for a cancelled task.
@@ -146,16 +155,6 @@ class AsyncLink:
             self._report(AsyncLinkEvent(self._address))
 
 
-async def _check_phase(stub: Any) -> None:
-    """See that a service opens sessions.
-
-    Raises:
-        DrafterUnavailableError: it starts, or is about to end.
-        grpc.RpcError: it does not answer.
-    """
-    check_opens(await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S))
-
-
 class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
 
@@ -168,6 +167,7 @@ class AsyncResilientDrafter(FailOpenClient):
         deadline_s: longest wait of a step, in seconds; None for a quarter of the engine's own
             measured step time, within 5 to 20 ms.
         local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
+        are_parts: whether each server holds a part of a corpus. All must have one vocabulary.
         lost_after_s: time without an answer after which a stream is given up, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
         credentials: to send and to verify the server with; None for services that need none.
@@ -187,6 +187,7 @@ class AsyncResilientDrafter(FailOpenClient):
         *,
         deadline_s: float | None = None,
         local: Drafter | bool = True,
+        are_parts: bool = False,
         lost_after_s: float = LOST_AFTER_S,
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
@@ -197,6 +198,7 @@ class AsyncResilientDrafter(FailOpenClient):
             addresses,
             deadline_s=deadline_s,
             local=local,
+            are_parts=are_parts,
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
             pad_requests=pad_requests,
@@ -209,11 +211,7 @@ class AsyncResilientDrafter(FailOpenClient):
     async def wait(self, timeout_s: float) -> bool:
         """Wait until every server is connected; return whether all are."""
         self._start()
-        conversations = self._planner.conversations.values()
-        await self._wait(
-            lambda: all(each.is_up for each in conversations), time.monotonic() + timeout_s
-        )
-        return all(each.is_up for each in conversations)
+        return await self._do(self._connecting(time.monotonic() + timeout_s))
 
     async def open(
         self,
@@ -243,16 +241,7 @@ class AsyncResilientDrafter(FailOpenClient):
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
-        self._streams.give_up_lost()
-        plan = self._planner.plan(without_outcomes(requests), time.monotonic(), deadline_s)
-        try:
-            self._streams.ask(plan)
-            await self._wait(lambda: plan.is_done, deadline_s)
-        finally:  # also when the step is cancelled
-            trees = self._planner.finish(plan)
-        self._streams.tell_rest()
-        self._pace.end(time.monotonic())
-        return trees
+        return await self._do(self._drafting(without_outcomes(requests), deadline_s))
 
     async def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
@@ -260,15 +249,7 @@ class AsyncResilientDrafter(FailOpenClient):
         """Commit new tokens and draft for what may come; see `ResilientDrafter.draft_ahead`."""
         self._start()
         deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
-        self._streams.give_up_lost()
-        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-        try:
-            self._streams.ask(plan)
-            await self._wait(lambda: plan.is_done, deadline_s)
-        finally:
-            trees = self._planner.finish_ahead(plan)
-        self._streams.tell_rest()
-        return trees
+        return await self._do(self._drafting_ahead(requests, deadline_s))
 
     async def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -290,12 +271,7 @@ class AsyncResilientDrafter(FailOpenClient):
         Args:
             timeout_s: longest wait for the servers, in seconds.
         """
-        self._streams.tell_rest()
-        conversations = self._planner.conversations.values()
-        await self._wait(
-            lambda: not any(each.oldest_unanswered_s() for each in conversations),
-            time.monotonic() + timeout_s,
-        )
+        await self._do(self._ending(time.monotonic() + timeout_s))
         for link in self._links:
             await link.shut_down()
         self._links.clear()
@@ -320,18 +296,23 @@ class AsyncResilientDrafter(FailOpenClient):
             )
         _ran_in.add(os.getpid())
         self._links = self._links or [
-            AsyncLink(address, self._open_channel, self._take)
+            AsyncLink(address, self._open_channel, self._planner.vocabulary, self._take)
             for address in self._planner.conversations
         ]
 
-    async def _wait(self, is_done: Callable[[], bool], until_s: float) -> None:
-        """Process events of links until it is done or the time is up."""
-        while not is_done() and (left_s := until_s - time.monotonic()) > 0:
-            try:
-                async with asyncio.timeout(left_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                return
+    async def _do(self, work: Waits[_Result]) -> _Result:
+        """Do work, and await events of links in its waits; it is closed where it is cancelled."""
+        with closing(work):
+            while True:
+                try:
+                    is_done, until_s = next(work)
+                except StopIteration as done:
+                    result: _Result = done.value
+                    return result
+                with suppress(TimeoutError):
+                    while not is_done() and (left_s := until_s - time.monotonic()) > 0:
+                        async with asyncio.timeout(left_s):
+                            await self._changed.wait()
 
     def _take(self, event: AsyncLinkEvent) -> None:
         """Process an event of a link and wake all waiting calls."""

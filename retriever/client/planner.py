@@ -3,10 +3,12 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import zip_longest
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -17,12 +19,17 @@ from retriever.client.conversation import (
     Conversation,
     FailOpen,
     FailOpens,
-    Reply,
     SequenceStep,
 )
 from retriever.client.local import LocalDrafter
+from retriever.client.merging import merge_trees
 from retriever.drafter import DEFAULT, Drafter, DraftRequest, Prediction, SequenceOptions
-from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
+from retriever.errors import (
+    InvalidRequestError,
+    RetrieverError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_ids, checked_tokens
 from retriever.sequences import (
@@ -55,6 +62,49 @@ def _score(session: str, address: str) -> bytes:
 
 
 _NO_TOKENS = np.empty(0, np.int32)
+
+
+class Agreement:
+    """The vocabulary of servers that hold parts of one corpus: as stated, or the first one's.
+
+    Args:
+        fingerprint: of the caller's tokenizer; empty if unknown.
+    """
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint.lower()
+        self._whose = "the tokenizer at hand"
+        self._mismatches: dict[str, VocabularyMismatchError] = {}
+        self._lock = Lock()  # each server is checked in a thread of its own
+
+    def check(self, address: str, fingerprint: str) -> None:
+        """Check the vocabulary of a server; empty if it knows none.
+
+        Raises:
+            VocabularyMismatchError: it differs.
+        """
+        fingerprint = fingerprint.lower()
+        with self._lock:
+            if not self._fingerprint and fingerprint:
+                self._fingerprint, self._whose = fingerprint, f"shard {address}"
+        self._mismatches.pop(address, None)
+        if fingerprint and fingerprint != self._fingerprint:
+            error = VocabularyMismatchError(
+                f"shard {address} is of another vocabulary (fingerprint {fingerprint[:12]}\u2026) "
+                f"than {self._whose} ({self._fingerprint[:12]}\u2026): "
+                "build all shards with the model's own --tokenizer"
+            )
+            self._mismatches[address] = error
+            raise error
+
+    def raise_mismatch(self) -> None:
+        """Raise what `check` raised for a server, if that was not mended since.
+
+        Raises:
+            VocabularyMismatchError: it did.
+        """
+        for error in list(self._mismatches.values()):
+            raise error.with_traceback(None)
 
 
 class LocalSide:
@@ -123,6 +173,39 @@ _LOCAL_SHARE: Final = 0.1
 """Share of a step's deadline that local drafts may add to it: more delays every late step."""
 
 
+@dataclass(slots=True)
+class _Part:
+    """What one server does of a step.
+
+    Attributes:
+        steps: of the sequences that are at it, by session.
+        message: to be sent; None where it is not asked, or its stream is gone.
+        reasons: why it sends no tree, by session.
+        trees: that it has sent, by session.
+        ahead: trees for outcomes that it has sent, by session.
+        is_awaited: whether its answer has not come.
+    """
+
+    steps: dict[str, SequenceStep] = field(default_factory=dict)
+    message: pb.DraftStreamRequest | None = None
+    reasons: dict[str, FailOpen] = field(default_factory=dict)
+    trees: Mapping[str, DraftTree] = field(default_factory=dict)
+    ahead: Mapping[str, list[DraftTree]] = field(default_factory=dict)
+    is_awaited: bool = False
+
+    def awaits(self, response: pb.DraftStreamResponse) -> bool:
+        """Return whether a response answers the message."""
+        sent = self.message
+        return sent is not None and sent.sequence_number == response.sequence_number
+
+    def lose(self) -> None:
+        """Note that the server's stream is gone."""
+        if self.message is not None:
+            for session in self.steps.keys() - self.trees.keys():
+                self.reasons.setdefault(session, FailOpen.DOWN)
+        self.message, self.is_awaited = None, False
+
+
 @dataclass(slots=True, eq=False)
 class Plan:
     """One step under way.
@@ -130,81 +213,41 @@ class Plan:
     Attributes:
         steps: of all its sequences, in order.
         local_until_s: no local draft begins after this time.
-        messages: what to send, by address.
-        trees: received so far, by session.
-        reasons: why a server sent none, by session.
-        ahead: trees for outcomes received so far, by session.
+        parts: of it, by address.
     """
 
     steps: list[SequenceStep]
     local_until_s: float = math.inf
-    messages: dict[str, pb.DraftStreamRequest] = field(default_factory=dict)
-    trees: dict[str, DraftTree] = field(default_factory=dict)
-    reasons: dict[str, FailOpen] = field(default_factory=dict)
-    ahead: dict[str, list[DraftTree]] = field(default_factory=dict)
+    parts: dict[str, _Part] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> dict[str, pb.DraftStreamRequest]:
+        """What is to be sent, by address."""
+        return {
+            address: part.message
+            for address, part in self.parts.items()
+            if part.message is not None
+        }
 
     @property
     def is_done(self) -> bool:
         """Whether no more trees are expected."""
-        return len(self.trees) + len(self.reasons) >= len(self.steps)
+        return not any(part.is_awaited for part in self.parts.values())
 
 
 @dataclass(slots=True)
-class _Assigned:
-    """A sequence and the server assigned to it.
+class _Placed:
+    """A sequence and where it is.
 
     Attributes:
         sequence: what is committed.
         ranked: the servers in the order in which it prefers them.
-        address: of its server.
-        left: the server that it moves away from, which has the session still; else None.
+        address: the one that it is at, where servers are replicas.
     """
 
     sequence: TokenSequence
     ranked: list[str]
     address: str
-    left: str | None = None
-
-
-_RETURNED_TOKENS: Final = 1 << 12
-"""Tokens of sequences that return to their own server with each step: opening them takes less than
-a millisecond of its time, and the server reads them without another thread."""
-
-
-class Moves:
-    """How many tokens of sequences move in a step while their servers still answer.
-
-    A server that is about to end is left as fast as steps allow: with each, what the next server
-    reads within its deadline. Sequences return to a server that is back slowly, for nothing is lost
-    meanwhile; one that no deadline is long enough for stays where it is until it ends.
-    """
-
-    def __init__(self) -> None:
-        self._room = self._most = 0.0
-        self._to_return = 0
-        self._waits = self._has_left = False
-
-    def begin_step(self, now_s: float, deadline_s: float) -> None:
-        """Begin a step; what sequences are waiting to return is saved up for."""
-        self._room = self._most = max(0.0, deadline_s - now_s) * OPENED_PER_S
-        saved = self._to_return if self._waits else 0
-        self._to_return = saved + _RETURNED_TOKENS
-        self._waits = self._has_left = False
-
-    def may_move(self, num_tokens: int, *, is_return: bool) -> bool:
-        """Return whether a sequence moves with this step, and count it."""
-        if is_return:
-            if num_tokens > self._most:
-                return False
-            if num_tokens > min(self._to_return, self._room):
-                self._waits = True
-                return False
-            self._to_return -= num_tokens
-        elif num_tokens > self._room and self._has_left:
-            return False
-        self._has_left = True
-        self._room -= num_tokens
-        return True
 
 
 def checked_addresses(addresses: Iterable[str]) -> list[str]:
@@ -224,27 +267,33 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
 class Planner:
     """Keeps all sequences, plans messages to their servers, and drafts locally for missing servers.
 
+    Servers are replicas, and a sequence is at one of them; or each holds a part of a corpus, and
+    every sequence is at all of them: what they draft for it is merged.
+
     Args:
         addresses: of the servers; at least one, each once.
         fingerprint: of the caller's tokenizer; empty if unknown.
-        local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
+        local: drafts where no server does; True for a `LocalDrafter`, False for no local drafts.
+        are_parts: whether each server holds a part of a corpus.
         pads: whether messages are padded to hide their size.
         clock: seconds, monotonic, for pauses after refusals.
 
     Attributes:
         conversations: by address.
-        fail_opens: count of sequence steps without a server's draft, by reason.
+        vocabulary: that all servers must have, as they hold parts of one corpus; None if they do
+            not.
 
     Raises:
         InvalidRequestError: no address, or a duplicate.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all but three are given by name)
         self,
         addresses: Iterable[str],
         fingerprint: str,
         local: Drafter | bool,  # noqa: FBT001  (or a drafter)
         *,
+        are_parts: bool = False,
         pads: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -252,16 +301,16 @@ class Planner:
             each: Conversation(each, fingerprint, pads=pads, clock=clock)
             for each in checked_addresses(addresses)
         }
-        self._moving: set[str] = set()
-        self._moves = Moves()
+        self.vocabulary = Agreement(fingerprint) if are_parts else None
         self._fail_opens: FailOpens = Counter()
-        self._placed: OpenSessions[str, _Assigned] = OpenSessions()
+        self._placed: OpenSessions[str, _Placed] = OpenSessions()
         self._under_way: set[Plan] = set()
         self._local = LocalSide(local)
+        self._room = 0.0  # tokens of sequences that may leave draining servers in this step
 
     @property
     def fail_opens(self) -> FailOpens:
-        """A copy of the counts."""
+        """A copy of the counts of sequence steps without a server's draft, by reason."""
         return sum((each.fail_opens for each in self.conversations.values()), self._fail_opens)
 
     def open(
@@ -273,13 +322,18 @@ class Planner:
         """Begin a sequence; servers are told with its first step.
 
         Sequences of a group have the same server, so that they draft from one another.
+
+        Raises:
+            VocabularyMismatchError: a server that holds a part is of another vocabulary.
         """
         check_session_name(session)
         self._placed.check_free(session)
+        if self.vocabulary is not None:
+            self.vocabulary.raise_mismatch()
         options = checked_options(options)
         sequence = TokenSequence(checked_tokens(prompt, None), options=options)
         order = ranked(options.group or session, self.conversations)
-        self._placed.add(session, _Assigned(sequence, order, order[0]))
+        self._placed.add(session, _Placed(sequence, order, order[0]))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; servers are told with its next step.
@@ -298,55 +352,49 @@ class Planner:
         check_named_once(requests)
         found = [self._checked(request) for request in requests]
         plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
-        by_server: dict[str, list[SequenceStep]] = {}
-        self._moves.begin_step(now_s, deadline_s)
-        open_to_all = {each for each, server in self.conversations.items() if server.takes_all}
-        for request, assigned in zip(requests, found, strict=True):
-            assigned.sequence.extend(request.new_tokens)
-            step = SequenceStep(request, assigned.sequence)
+        self._room = max(0.0, deadline_s - now_s) * OPENED_PER_S
+        for request, placed in zip(requests, found, strict=True):
+            placed.sequence.extend(request.new_tokens)
+            step = SequenceStep(request, placed.sequence)
             plan.steps.append(step)
-            address = assigned.address
-            if address != assigned.ranked[0] or address not in open_to_all:
-                address = self._server_of(request.session, assigned, now_s)
-            by_server.setdefault(address, []).append(step)
-        for address, steps in by_server.items():
-            self._ask(plan, address, steps, now_s, deadline_s)
+            for address in self._servers_of(request.session, placed):
+                part = plan.parts.get(address) or plan.parts.setdefault(address, _Part())
+                part.steps[request.session] = step
+        for address, part in plan.parts.items():
+            self._ask(part, self.conversations[address], now_s, deadline_s)
         self._under_way.add(plan)
         return plan
 
     def take(self, address: str, response: pb.DraftStreamResponse) -> bool:
         """Process a server's response; return whether its stream is broken."""
         answer = self.conversations[address].settle(response)
-        if self._moving:
-            self._settle_moves(address, answer)
         for plan in self._under_way:
-            awaited = plan.messages.get(address)
-            if awaited is not None and awaited.sequence_number == response.sequence_number:
-                plan.trees |= answer.trees
-                plan.reasons |= answer.reasons
-                plan.ahead |= answer.ahead
+            part = plan.parts.get(address)
+            if part is not None and part.awaits(response):
+                part.trees, part.ahead = answer.trees, answer.ahead
+                part.reasons |= answer.reasons
+                part.is_awaited = False
         return answer.is_broken
 
     def lose(self, address: str) -> None:
         """Note that a server's stream is gone."""
         self.conversations[address].lose()
         for plan in self._under_way:
-            if plan.messages.pop(address, None) is not None:
-                for step in plan.steps:
-                    name = step.request.session
-                    if name not in plan.trees and self._address_of(name) == address:
-                        plan.reasons.setdefault(name, FailOpen.DOWN)
+            if address in plan.parts:
+                plan.parts[address].lose()
 
     def finish(self, plan: Plan) -> list[DraftTree]:
         """Return the trees of a step, in order; drafted locally where no server's tree has come."""
         self._under_way.discard(plan)
-        missing = [step for step in plan.steps if step.request.session not in plan.trees]
+        came = {step.request.session: self._came(plan, step) for step in plan.steps}
+        missing = [step for step in plan.steps if not came[step.request.session]]
         local = self._local.draft(missing, plan.local_until_s)
-        for step in missing:
-            name = step.request.session
-            self._miss(name, plan.reasons.get(name, FailOpen.TIMEOUT))
-            plan.trees[name] = local[name] if name in local else DraftTree.empty()
-        return [plan.trees[step.request.session] for step in plan.steps]
+        return [
+            merge_trees(came[request.session], request.budget_nodes, request.min_probability)
+            if came[request.session]
+            else local.get(request.session, DraftTree.empty())
+            for request, _ in plan.steps
+        ]
 
     def finish_ahead(self, plan: Plan) -> list[list[DraftTree]]:
         """Return the trees for the outcomes of a step, in order; none where no answer has come.
@@ -354,10 +402,22 @@ class Planner:
         What is missing is not drafted locally and not counted: the step that follows asks for it.
         """
         self._under_way.discard(plan)
-        return [plan.ahead.get(step.request.session, []) for step in plan.steps]
+        return [
+            [
+                merge_trees(
+                    [tree for tree in trees if tree is not None],
+                    request.budget_nodes,
+                    request.min_probability,
+                )
+                for trees in zip_longest(
+                    *(part.ahead.get(request.session, []) for part in plan.parts.values())
+                )
+            ]
+            for request, _ in plan.steps
+        ]
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server that a session is assigned to.
+        """Return the address of the server that a session is at; of several, the first.
 
         Raises:
             UnknownSessionError: the session is not open.
@@ -365,111 +425,80 @@ class Planner:
         return self._placed.get(session).address
 
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
-        """End a sequence; its server is told with the next message.
+        """End a sequence; its servers are told with the next message.
 
         Raises:
             UnknownSessionError: the session is not open.
         """
         ids = checked_ids([] if new_tokens is None else new_tokens, None)
-        assigned = self._placed.remove(session)
-        assigned.sequence.extend(ids)
+        placed = self._placed.remove(session)
+        placed.sequence.extend(ids)
         if not remember:
-            assigned.sequence.options = replace(assigned.sequence.options, remember=False)
-        self.conversations[assigned.address].close(session, assigned.sequence)
-        self._leave(session, assigned)
+            placed.sequence.options = replace(placed.sequence.options, remember=False)
+        for address in self._at(placed):
+            self.conversations[address].close(session, placed.sequence)
         for conversation in self.conversations.values():
             conversation.forget_refusal(session)
-        self._local.close(session, assigned.sequence)
+        self._local.close(session, placed.sequence)
 
     def _ask(
-        self, plan: Plan, address: str, steps: list[SequenceStep], now_s: float, deadline_s: float
+        self, part: _Part, conversation: Conversation, now_s: float, deadline_s: float
     ) -> None:
-        conversation = self.conversations[address]
+        """Make the message of a server's part of a step, unless it cannot be asked."""
         why_not = conversation.why_not(now_s)
         if why_not is None and now_s >= deadline_s:
             why_not = FailOpen.TIMEOUT
         if why_not is not None:
-            plan.reasons |= {step.request.session: why_not for step in steps}
+            part.reasons = dict.fromkeys(part.steps, why_not)
             return
-        plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
-        plan.reasons |= left_out
+        steps = list(part.steps.values())
+        part.message, part.reasons = conversation.ask(steps, now_s, deadline_s)
+        part.is_awaited = len(part.reasons) < len(part.steps)
 
-    def _server_of(self, session: str, assigned: _Assigned, now_s: float) -> str:
-        """Return the server of a session: the first that takes it, in the session's own order.
+    def _came(self, plan: Plan, step: SequenceStep) -> list[DraftTree]:
+        """Return the trees that have come for a sequence; count those that have not."""
+        name, came = step.request.session, []
+        for address, part in plan.parts.items():
+            if name in part.trees:
+                came.append(part.trees[name])
+            elif name in part.steps:
+                reason = part.reasons.get(name, FailOpen.TIMEOUT)
+                self._fail_opens[reason] += 1
+                self.conversations[address].missed[reason] += 1
+        return came
 
-        It moves at once where its server would not answer. Where the server still answers, because
-        it drains or only stands in for one that is back, the move waits for its turn.
+    def _at(self, placed: _Placed) -> Iterable[str]:
+        """Return the servers that a sequence is at."""
+        return self.conversations if self.vocabulary is not None else (placed.address,)
+
+    def _servers_of(self, session: str, placed: _Placed) -> Iterable[str]:
+        """Return the servers that a session is at in this step.
+
+        Of replicas, it stays at the one that it is at; where that would not draft for it, it moves
+        at once to the first that would, in the session's own order. One that is about to end
+        answers still, and is left by as many at a time as others can read within a step.
         """
-        current = self.conversations[assigned.address]
-        takes = current.takes(session)
-        if takes and assigned.address == assigned.ranked[0]:
-            return assigned.address
-        best = next(
-            (each for each in assigned.ranked if self.conversations[each].takes(session)), None
-        )
-        if best is None:  # one that drains still answers for the sessions that it has
-            if not current.is_up:
-                self._move_back(session, assigned)
-            return assigned.address
-        if best == assigned.address:
-            return best
-        if current.is_up and current.knows(session):
-            is_late = self.conversations[best].why_not(now_s) is not None
-            if is_late or not self._moves.may_move(len(assigned.sequence), is_return=takes):
-                return assigned.address
-        self._move(session, assigned, best)
-        return best
+        if self.vocabulary is None and not self.conversations[placed.address].takes(session):
+            self._move(session, placed)
+        return self._at(placed)
 
-    def _move(self, session: str, assigned: _Assigned, address: str) -> None:
-        """Assign a session to another server; the old one has it until the new one has answered."""
-        before, assigned.address = assigned.address, address
-        if assigned.left is not None:  # the server that it was moving to did not answer
-            self.conversations[before].drop(session)
-            if assigned.left == address:
-                self._moving.discard(session)
-                assigned.left = None
-        elif self.conversations[before].knows(session):
-            self._moving.add(session)
-            assigned.left = before
+    def _move(self, session: str, placed: _Placed) -> None:
+        taking = (each for each in placed.ranked if self.conversations[each].takes(session))
+        best = next(taking, placed.address)
+        before = self.conversations[placed.address]
+        if best == placed.address:
+            return
+        if before.is_up and before.knows(session):
+            if self._room <= 0:
+                return
+            self._room -= len(placed.sequence)
+        before.drop(session)
+        placed.address = best
 
-    def _move_back(self, session: str, assigned: _Assigned) -> None:
-        """Assign a session to the server that it was about to leave, if that has it still."""
-        if assigned.left is not None and self.conversations[assigned.left].knows(session):
-            self._move(session, assigned, assigned.left)
-
-    def _leave(self, session: str, assigned: _Assigned) -> None:
-        """Close a moved session on the server that it has left, which remembers nothing of it."""
-        if assigned.left is not None:
-            self.conversations[assigned.left].drop(session)
-            assigned.left = None
-            self._moving.discard(session)
-
-    def _settle_moves(self, address: str, answer: Reply) -> None:
-        """Complete the moves to a server that has answered; take back those that it refuses."""
-        for session in self._moving & (answer.trees.keys() | answer.reasons.keys()):
-            assigned = self._placed.get(session)
-            if assigned.address != address:
-                continue
-            if session in answer.trees:
-                self._leave(session, assigned)
-            elif not self.conversations[address].knows(session):
-                self._move_back(session, assigned)
-
-    def _miss(self, session: str, reason: FailOpen) -> None:
-        """Count a missed draft, also for the report to its server."""
-        self._fail_opens[reason] += 1
-        address = self._address_of(session)
-        if address is not None:
-            self.conversations[address].missed[reason] += 1
-
-    def _address_of(self, session: str) -> str | None:
-        assigned = self._placed.find(session)
-        return assigned.address if assigned is not None else None
-
-    def _checked(self, request: DraftRequest) -> _Assigned:
-        """Return the assigned sequence of a valid request."""
-        assigned = self._placed.get(request.session)
+    def _checked(self, request: DraftRequest) -> _Placed:
+        """Return the sequence of a valid request, and where it is."""
+        placed = self._placed.get(request.session)
         num_new = len(checked_ids(request.new_tokens, None))
         check_wire(request)
-        check_step(request, len(assigned.sequence), num_new)
-        return assigned
+        check_step(request, len(placed.sequence), num_new)
+        return placed

@@ -3,11 +3,11 @@
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Final, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -45,6 +45,8 @@ LONGEST_S: Final = 0.02  # a late server delays no step by more
 LONGEST_AHEAD_S: Final = 0.2
 """Longest wait for drafts ahead, in seconds: passes of large models take less, and one that takes
 longer does not miss what comes later."""
+
+_Result = TypeVar("_Result")
 
 _INERTIA: Final = 0.9  # averages over about ten steps
 _IDLE_S: Final = 2.0  # longer gaps are the engine's pauses, not steps
@@ -88,11 +90,31 @@ class Pace:
         self._ended_s = now_s
 
 
+class Wait(NamedTuple):
+    """A wait for what servers send.
+
+    Attributes:
+        is_done: whether it has come.
+        until_s: longest, in seconds of `time.monotonic`.
+    """
+
+    is_done: Callable[[], bool]
+    until_s: float
+
+
+Waits = Generator[Wait, None, _Result]
+"""What a client does, which waits for servers in between: one that blocks and one that awaits."""
+
+
 class FailOpenClient(OfOneProcess):
     """The shared part of the synchronous and the asynchronous client that never fail.
 
+    Methods whose names end in -ing are what both do; each waits in its own way.
+
     Args: see `ResilientDrafter`.
     """
+
+    _streams: StreamTable[Any]
 
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
         self,
@@ -100,12 +122,15 @@ class FailOpenClient(OfOneProcess):
         *,
         deadline_s: float | None,
         local: Drafter | bool,
+        are_parts: bool,
         vocabulary_fingerprint: str,
         credentials: Credentials | None,
         pad_requests: bool,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
+        self._planner = Planner(
+            listed, vocabulary_fingerprint, local, are_parts=are_parts, pads=pad_requests
+        )
         self._pace = Pace(deadline_s)
         if credentials is not None:
             credentials.check(listed)
@@ -133,12 +158,62 @@ class FailOpenClient(OfOneProcess):
         return self._planner.conversations[address].oldest_unanswered_s() is None
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server that a session is at.
+        """Return the address of the server that a session is at; of parts of a corpus, the first.
 
         Raises:
             UnknownSessionError: the session is not open.
         """
         return self._planner.server_of(session)
+
+    def _connecting(self, until_s: float) -> Waits[bool]:
+        """Wait until every server is connected; return whether all are."""
+        conversations = self._planner.conversations.values()
+        yield Wait(lambda: all(each.is_up for each in conversations), until_s)
+        self._streams.tell_rest()
+        return all(each.is_up for each in conversations)
+
+    def _drafting(
+        self, requests: Sequence[DraftRequest], deadline_s: float
+    ) -> Waits[list[DraftTree]]:
+        """Do a step; return its trees."""
+        trees = yield from self._asking(requests, deadline_s, self._planner.finish)
+        self._pace.end(time.monotonic())
+        return trees
+
+    def _drafting_ahead(
+        self, requests: Sequence[DraftRequest], deadline_s: float
+    ) -> Waits[list[list[DraftTree]]]:
+        """Do a step whose outcomes are drafted for; return their trees."""
+        return (yield from self._asking(requests, deadline_s, self._planner.finish_ahead))
+
+    def _asking(
+        self,
+        requests: Sequence[DraftRequest],
+        deadline_s: float,
+        finish: Callable[[Plan], _Result],
+    ) -> Waits[_Result]:
+        """Send a step, and finish it once it is answered, or the deadline has passed."""
+        self._streams.give_up_lost()
+        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        try:
+            self._streams.ask(plan)
+            yield Wait(lambda: plan.is_done, deadline_s)
+        finally:  # also when the step is cancelled
+            result = finish(plan)
+        self._streams.tell_rest()
+        return result
+
+    def _ending(self, until_s: float) -> Waits[None]:
+        """Send pending closes and outputs."""
+        conversations = self._planner.conversations.values()
+
+        def is_answered() -> bool:
+            return all(each.oldest_unanswered_s() is None for each in conversations)
+
+        self._streams.tell_rest()
+        while not is_answered() and time.monotonic() < until_s:
+            yield Wait(is_answered, until_s)
+            self._streams.tell_rest()
 
 
 class ResilientDrafter(FailOpenClient):
@@ -151,8 +226,10 @@ class ResilientDrafter(FailOpenClient):
     sent.
 
     Several servers are replicas. Sessions are spread over them by rendezvous hashing. A session
-    moves while its own server is down, drains, or has no room, and returns once that is over; see
-    `docs/explanation/scale.md`. Thread-safe, also after a fork.
+    whose server is down, drains, or has no room moves to the next one, and stays there; see
+    `docs/explanation/scale.md`. Or, with `are_parts`, each server holds a part of a corpus: every
+    step goes to all of them, what comes in time is merged, and one that is late or down costs its
+    evidence alone. Thread-safe, also after a fork.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
@@ -160,6 +237,7 @@ class ResilientDrafter(FailOpenClient):
             measured step time, within 5 to 20 ms.
         local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
             Called from one thread at a time.
+        are_parts: whether each server holds a part of a corpus. All must have one vocabulary.
         lost_after_s: time without an answer after which a stream is given up, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
         credentials: to send and to verify the server with; None for services that need none.
@@ -179,6 +257,7 @@ class ResilientDrafter(FailOpenClient):
         *,
         deadline_s: float | None = None,
         local: Drafter | bool = True,
+        are_parts: bool = False,
         lost_after_s: float = LOST_AFTER_S,
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
@@ -189,6 +268,7 @@ class ResilientDrafter(FailOpenClient):
             addresses,
             deadline_s=deadline_s,
             local=local,
+            are_parts=are_parts,
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
             pad_requests=pad_requests,
@@ -204,15 +284,7 @@ class ResilientDrafter(FailOpenClient):
     def wait(self, timeout_s: float) -> bool:
         """Wait until every server is connected; return whether all are."""
         self._start()
-        until_s = time.monotonic() + timeout_s
-        conversations = self._planner.conversations.values()
-        with self._lock:
-            self._take_all()
-            while not all(each.is_up for each in conversations):
-                if not self._take_next(until_s):
-                    break
-            self._streams.tell_rest()
-        return all(each.is_up for each in conversations)
+        return self._do(self._connecting(time.monotonic() + timeout_s))
 
     def open(
         self,
@@ -244,12 +316,7 @@ class ResilientDrafter(FailOpenClient):
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
-        with self._lock:
-            plan = self._asked(without_outcomes(requests), deadline_s)
-            trees = self._planner.finish(plan)
-            self._streams.tell_rest()
-        self._pace.end(time.monotonic())
-        return trees
+        return self._do(self._drafting(without_outcomes(requests), deadline_s))
 
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
@@ -261,11 +328,7 @@ class ResilientDrafter(FailOpenClient):
         """
         self._start()
         deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
-        with self._lock:
-            plan = self._asked(requests, deadline_s)
-            trees = self._planner.finish_ahead(plan)
-            self._streams.tell_rest()
-        return trees
+        return self._do(self._drafting_ahead(requests, deadline_s))
 
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -290,13 +353,7 @@ class ResilientDrafter(FailOpenClient):
             timeout_s: longest wait for the servers, in seconds.
         """
         self._start()
-        until_s = time.monotonic() + timeout_s
-        with self._lock:
-            self._streams.tell_rest()
-            while any(each.oldest_unanswered_s() for each in self._planner.conversations.values()):
-                if not self._take_next(until_s):
-                    break
-                self._streams.tell_rest()
+        self._do(self._ending(time.monotonic() + timeout_s))
         for link in self._links:
             link.shut_down()
         for link in self._links:
@@ -320,18 +377,28 @@ class ResilientDrafter(FailOpenClient):
         if not self._links:
             with self._lock:
                 self._links = self._links or [
-                    Link(address, self._open_channel, self._events, self._catch_up)
+                    Link(
+                        address,
+                        self._open_channel,
+                        self._planner.vocabulary,
+                        self._events,
+                        self._catch_up,
+                    )
                     for address in self._planner.conversations
                 ]
 
-    def _asked(self, requests: Sequence[DraftRequest], deadline_s: float) -> Plan:
-        """Send a step; return it once it is answered, or the deadline has passed."""
-        self._take_all()
-        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-        self._streams.ask(plan)
-        while not plan.is_done and self._take_next(deadline_s):
-            pass
-        return plan
+    def _do(self, work: Waits[_Result]) -> _Result:
+        """Do work, and process events of links during its waits."""
+        with self._lock:
+            self._take_all()
+            while True:
+                try:
+                    is_done, until_s = next(work)
+                except StopIteration as done:
+                    result: _Result = done.value
+                    return result
+                while not is_done() and self._take_next(until_s):
+                    pass
 
     def _catch_up(self) -> None:
         """Send pending closes and outputs to a server that is back."""

@@ -13,8 +13,8 @@ import grpc
 
 from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials, open_channel
-from retriever.client.planner import Plan, Planner
-from retriever.errors import CredentialsError, DrafterUnavailableError
+from retriever.client.planner import Agreement, Plan, Planner
+from retriever.errors import DrafterUnavailableError, RetrieverError
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
@@ -108,25 +108,20 @@ stream at once is not asked ten times a second."""
 _AWAY: Final = frozenset({pb.PHASE_STARTING, pb.PHASE_DRAINING})
 
 
-def check_opens(info: pb.GetServerInfoResponse) -> None:
-    """See that a service opens sessions.
+def check_usable(
+    address: str, info: pb.GetServerInfoResponse, vocabulary: Agreement | None
+) -> None:
+    """See that a service opens sessions, and is of the vocabulary that is needed.
 
     Raises:
         DrafterUnavailableError: it starts, or is about to end.
+        VocabularyMismatchError: it is of another.
     """
     if info.phase in _AWAY:
         phase = pb.Phase.Name(info.phase).removeprefix("PHASE_").lower()
         raise DrafterUnavailableError(f"the service is {phase}: it opens no sessions now")
-
-
-def _check_phase(stub: Any) -> None:
-    """See that a service opens sessions.
-
-    Raises:
-        DrafterUnavailableError: it starts, or is about to end.
-        grpc.RpcError: it does not answer.
-    """
-    check_opens(stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S))
+    if vocabulary is not None:
+        vocabulary.check(address, info.vocabulary_fingerprint)
 
 
 OpenChannel = Callable[[str], grpc.Channel]
@@ -211,6 +206,7 @@ class Link:
     Args:
         address: of the server.
         open_channel: makes its channel.
+        vocabulary: that it must have, if it matters.
         events: where events are put, in order.
         on_begin: called in another thread after a new stream was reported.
     """
@@ -219,11 +215,13 @@ class Link:
         self,
         address: str,
         open_channel: OpenChannel,
+        vocabulary: Agreement | None,
         events: "SimpleQueue[LinkEvent]",
         on_begin: Callable[[], None],
     ) -> None:
         self._address = address
         self._open_channel = open_channel
+        self._vocabulary = vocabulary
         self._events = events
         self._on_begin = on_begin
         self._is_shut_down = Event()
@@ -247,14 +245,17 @@ class Link:
         while not self._is_shut_down.is_set():
             try:
                 with closing(self._open_channel(self._address)) as channel:
-                    _check_phase(RetrieverServiceStub(channel))
+                    asking = pb.GetServerInfoRequest()
+                    stub = RetrieverServiceStub(channel)
+                    info = stub.GetServerInfo(asking, timeout=CONNECT_TIMEOUT_S)
+                    check_usable(self._address, info, self._vocabulary)
                     began_s = time.monotonic()
                     try:
                         self._converse(channel)
                     finally:
                         if time.monotonic() - began_s > SETTLED_S:
                             backoff.succeed()
-            except (grpc.RpcError, CredentialsError, DrafterUnavailableError) as error:
+            except (grpc.RpcError, RetrieverError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
             self._is_shut_down.wait(backoff.fail())
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from indexer.reader import Index, Vocabulary
+from retriever.client.connecting import connect
 from retriever.client.credentials import Credentials
-from retriever.client.sharded import connect
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
 from retriever.predict.phrases import ListedPhrases

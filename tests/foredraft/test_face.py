@@ -69,7 +69,7 @@ def test_importing_loads_no_more_than_what_is_used() -> None:
     ours = {"foredraft", "foredraft.face", "foredraft.installation", "foredraft.errors"}
     assert ours <= modules_after("import foredraft; foredraft.errors")
     assert not bare & {"numpy", "grpc", "retriever", "decoder", "foredraft.errors"}
-    client = modules_after("import retriever.client.sharded, foredraft.installation")
+    client = modules_after("import retriever.client.connecting, foredraft.installation")
     used = modules_after("from foredraft import DraftRequest, DraftTree, RemoteDrafter, connect")
     assert used - client <= ours
 

@@ -32,7 +32,6 @@ from retriever.client.administrator import administering
 from retriever.client.asynchronous import AsyncResilientDrafter, remote_async_channel
 from retriever.client.credentials import Credentials
 from retriever.client.resilient import ResilientDrafter
-from retriever.client.sharded import ShardedDrafter
 from retriever.client.streams import remote_channel
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import (
@@ -687,7 +686,7 @@ def _sharded(stage: Stage) -> None:
         stage.serve(name, [_built(stage.folder / name, numbers)]).address
         for name, numbers in parts.items()
     ]
-    client = stage.enter(ShardedDrafter(addresses, deadline_s=LONG_S, timeout_s=LONG_S))
+    client = _ready(stage, addresses, are_parts=True)
     _decode(client)
 
 

@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.resilient import ResilientDrafter
-from retriever.client.sharded import ShardedDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DEFAULT, DraftRequest, Prediction, SequenceOptions
 from retriever.tree import DraftTree
@@ -66,7 +65,9 @@ CLIENTS: Final = MappingProxyType[str, Callable[[str], Any]](
         "strict": lambda address: RemoteDrafter(address, timeout_s=LONG_S),
         "resilient": lambda address: ResilientDrafter(address, deadline_s=LONG_S, local=False),
         "async": lambda address: Awaited(address, deadline_s=LONG_S, local=False),
-        "sharded": lambda address: ShardedDrafter([address], deadline_s=LONG_S, timeout_s=LONG_S),
+        "parts": lambda address: ResilientDrafter(
+            address, deadline_s=LONG_S, local=False, are_parts=True
+        ),
     }
 )
 clients = pytest.mark.parametrize("connect", CLIENTS.values(), ids=CLIENTS)

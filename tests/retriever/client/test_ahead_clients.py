@@ -7,7 +7,6 @@ import pytest
 
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
 from retriever.client.resilient import ResilientDrafter
-from retriever.client.sharded import ShardedDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidTreeError, LimitExceededError
@@ -45,23 +44,6 @@ def test_followers_use_the_answers_of_a_service() -> None:
         assert (followers.num_asked, followers.num_ahead) == (1, 11)
         follower.close()
     service.shut_down()
-
-
-def test_a_sharded_client_is_asked_for_what_has_come() -> None:
-    one, other = EmbeddedDrafter(), EmbeddedDrafter()
-    with serving(one) as first, serving(other) as second:
-        drafter = ShardedDrafter([first, second], deadline_s=LONG_S)
-        followers = Followers(drafter)
-        follower = followers.follow(TokenSequence(ids(*PROMPT)))
-        for token in (1, 2, 3):
-            assert follower.draft(8).token_ids.tolist()[0] == token
-            followers.ask_ahead([(follower, 8, [ids(token)].copy)], LONG_S)
-            follower.sequence.extend([token])
-        assert (followers.num_asked, followers.num_ahead) == (3, 0)
-        follower.close()
-        drafter.shut_down()
-    one.shut_down()
-    other.shut_down()
 
 
 def test_a_strict_client_raises_what_a_service_refuses_and_keeps_the_session() -> None:

@@ -15,7 +15,6 @@ from cryptography.x509 import DNSName
 
 from retriever.client import credentials
 from retriever.client.credentials import VARIABLES, Credentials
-from retriever.client.sharded import ShardedDrafter
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import (
@@ -78,10 +77,6 @@ def test_over_tls_the_service_is_known_by_its_authority_and_name(
         use(address, Credentials(authority.certificate))
         assert "not signed by an authority" in refused(address, Credentials(stranger.certificate))
         assert "may want TLS" in refused(address, None)
-        with ShardedDrafter([address], credentials=Credentials(authority.certificate)) as shards:
-            shards.open("s", [1])
-            assert shards.shards[0].is_up
-            shards.close("s")
     with serving(drafter, protection=protected(named)) as address:
         assert "another host name" in refused(address, Credentials(authority.certificate))
         use(address, Credentials(authority.certificate, server_name="drafts.example"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retriever.client.sharded import connect
+from retriever.client.connecting import connect
 from retriever.drafter import DraftRequest, Prediction, SequenceOptions
 from retriever.kernels.compiling import GROUPS, PREDICTIONS, NotKeptError, RareKernels, only_kept
 from retriever.service.draft_stream import without_drafts
