@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 from google.protobuf import json_format
 
 from retriever.drafter import DraftRequest
+from retriever.sessions.drafter_state import DrafterState
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.messages import trees_from_messages
@@ -246,3 +250,106 @@ def test_the_examples_of_the_contract_are_answered(tmp_path: Path) -> None:
         assert not response.statuses
         assert response.trees[0].token_ids
     drafter.shut_down()
+
+
+def tokens_of(tree: pb.DraftTree) -> list[int]:
+    (read,) = trees_from_messages([tree], 1)
+    return [int(token) for token in read.token_ids]
+
+
+def test_a_step_for_a_session_that_reads_its_prompt_waits_for_nothing_and_harms_nothing(
+    stub: RetrieverServiceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate, prepare = threading.Event(), threading.Event(), DrafterState.prepare
+
+    def slowly(state: DrafterState, *arguments: Any) -> Session:
+        if len(arguments[0]) > len(PROMPT):
+            begun.set()
+            assert gate.wait(60)
+        return prepare(state, *arguments)
+
+    monkeypatch.setattr(DrafterState, "prepare", slowly)
+    long = np.tile(np.arange(5000, dtype=np.int32), 2)
+    request = pb.OpenSessionRequest(session_id="long", prompt_bytes=long.tobytes())
+    opening = stub.OpenSession.future(request)
+    assert begun.wait(60)
+    early = refused(stub.Step, step("long", [1], 10_001))
+    assert early == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SESSION")
+    assert refused(stub.CloseSession, pb.CloseSessionRequest(session_id="long"))[1] == early[1]
+    opened(stub)  # others do not wait
+    assert tokens_of(stub.Step(step("s", [1], 31)).tree)
+    gate.set()
+    opening.result(timeout=60)
+    tree = stub.Step(step("long", [0, 1, 2], 10_003)).tree
+    assert tokens_of(tree)[0] == 3
+
+
+def test_two_openings_of_one_name_at_once_make_one_session(
+    stub: RetrieverServiceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, prepare = threading.Barrier(2), DrafterState.prepare
+
+    def together(state: DrafterState, *arguments: Any) -> Session:
+        prepared = prepare(state, *arguments)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # one tenant's are read one after the other
+        return prepared
+
+    monkeypatch.setattr(DrafterState, "prepare", together)
+    long = np.zeros(5000, np.int32).tobytes()
+    calls = [
+        stub.OpenSession.future(pb.OpenSessionRequest(session_id="s", prompt_bytes=long))
+        for _ in range(2)
+    ]
+    codes = sorted(call.code().name for call in calls)
+    assert codes == ["ALREADY_EXISTS", "OK"]
+
+
+def test_a_stream_that_is_half_closed_is_answered_to_the_end(stub: RetrieverServiceStub) -> None:
+    opening = pb.OpenSessionRequest(session_id="s", prompt=PROMPT)
+    messages = [
+        pb.DraftStreamRequest(sequence_number=1, openings=[opening]),
+        pb.DraftStreamRequest(sequence_number=2, steps=[step("s", [1], 31).step]),
+    ]
+    answers = list(stub.DraftStream(iter(messages), timeout=60))
+    assert [each.sequence_number for each in answers] == [1, 2]
+    assert tokens_of(answers[1].trees[0])
+    # Its sessions have ended with it.
+    assert refused(stub.Step, step("s", [2], 32))[1] == "UNKNOWN_SESSION"
+    assert list(stub.DraftStream(iter(()), timeout=60)) == []
+
+
+def test_steps_after_an_end_are_refused_alone(stub: RetrieverServiceStub) -> None:
+    for name in ("a", "b"):
+        opened(stub, name)
+    closing = pb.CloseSessionRequest(session_id="a")
+    messages = [
+        pb.DraftStreamRequest(sequence_number=1, closings=[closing]),
+        pb.DraftStreamRequest(
+            sequence_number=2, steps=[step(name, [1], 31).step for name in ("a", "b")]
+        ),
+        pb.DraftStreamRequest(sequence_number=3, closings=[closing, closing]),
+    ]
+    _, stepped, closed = stub.DraftStream(iter(messages), timeout=60)
+    assert [each.session_id for each in stepped.statuses] == ["a"]
+    assert [bool(tokens_of(tree)) for tree in stepped.trees] == [False, True]
+    assert [each.session_id for each in closed.statuses] == ["a", "a"]
+
+
+@pytest.mark.parametrize("length", [30, 0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+def test_lengths_that_overflow_are_out_of_sequence(stub: RetrieverServiceStub, length: int) -> None:
+    opened(stub)
+    stated = step("s", [1], length)
+    assert refused(stub.Step, stated)[1] == "OUT_OF_SEQUENCE"
+    if length:
+        closing = pb.CloseSessionRequest(session_id="s", new_token_ids=[1], length=length)
+        assert refused(stub.CloseSession, closing)[1] == "OUT_OF_SEQUENCE"
+    message = pb.DraftStreamRequest(
+        sequence_number=1, steps=[stated.step], timeout_us=(1 << 32) - 1
+    )
+    (answer,) = stub.DraftStream(iter([message]), timeout=60)
+    assert [each.session_id for each in answer.statuses] == ["s"]
+    strange = pb.DraftStreamRequest(sequence_number=(1 << 64) - 1)
+    (answer,) = stub.DraftStream(iter([strange]), timeout=60)
+    assert "was lost" in answer.statuses[0].message
+    assert tokens_of(stub.Step(step("s", [1], 31)).tree)
