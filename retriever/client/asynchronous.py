@@ -6,10 +6,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from functools import partial
 from logging import getLogger
-from typing import Any, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import grpc
 from grpc import aio
@@ -19,16 +17,9 @@ from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials
 from retriever.client.planner import Agreement
 from retriever.client.resilient import FailOpenClient, Waits
-from retriever.client.streams import (
-    CONNECT_TIMEOUT_S,
-    LOST_AFTER_S,
-    SETTLED_S,
-    StreamTable,
-    check_usable,
-)
+from retriever.client.streams import CONNECT_TIMEOUT_S, SETTLED_S, LinkEvent, check_usable
 from retriever.drafter import (
     DEFAULT,
-    Drafter,
     DraftRequest,
     Prediction,
     SequenceOptions,
@@ -39,9 +30,6 @@ from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
-
-OpenAsyncChannel = Callable[[str], aio.Channel]
-"""Opens a channel to an address, with credentials if there are any."""
 
 _log = getLogger(__name__)
 
@@ -84,15 +72,6 @@ class AsyncLinkStream:
             yield message
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncLinkEvent:
-    """An event of a link; see `LinkEvent`."""
-
-    address: str
-    stream: AsyncLinkStream | None = None
-    response: pb.DraftStreamResponse | None = None
-
-
 class AsyncLink:
     """Keeps a stream to one server, in a task of its own; see `Link`.
 
@@ -106,9 +85,9 @@ class AsyncLink:
     def __init__(
         self,
         address: str,
-        open_channel: OpenAsyncChannel,
+        open_channel: Callable[[str], aio.Channel],
         vocabulary: Agreement | None,
-        report: Callable[[AsyncLinkEvent], None],
+        report: Callable[[LinkEvent], None],
     ) -> None:
         self._address = address
         self._open_channel = open_channel
@@ -146,13 +125,13 @@ class AsyncLink:
 
     async def _converse(self, channel: aio.Channel) -> None:
         stream = AsyncLinkStream(channel)
-        self._report(AsyncLinkEvent(self._address, stream))
+        self._report(LinkEvent(self._address, stream))
         try:
             async for response in stream.call:
-                self._report(AsyncLinkEvent(self._address, response=response))
+                self._report(LinkEvent(self._address, response=response))
         finally:
             stream.end()
-            self._report(AsyncLinkEvent(self._address))
+            self._report(LinkEvent(self._address))
 
 
 class AsyncResilientDrafter(FailOpenClient):
@@ -162,51 +141,18 @@ class AsyncResilientDrafter(FailOpenClient):
     event loop. Not for a process that is forked off one in which such a drafter ran: its first call
     raises `NotPossibleError` there.
 
-    Args:
-        addresses: one address, or several; `host:port` or `unix:/path`.
-        deadline_s: longest wait of a step, in seconds; None for a quarter of the engine's own
-            measured step time, within 5 to 20 ms.
-        local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
-        are_parts: whether each server holds a part of a corpus. All must have one vocabulary.
-        lost_after_s: time without an answer after which a stream is given up, in seconds.
-        vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
-        credentials: to send and to verify the server with; None for services that need none.
-        pad_requests: pad messages to hide the size of sequences; see
-            `docs/explanation/security.md`.
-        open_channel: opens a channel to an address; replaces the default, which uses the
-            credentials.
+    Args: as of `ResilientDrafter`.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: no address, or a duplicate.
     """
 
-    def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
-        self,
-        addresses: str | Sequence[str],
-        *,
-        deadline_s: float | None = None,
-        local: Drafter | bool = True,
-        are_parts: bool = False,
-        lost_after_s: float = LOST_AFTER_S,
-        vocabulary_fingerprint: str = "",
-        credentials: Credentials | None = None,
-        pad_requests: bool = False,
-        open_channel: OpenAsyncChannel | None = None,
-    ) -> None:
-        super().__init__(
-            addresses,
-            deadline_s=deadline_s,
-            local=local,
-            are_parts=are_parts,
-            vocabulary_fingerprint=vocabulary_fingerprint,
-            credentials=credentials,
-            pad_requests=pad_requests,
-        )
-        self._streams: StreamTable[AsyncLinkStream] = StreamTable(self._planner, lost_after_s)
-        self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)
+    _remote_channel: ClassVar[Callable[..., Any]] = staticmethod(remote_async_channel)
+
+    def _begin_in_process(self) -> None:
+        super()._begin_in_process()
         self._links: list[AsyncLink] = []
-        self._changed = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until every server is connected; return whether all are."""
@@ -271,10 +217,11 @@ class AsyncResilientDrafter(FailOpenClient):
         Args:
             timeout_s: longest wait for the servers, in seconds.
         """
+        self._start()
         await self._do(self._ending(time.monotonic() + timeout_s))
-        for link in self._links:
+        links, self._links = self._links, []
+        for link in links:
             await link.shut_down()
-        self._links.clear()
 
     async def __aenter__(self) -> Self:
         return self
@@ -295,10 +242,12 @@ class AsyncResilientDrafter(FailOpenClient):
                 "ResilientDrafter"
             )
         _ran_in.add(os.getpid())
-        self._links = self._links or [
-            AsyncLink(address, self._open_channel, self._planner.vocabulary, self._take)
-            for address in self._planner.conversations
-        ]
+        if not self._links:
+            self._changed = asyncio.Event()
+            self._links = [
+                AsyncLink(address, self._open_channel, self._planner.vocabulary, self._take)
+                for address in self._planner.conversations
+            ]
 
     async def _do(self, work: Waits[_Result]) -> _Result:
         """Do work, and await events of links in its waits; it is closed where it is cancelled."""
@@ -314,14 +263,10 @@ class AsyncResilientDrafter(FailOpenClient):
                         async with asyncio.timeout(left_s):
                             await self._changed.wait()
 
-    def _take(self, event: AsyncLinkEvent) -> None:
+    def _take(self, event: LinkEvent) -> None:
         """Process an event of a link and wake all waiting calls."""
+        self._streams.note(event)
         if event.stream is not None:
-            self._streams.connect(event.address, event.stream)
             self._streams.tell_rest()
-        elif event.response is None:
-            self._streams.lose(event.address)
-        else:
-            self._streams.take(event.address, event.response)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Lock
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from threading import Lock, Thread
+from typing import Any, ClassVar, Final, NamedTuple, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -19,8 +19,6 @@ from retriever.client.streams import (
     ORPHANS,
     Link,
     LinkEvent,
-    LinkStream,
-    OpenChannel,
     StreamTable,
     remote_channel,
 )
@@ -114,18 +112,20 @@ class FailOpenClient(OfOneProcess):
     Args: see `ResilientDrafter`.
     """
 
-    _streams: StreamTable[Any]
+    _remote_channel: ClassVar[Callable[..., Any]] = staticmethod(remote_channel)
 
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
         self,
         addresses: str | Sequence[str],
         *,
-        deadline_s: float | None,
-        local: Drafter | bool,
-        are_parts: bool,
-        vocabulary_fingerprint: str,
-        credentials: Credentials | None,
-        pad_requests: bool,
+        deadline_s: float | None = None,
+        local: Drafter | bool = True,
+        are_parts: bool = False,
+        lost_after_s: float = LOST_AFTER_S,
+        vocabulary_fingerprint: str = "",
+        credentials: Credentials | None = None,
+        pad_requests: bool = False,
+        open_channel: Callable[[str], Any] | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
         self._planner = Planner(
@@ -134,6 +134,9 @@ class FailOpenClient(OfOneProcess):
         self._pace = Pace(deadline_s)
         if credentials is not None:
             credentials.check(listed)
+        self._open_channel = open_channel or partial(self._remote_channel, credentials=credentials)
+        self._lost_after_s = lost_after_s
+        self._begin_in_process()
 
     @property
     def fail_opens(self) -> FailOpens:
@@ -164,6 +167,10 @@ class FailOpenClient(OfOneProcess):
             UnknownSessionError: the session is not open.
         """
         return self._planner.server_of(session)
+
+    def _begin_in_process(self) -> None:
+        """Begin without connections: in a process that was forked off, too."""
+        self._streams = StreamTable(self._planner, self._lost_after_s)
 
     def _connecting(self, until_s: float) -> Waits[bool]:
         """Wait until every server is connected; return whether all are."""
@@ -251,33 +258,9 @@ class ResilientDrafter(FailOpenClient):
         InvalidRequestError: no address, or a duplicate.
     """
 
-    def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
-        self,
-        addresses: str | Sequence[str],
-        *,
-        deadline_s: float | None = None,
-        local: Drafter | bool = True,
-        are_parts: bool = False,
-        lost_after_s: float = LOST_AFTER_S,
-        vocabulary_fingerprint: str = "",
-        credentials: Credentials | None = None,
-        pad_requests: bool = False,
-        open_channel: OpenChannel | None = None,
-    ) -> None:
-        super().__init__(
-            addresses,
-            deadline_s=deadline_s,
-            local=local,
-            are_parts=are_parts,
-            vocabulary_fingerprint=vocabulary_fingerprint,
-            credentials=credentials,
-            pad_requests=pad_requests,
-        )
-        self._lost_after_s = lost_after_s
-        self._streams: StreamTable[LinkStream] = StreamTable(self._planner, lost_after_s)
-        self._open_channel = open_channel or partial(remote_channel, credentials=credentials)
-        self._pid = os.getpid()
-        self._lock = Lock()
+    def _begin_in_process(self) -> None:
+        super()._begin_in_process()
+        self._pid, self._lock = os.getpid(), Lock()
         self._events: SimpleQueue[LinkEvent] = SimpleQueue()
         self._links: list[Link] = []
 
@@ -369,21 +352,13 @@ class ResilientDrafter(FailOpenClient):
         """Connect at the first call in this process."""
         if self._pid != os.getpid():
             ORPHANS.extend([self._links, self._streams, self._events])
-            self._pid, self._lock = os.getpid(), Lock()
-            self._links, self._events = [], SimpleQueue()
-            self._streams = StreamTable(self._planner, self._lost_after_s)
+            self._begin_in_process()
             for conversation in self._planner.conversations.values():
                 conversation.lose()
         if not self._links:
             with self._lock:
                 self._links = self._links or [
-                    Link(
-                        address,
-                        self._open_channel,
-                        self._planner.vocabulary,
-                        self._events,
-                        self._catch_up,
-                    )
+                    Link(address, self._open_channel, self._planner.vocabulary, self._report)
                     for address in self._planner.conversations
                 ]
 
@@ -399,6 +374,12 @@ class ResilientDrafter(FailOpenClient):
                     return result
                 while not is_done() and self._take_next(until_s):
                     pass
+
+    def _report(self, event: LinkEvent) -> None:
+        """Note an event of a link; called in threads of links."""
+        self._events.put(event)
+        if event.stream is not None:  # not here: it may wait for a step, which waits for responses
+            Thread(target=self._catch_up, name="foredraft-catch-up", daemon=True).start()
 
     def _catch_up(self) -> None:
         """Send pending closes and outputs to a server that is back."""
@@ -419,10 +400,5 @@ class ResilientDrafter(FailOpenClient):
             event = self._events.get(block=left_s > 0, timeout=max(left_s, 0))
         except Empty:
             return False
-        if event.stream is not None:
-            self._streams.connect(event.address, event.stream)
-        elif event.response is None:
-            self._streams.lose(event.address)
-        else:
-            self._streams.take(event.address, event.response)
+        self._streams.note(event)
         return True

@@ -7,7 +7,7 @@ from contextlib import closing
 from logging import getLogger
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 import grpc
 
@@ -39,10 +39,21 @@ class MessageStream(Protocol):
         ...
 
 
-_Stream = TypeVar("_Stream", bound=MessageStream)
+class LinkEvent(NamedTuple):
+    """What comes from a link.
+
+    Attributes:
+        address: of its server.
+        stream: the stream that has begun; None otherwise.
+        response: the response; None where the stream has begun or is gone.
+    """
+
+    address: str
+    stream: MessageStream | None = None
+    response: pb.DraftStreamResponse | None = None
 
 
-class StreamTable(Generic[_Stream]):
+class StreamTable:
     """The streams to the servers of a planner. Callers hold a lock.
 
     Args:
@@ -53,21 +64,21 @@ class StreamTable(Generic[_Stream]):
     def __init__(self, planner: Planner, lost_after_s: float) -> None:
         self._planner = planner
         self._lost_after_s = lost_after_s
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, MessageStream] = {}
 
-    def connect(self, address: str, stream: _Stream) -> None:
-        """Use a stream that has begun."""
-        self._streams[address] = stream
-        self._planner.conversations[address].begin()
+    def note(self, event: LinkEvent) -> None:
+        """Use a stream that has begun, forget one that is gone, or process a response.
 
-    def lose(self, address: str) -> None:
-        """Note that the stream to a server is gone."""
-        self._streams.pop(address, None)
-        self._planner.lose(address)
-
-    def take(self, address: str, response: pb.DraftStreamResponse) -> None:
-        """Process a response, and give up a stream that is out of order."""
-        if self._planner.take(address, response):
+        A stream that is out of order is given up.
+        """
+        address, stream, response = event
+        if stream is not None:
+            self._streams[address] = stream
+            self._planner.conversations[address].begin()
+        elif response is None:
+            self._streams.pop(address, None)
+            self._planner.lose(address)
+        elif self._planner.take(address, response):
             self._give_up(address)
 
     def ask(self, plan: Plan) -> None:
@@ -186,20 +197,6 @@ class LinkStream:
         return response
 
 
-class LinkEvent(NamedTuple):
-    """An event of a link.
-
-    Attributes:
-        address: of its server.
-        stream: the stream that has begun; None otherwise.
-        response: the response; None where the stream has begun or is gone.
-    """
-
-    address: str
-    stream: LinkStream | None = None
-    response: pb.DraftStreamResponse | None = None
-
-
 class Link:
     """Keeps a stream to one server, in its own thread.
 
@@ -207,8 +204,7 @@ class Link:
         address: of the server.
         open_channel: makes its channel.
         vocabulary: that it must have, if it matters.
-        events: where events are put, in order.
-        on_begin: called in another thread after a new stream was reported.
+        report: called with each event, in order, in threads of the link and of gRPC.
     """
 
     def __init__(
@@ -216,14 +212,12 @@ class Link:
         address: str,
         open_channel: OpenChannel,
         vocabulary: Agreement | None,
-        events: "SimpleQueue[LinkEvent]",
-        on_begin: Callable[[], None],
+        report: Callable[[LinkEvent], None],
     ) -> None:
         self._address = address
         self._open_channel = open_channel
         self._vocabulary = vocabulary
-        self._events = events
-        self._on_begin = on_begin
+        self._report = report
         self._is_shut_down = Event()
         self._stream: LinkStream | None = None
         self._thread = Thread(target=self._run, name="foredraft-link", daemon=True)
@@ -260,18 +254,16 @@ class Link:
             self._is_shut_down.wait(backoff.fail())
 
     def _converse(self, channel: grpc.Channel) -> None:
-        stream = self._stream = LinkStream(channel, self._report)
-        self._events.put(LinkEvent(self._address, stream))
+        def receive(response: pb.DraftStreamResponse) -> None:
+            self._report(LinkEvent(self._address, response=response))
+
+        stream = self._stream = LinkStream(channel, receive)
+        self._report(LinkEvent(self._address, stream))
         if self._is_shut_down.is_set():
             stream.end()
-        # Not in this thread: it may wait for a step, which waits for responses read here.
-        Thread(target=self._on_begin, name="foredraft-catch-up", daemon=True).start()
         try:
             stream.read()
         finally:
             self._stream = None
             stream.end()
-            self._events.put(LinkEvent(self._address))
-
-    def _report(self, response: pb.DraftStreamResponse) -> None:
-        self._events.put(LinkEvent(self._address, response=response))
+            self._report(LinkEvent(self._address))

@@ -687,7 +687,7 @@ def _sharded(stage: Stage) -> None:
         for name, numbers in parts.items()
     ]
     client = _ready(stage, addresses, are_parts=True)
-    _decode(client)
+    _decode(client, lambda: _settle(client))
 
 
 ADMINISTERED: Final[Sequence[tuple[str, Message | bytes]]] = [
