@@ -16,7 +16,7 @@ from decoder.engines.late_drafter import LateDrafter
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary, token_dtype
 from indexer.tokenizer import vocabulary_of
-from retriever.client.connecting import connect
+from retriever.client.connecting import named_services
 from retriever.client.credentials import open_channel
 from retriever.client.resilient import ResilientDrafter
 from retriever.drafter import Drafter
@@ -56,8 +56,6 @@ def open_drafter(
         CredentialsError: a token or certificate for a service cannot be read.
         InvalidRequestError: a service is named twice.
     """
-    if len(settings.server) > 1:
-        return _sharded(settings, vocabulary)
     embedded = _own(settings, vocabulary, encode)
     return _resilient(settings, vocabulary, embedded) if settings.server else embedded
 
@@ -82,27 +80,20 @@ def vocabulary_and_encoder(tokenizer: Any) -> tuple[Vocabulary | None, Encode | 
 def _resilient(
     settings: EngineSettings, vocabulary: Vocabulary | None, local: Drafter
 ) -> ResilientDrafter:
+    addresses, are_parts = named_services(settings.server)
     drafter = ResilientDrafter(
-        settings.server,
+        addresses,
         deadline_s=settings.deadline_s,
         local=local,
+        are_parts=are_parts,
         vocabulary_fingerprint=_fingerprint(vocabulary),
         open_channel=partial(
             open_channel, credentials=settings.shown_credentials(), options=CLIENT_OPTIONS
         ),
     )
     if not drafter.wait(_CONNECT_S):
-        _log.warning("no drafts from %s for now: it cannot be reached", settings.server[0])
+        _log.warning("no drafts from %s for now: it cannot be reached", ", ".join(addresses))
     return drafter
-
-
-def _sharded(settings: EngineSettings, vocabulary: Vocabulary | None) -> Drafter:
-    return connect(
-        settings.server,
-        deadline_s=settings.deadline_s or DEADLINE_S,
-        vocabulary_fingerprint=_fingerprint(vocabulary),
-        credentials=settings.shown_credentials(),
-    )
 
 
 def _own(

@@ -13,6 +13,26 @@ DEFAULT_DEADLINE_S: Final = 0.02
 bounds the delay of a step by a slow one."""
 
 
+def named_services(addresses: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the services that addresses name, and whether each holds a part of a corpus.
+
+    Args:
+        addresses: of one service, or of several that hold parts. One with commas in it names
+            replicas.
+
+    Raises:
+        InvalidRequestError: replicas of a part of a corpus.
+    """
+    if len(addresses) == 1:
+        return [each.strip() for each in addresses[0].split(",")], False
+    if any("," in each for each in addresses):
+        raise InvalidRequestError(
+            "parts of a corpus have no replicas: name one service for each part, or the replicas "
+            "of a whole corpus in one address, with commas"
+        )
+    return list(addresses), True
+
+
 def connect(
     addresses: str | Sequence[str],
     *,
@@ -33,21 +53,15 @@ def connect(
         CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: no address, a duplicate, or replicas of a part of a corpus.
     """
-    listed = [addresses] if isinstance(addresses, str) else addresses
-    are_replicas = any("," in each for each in listed)
-    if are_replicas and len(listed) > 1:
-        raise InvalidRequestError(
-            "parts of a corpus have no replicas: name one service for each part, or the replicas "
-            "of a whole corpus in one address, with commas"
-        )
-    if len(listed) == 1 and not are_replicas:
+    listed, are_parts = named_services([addresses] if isinstance(addresses, str) else addresses)
+    if len(listed) == 1:
         return RemoteDrafter(
             listed[0], vocabulary_fingerprint=vocabulary_fingerprint, credentials=credentials
         )
     drafter = ResilientDrafter(
-        [each.strip() for each in listed[0].split(",")] if are_replicas else listed,
+        listed,
         deadline_s=deadline_s,
-        are_parts=not are_replicas,
+        are_parts=are_parts,
         vocabulary_fingerprint=vocabulary_fingerprint,
         credentials=credentials,
     )

@@ -9,6 +9,8 @@ from typing import Any, Final
 from indexer.reader import Index, Vocabulary
 from retriever.client.connecting import connect
 from retriever.client.credentials import Credentials
+from retriever.client.resilient import ResilientDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
 from retriever.predict.phrases import ListedPhrases
@@ -57,13 +59,10 @@ def own_drafter(
 
 def remote_drafter(
     addresses: Sequence[str],
-    _indexes: Sequence[Index],
     outputs: Sequence[TokenIds],
-    _max_budget: int,
-    *,
-    vocabulary: Vocabulary | None = None,
-    credentials: Credentials | None = None,
-) -> Drafter:
+    vocabulary: Vocabulary | None,
+    credentials: Credentials | None,
+) -> RemoteDrafter | ResilientDrafter:
     """Return a client of one or more services, which keep the outputs as recent generations.
 
     Raises:

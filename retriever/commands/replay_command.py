@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from indexer.reader import Index
 from indexer.sources.recordings import RecordingTally
 from retriever.commands.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.commands.options import progress
+from retriever.drafter import Drafter
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.replay import replay, replay_lanes, tables
@@ -45,20 +47,14 @@ def replay_traces(
     found = RecordingTally()
     read = read_traces(traces, encoder, limit, found)
     warming = [read_outputs(path, encoder, found) for path in warm]
-    with trace_spool() as recorded:
+    with ExitStack() as opened:
+        recorded = opened.enter_context(trace_spool())
         for trace in progress(read, "tokenising"):
             recorded.write(trace)
         outputs = list(chain.from_iterable(warming))
         for line in found.describe():
             print(line, file=sys.stderr)
-        if source.server:
-            make_drafter = partial(
-                remote_drafter,
-                source.server,
-                vocabulary=encoder.vocabulary,
-                credentials=source.shown_credentials(),
-            )
-        elif drafter == OWN:
+        if drafter == OWN and not source.server:
             listed = load_phrases(
                 source.phrases,
                 encoder.encode_output,
@@ -68,7 +64,13 @@ def replay_traces(
             )
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
-        made = make_drafter(indexes, outputs, budget)
+        if source.server:
+            shown = source.shown_credentials()
+            remote = remote_drafter(source.server, outputs, encoder.vocabulary, shown)
+            opened.callback(remote.shut_down)
+            made: Drafter = remote
+        else:
+            made = make_drafter(indexes, outputs, budget)
         if lanes is None:
             traced = progress(recorded, "replaying", recorded.num_traces)
             report = replay(made, traced, budget, calibration_after)
