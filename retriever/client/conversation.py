@@ -381,7 +381,9 @@ class Conversation:
 
     def oldest_unanswered_s(self) -> float | None:
         """Return the time of the oldest unanswered message; None if there is none."""
-        return next((sent.sent_s for sent in self._sent.values()), None)
+        for sent in self._sent.values():
+            return sent.sent_s
+        return None
 
     def why_not(self, now_s: float) -> FailOpen | None:
         """Return why no request can be sent now; None if one can."""

@@ -193,11 +193,6 @@ class _Part:
     ahead: Mapping[str, list[DraftTree]] = field(default_factory=dict)
     is_awaited: bool = False
 
-    def awaits(self, response: pb.DraftStreamResponse) -> bool:
-        """Return whether a response answers the message."""
-        sent = self.message
-        return sent is not None and sent.sequence_number == response.sequence_number
-
     def lose(self) -> None:
         """Note that the server's stream is gone."""
         if self.message is not None:
@@ -220,19 +215,9 @@ class Plan:
     local_until_s: float = math.inf
     parts: dict[str, _Part] = field(default_factory=dict)
 
-    @property
-    def messages(self) -> dict[str, pb.DraftStreamRequest]:
-        """What is to be sent, by address."""
-        return {
-            address: part.message
-            for address, part in self.parts.items()
-            if part.message is not None
-        }
-
-    @property
     def is_done(self) -> bool:
-        """Whether no more trees are expected."""
-        return not any(part.is_awaited for part in self.parts.values())
+        """Return whether no more trees are expected."""
+        return all(not part.is_awaited for part in self.parts.values())
 
 
 @dataclass(slots=True)
@@ -242,12 +227,12 @@ class _Placed:
     Attributes:
         sequence: what is committed.
         ranked: the servers in the order in which it prefers them.
-        address: the one that it is at, where servers are replicas.
+        servers: that it is at: one of several replicas, all that hold parts.
     """
 
     sequence: TokenSequence
     ranked: list[str]
-    address: str
+    servers: Sequence[str]
 
 
 def checked_addresses(addresses: Iterable[str]) -> list[str]:
@@ -333,7 +318,8 @@ class Planner:
         options = checked_options(options)
         sequence = TokenSequence(checked_tokens(prompt, None), options=options)
         order = ranked(options.group or session, self.conversations)
-        self._placed.add(session, _Placed(sequence, order, order[0]))
+        servers = order[:1] if self.vocabulary is None else order
+        self._placed.add(session, _Placed(sequence, order, servers))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; servers are told with its next step.
@@ -357,7 +343,9 @@ class Planner:
             placed.sequence.extend(request.new_tokens)
             step = SequenceStep(request, placed.sequence)
             plan.steps.append(step)
-            for address in self._servers_of(request.session, placed):
+            if self.vocabulary is None:
+                self._move_if_needed(request.session, placed)
+            for address in placed.servers:
                 part = plan.parts.get(address) or plan.parts.setdefault(address, _Part())
                 part.steps[request.session] = step
         for address, part in plan.parts.items():
@@ -370,7 +358,8 @@ class Planner:
         answer = self.conversations[address].settle(response)
         for plan in self._under_way:
             part = plan.parts.get(address)
-            if part is not None and part.awaits(response):
+            sent = None if part is None else part.message
+            if part and sent and sent.sequence_number == response.sequence_number:
                 part.trees, part.ahead = answer.trees, answer.ahead
                 part.reasons |= answer.reasons
                 part.is_awaited = False
@@ -386,15 +375,27 @@ class Planner:
     def finish(self, plan: Plan) -> list[DraftTree]:
         """Return the trees of a step, in order; drafted locally where no server's tree has come."""
         self._under_way.discard(plan)
-        came = {step.request.session: self._came(plan, step) for step in plan.steps}
-        missing = [step for step in plan.steps if not came[step.request.session]]
-        local = self._local.draft(missing, plan.local_until_s)
-        return [
-            merge_trees(came[request.session], request.budget_nodes, request.min_probability)
-            if came[request.session]
-            else local.get(request.session, DraftTree.empty())
-            for request, _ in plan.steps
-        ]
+        came: dict[str, list[DraftTree]] = {}
+        for address, part in plan.parts.items():
+            for name in part.steps:
+                if name in part.trees:
+                    came.setdefault(name, []).append(part.trees[name])
+                else:
+                    self._miss(address, part.reasons.get(name, FailOpen.TIMEOUT))
+        local: dict[str, DraftTree] = {}
+        if len(came) < len(plan.steps):
+            missing = [step for step in plan.steps if step.request.session not in came]
+            local = self._local.draft(missing, plan.local_until_s)
+        trees = []
+        for request, _ in plan.steps:
+            found = came.get(request.session)
+            if found is None:
+                trees.append(local.get(request.session, DraftTree.empty()))
+            elif len(found) == 1:
+                trees.append(found[0])
+            else:
+                trees.append(merge_trees(found, request.budget_nodes, request.min_probability))
+        return trees
 
     def finish_ahead(self, plan: Plan) -> list[list[DraftTree]]:
         """Return the trees for the outcomes of a step, in order; none where no answer has come.
@@ -422,7 +423,7 @@ class Planner:
         Raises:
             UnknownSessionError: the session is not open.
         """
-        return self._placed.get(session).address
+        return self._placed.get(session).servers[0]
 
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
         """End a sequence; its servers are told with the next message.
@@ -435,7 +436,7 @@ class Planner:
         placed.sequence.extend(ids)
         if not remember:
             placed.sequence.options = replace(placed.sequence.options, remember=False)
-        for address in self._at(placed):
+        for address in placed.servers:
             self.conversations[address].close(session, placed.sequence)
         for conversation in self.conversations.values():
             conversation.forget_refusal(session)
@@ -455,45 +456,29 @@ class Planner:
         part.message, part.reasons = conversation.ask(steps, now_s, deadline_s)
         part.is_awaited = len(part.reasons) < len(part.steps)
 
-    def _came(self, plan: Plan, step: SequenceStep) -> list[DraftTree]:
-        """Return the trees that have come for a sequence; count those that have not."""
-        name, came = step.request.session, []
-        for address, part in plan.parts.items():
-            if name in part.trees:
-                came.append(part.trees[name])
-            elif name in part.steps:
-                reason = part.reasons.get(name, FailOpen.TIMEOUT)
-                self._fail_opens[reason] += 1
-                self.conversations[address].missed[reason] += 1
-        return came
+    def _miss(self, address: str, reason: FailOpen) -> None:
+        """Count a missed draft, also for the report to its server."""
+        self._fail_opens[reason] += 1
+        self.conversations[address].missed[reason] += 1
 
-    def _at(self, placed: _Placed) -> Iterable[str]:
-        """Return the servers that a sequence is at."""
-        return self.conversations if self.vocabulary is not None else (placed.address,)
+    def _move_if_needed(self, session: str, placed: _Placed) -> None:
+        """Move a session whose replica would not draft for it to the first that would.
 
-    def _servers_of(self, session: str, placed: _Placed) -> Iterable[str]:
-        """Return the servers that a session is at in this step.
-
-        Of replicas, it stays at the one that it is at; where that would not draft for it, it moves
-        at once to the first that would, in the session's own order. One that is about to end
-        answers still, and is left by as many at a time as others can read within a step.
+        Otherwise it stays where it is. A replica that is about to end answers still, and is left by
+        as many at a time as others can read within a step.
         """
-        if self.vocabulary is None and not self.conversations[placed.address].takes(session):
-            self._move(session, placed)
-        return self._at(placed)
-
-    def _move(self, session: str, placed: _Placed) -> None:
-        taking = (each for each in placed.ranked if self.conversations[each].takes(session))
-        best = next(taking, placed.address)
-        before = self.conversations[placed.address]
-        if best == placed.address:
+        current = self.conversations[placed.servers[0]]
+        if current.takes(session):
             return
-        if before.is_up and before.knows(session):
+        best = next((each for each in placed.ranked if self.conversations[each].takes(session)), "")
+        if not best:
+            return
+        if current.is_up and current.knows(session):
             if self._room <= 0:
                 return
             self._room -= len(placed.sequence)
-        before.drop(session)
-        placed.address = best
+        current.drop(session)
+        placed.servers = (best,)
 
     def _checked(self, request: DraftRequest) -> _Placed:
         """Return the sequence of a valid request, and where it is."""

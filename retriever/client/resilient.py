@@ -204,7 +204,7 @@ class FailOpenClient(OfOneProcess):
         plan = self._planner.plan(requests, time.monotonic(), deadline_s)
         try:
             self._streams.ask(plan)
-            yield Wait(lambda: plan.is_done, deadline_s)
+            yield Wait(plan.is_done, deadline_s)
         finally:  # also when the step is cancelled
             result = finish(plan)
         self._streams.tell_rest()

@@ -83,8 +83,9 @@ class StreamTable:
 
     def ask(self, plan: Plan) -> None:
         """Send the messages of a plan."""
-        for address, message in plan.messages.items():
-            self._streams[address].send(message)
+        for address, part in plan.parts.items():
+            if part.message is not None:
+                self._streams[address].send(part.message)
 
     def tell_rest(self) -> None:
         """Send pending closes and outputs to every server."""

@@ -18,12 +18,12 @@ from retriever.errors import (
 from retriever.operations.lifecycle import Lifecycle
 from retriever.sequences import SessionKey, check_batch
 from retriever.service.allowances import work_of_steps, work_of_tokens
-from retriever.service.scheduler import (
-    Scheduler,
+from retriever.service.fair_scheduler import Slot
+from retriever.service.jobs import (
+    Jobs,
     tokens_of_addition,
     tokens_of_opening,
 )
-from retriever.service.turns import Line
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
@@ -85,27 +85,27 @@ class DraftStream:
     """Answers the messages of one stream; see `DraftStream` of the wire contract.
 
     Args:
-        scheduler: does the work; shared with all streams and calls.
+        jobs: does the work; shared with all streams and calls.
         tenant: of the stream, which reaches no other tenant's sessions.
-        line: the stream's place among the turns.
+        slot: of the stream in the fair scheduler.
         lifecycle: while it drains, sessions are not opened.
         answered: messages of the stream that were answered by `without_drafts`.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        jobs: Jobs,
         tenant: str,
-        line: Line,
+        slot: Slot,
         lifecycle: Lifecycle | None = None,
         *,
         answered: int = 0,
     ) -> None:
-        self._scheduler = scheduler
-        self._drafter = scheduler.drafter
+        self._jobs = jobs
+        self._drafter = jobs.drafter
         self._state = self._drafter.state
         self._tenant = tenant
-        self._line = line
+        self._slot = slot
         self._lifecycle = lifecycle or Lifecycle()
         self._default_nodes = min(DEFAULT_BUDGET_NODES, self._state.limits.max_budget_nodes)
         self._lasting: deque[asyncio.Task[None]] = deque()
@@ -123,11 +123,11 @@ class DraftStream:
         """
         read_at_s = time.monotonic()
         num_drafts = sum(1 + len(step.outcomes) for step in message.steps)
-        await self._line.take((1 + num_drafts) * _SEQUENCE_S, _MESSAGE_S)
+        await self._slot.take((1 + num_drafts) * _SEQUENCE_S, _MESSAGE_S)
         try:
             return await self._answer(message, read_at_s)
         finally:
-            self._line.leave()
+            self._slot.leave()
 
     async def _answer(
         self, message: pb.DraftStreamRequest, read_at_s: float
@@ -190,13 +190,13 @@ class DraftStream:
         requests: list[DraftRequest] = []
         for first in range(0, len(steps), _REQUESTS_AT_ONCE):
             requests += requests_of(steps[first : first + _REQUESTS_AT_ONCE], self._default_nodes)
-            await self._line.give_way()
+            await self._slot.give_way()
         return requests
 
     def _take_allowance(
         self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
     ) -> None:
-        if not self._scheduler.allowances.is_limited:
+        if not self._jobs.allowances.is_limited:
             return
         others = [
             *map(tokens_of_opening, message.openings),
@@ -204,7 +204,7 @@ class DraftStream:
             *(new_tokens_of(each).num_tokens for each in message.closings),
         ]
         work = work_of_steps(requests) + sum(map(work_of_tokens, others))
-        self._scheduler.take_allowance(self._tenant, work)
+        self._jobs.take_allowance(self._tenant, work)
 
     def _count_not_kept(self) -> int:
         """Count the outputs that the disk has refused since the last response."""
@@ -231,7 +231,7 @@ class DraftStream:
     ) -> None:
         try:
             self._lifecycle.check_opening()
-            session = await self._scheduler.open_session(self._line, opening, self._tenant)
+            session = await self._jobs.open_session(self._slot, opening, self._tenant)
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
         else:
@@ -243,7 +243,7 @@ class DraftStream:
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            await self._scheduler.add_predictions(self._line, addition, self._tenant)
+            await self._jobs.add_predictions(self._slot, addition, self._tenant)
         except RetrieverError as error:
             _refuse(response, addition.session_id, error)
 
@@ -270,7 +270,7 @@ class DraftStream:
         trees = self._drafter.step_each(requests, self._tenant)
         if trees is None:
             return False
-        use = self._scheduler.uses.of(self._tenant)
+        use = self._jobs.uses.of(self._tenant)
         use.tokens += sum(len(each.new_tokens) for each in requests)
         use.drafts += len(trees)
         use.nodes += add_trees(response, trees, form)
@@ -281,7 +281,7 @@ class DraftStream:
     ) -> list[CheckedRequest | None]:
         steps: list[CheckedRequest | None] = []
         not_opened = {status.session_id for status in response.statuses}
-        use = self._scheduler.uses.of(self._tenant)
+        use = self._jobs.uses.of(self._tenant)
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
             committed = await self._committed(part)
@@ -293,24 +293,24 @@ class DraftStream:
                 steps.append(None)
                 if request.session not in not_opened:  # its refusal is there already
                     _refuse(response, request.session, step)
-            await self._line.give_way()
+            await self._slot.give_way()
         return steps
 
     async def _committed(
         self, requests: Sequence[DraftRequest]
     ) -> list[CheckedRequest | RetrieverError]:
-        """Commit new tokens; many in a lane, while the turn is over."""
+        """Commit new tokens; many in a worker pool, while the turn is over."""
         committed = self._drafter.commit_each(requests, self._tenant)
         long = {
-            at: self._scheduler.commit_long(self._tenant, step)
+            at: self._jobs.commit_long(self._tenant, step)
             for at, step in enumerate(committed)
             if not isinstance(step, RetrieverError) and step.session.is_committing
         }
         if not long:
             return committed
-        self._line.leave()
+        self._slot.leave()
         await asyncio.wait(long.values())
-        await self._line.take()
+        await self._slot.take()
         for at, done in long.items():
             error = done.exception()
             if isinstance(error, RetrieverError):
@@ -327,7 +327,7 @@ class DraftStream:
         form: pb.TreeForm,
     ) -> None:
         """Add a tree for each step until the client's timeout has passed."""
-        use, at = self._scheduler.uses.of(self._tenant), 0
+        use, at = self._jobs.uses.of(self._tenant), 0
         while at < len(steps):
             if deadline_s is not None and time.monotonic() > deadline_s:
                 response.trees.extend(pb.DraftTree() for _ in steps[at:])
@@ -337,8 +337,8 @@ class DraftStream:
             use.drafts += sum(step is not None for step in part)
             use.nodes += add_trees(response, self._drafter.draft_each(part), form)
             at += len(part)
-            if self._line.is_over:
-                await self._line.give_way()
+            if self._slot.is_over:
+                await self._slot.give_way()
 
     async def _draft_ahead(
         self,
@@ -349,7 +349,7 @@ class DraftStream:
         form: pb.TreeForm,
     ) -> None:
         """Add trees for what may come, as many as fit into the client's time."""
-        use = self._scheduler.uses.of(self._tenant)
+        use = self._jobs.uses.of(self._tenant)
         until_s = math.inf if deadline_s is None else deadline_s
         for request, step in zip(requests, steps, strict=True):
             if not request.outcomes:
@@ -359,8 +359,8 @@ class DraftStream:
                 answer.trees.append(tree_to_message(tree, form))
                 use.drafts += 1
                 use.nodes += len(tree)
-                if self._line.is_over:
-                    await self._line.give_way()
+                if self._slot.is_over:
+                    await self._slot.give_way()
 
     async def _close(
         self,
@@ -368,7 +368,7 @@ class DraftStream:
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            fate, lasting = await self._scheduler.end_session(self._line, closing, self._tenant)
+            fate, lasting = await self._jobs.end_session(self._slot, closing, self._tenant)
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
             return
@@ -376,14 +376,14 @@ class DraftStream:
         if self._state.pools.is_logged:
             self._fates.append(fate)
         if lasting is None:
-            self._scheduler.flushing.request()
-            await self._line.give_way()
+            self._jobs.flushing.request()
+            await self._slot.give_way()
             return
         self._lasting.append(lasting)
         if len(self._lasting) > _MOST_LASTING:
-            self._line.leave()
+            self._slot.leave()
             await asyncio.shield(self._lasting.popleft())
-            await self._line.take()
+            await self._slot.take()
 
 
 def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:

@@ -21,8 +21,8 @@ from retriever.sequences import SessionKey
 from retriever.service.allowances import Allowances, work_of_tokens
 from retriever.service.draft_stream import DraftStream, without_drafts
 from retriever.service.gate import Call
+from retriever.service.jobs import Jobs, tokens_of_addition, tokens_of_opening
 from retriever.service.open_streams import OpenStreams
-from retriever.service.scheduler import Scheduler, tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb
@@ -112,22 +112,22 @@ class RetrieverServicer:
         self._known = drafter
         self._drafter = ServiceFace(drafter.state)
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
-        self._scheduler = Scheduler(self._drafter)
+        self._jobs = Jobs(self._drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
     async def aside(self, tenant: str, work: Callable[[], _Result]) -> _Result:
         """Do something that takes long for a tenant in a thread, in turn with others."""
         if self._known is None:
             return work()
-        return await self._scheduler.lanes.reading.run(tenant, work, can_refuse=False)
+        return await self._jobs.workers.reading.run(tenant, work, can_refuse=False)
 
     def is_busy(self) -> bool:
         """Return whether long messages are worked on."""
-        return self._scheduler.lanes.reading.num_tenants > 0
+        return self._jobs.workers.reading.num_tenants > 0
 
     def close(self) -> None:
         """End the threads that work for calls, after what is under way."""
-        self._scheduler.close()
+        self._jobs.close()
 
     async def Draft(self, request: pb.DraftRequest, call: Call) -> pb.DraftResponse:
         if self._lifecycle.is_compiling:
@@ -136,8 +136,8 @@ class RetrieverServicer:
         self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
         budget_nodes = budget_in(request, self._default_nodes)
         check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
-        with self._scheduler.call(tenant) as line:
-            tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
+        with self._jobs.call(tenant) as slot:
+            tree = await self._jobs.draft(slot, tenant, request, budget_nodes)
         response = pb.DraftResponse(tree=tree)
         if self._pad_replies:
             pad(response, [budget_nodes], request.tree_form)
@@ -148,29 +148,29 @@ class RetrieverServicer:
         self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
         budget_nodes = budget_in(request, self._default_nodes)
         check_draft(budget_nodes, request.min_probability, self._drafter.state.limits)
-        with self._scheduler.call(tenant) as line:
-            return await self._scheduler.explain(line, tenant, request, budget_nodes)
+        with self._jobs.call(tenant) as slot:
+            return await self._jobs.explain(slot, tenant, request, budget_nodes)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, call: Call
     ) -> pb.OpenSessionResponse:
         tenant = call.tenant
-        if self._scheduler.allowances.is_limited:
-            self._scheduler.take_allowance(tenant, work_of_tokens(tokens_of_opening(request)))
-        with self._scheduler.call(tenant) as line:
-            await line.take()
-            await self._scheduler.open_session(line, request, tenant)
+        if self._jobs.allowances.is_limited:
+            self._jobs.take_allowance(tenant, work_of_tokens(tokens_of_opening(request)))
+        with self._jobs.call(tenant) as slot:
+            await slot.take()
+            await self._jobs.open_session(slot, request, tenant)
         return pb.OpenSessionResponse()
 
     async def AddPredictions(
         self, request: pb.AddPredictionsRequest, call: Call
     ) -> pb.AddPredictionsResponse:
         tenant = call.tenant
-        if self._scheduler.allowances.is_limited:
-            self._scheduler.take_allowance(tenant, work_of_tokens(tokens_of_addition(request)))
-        with self._scheduler.call(tenant) as line:
-            await line.take()
-            await self._scheduler.add_predictions(line, request, tenant)
+        if self._jobs.allowances.is_limited:
+            self._jobs.take_allowance(tenant, work_of_tokens(tokens_of_addition(request)))
+        with self._jobs.call(tenant) as slot:
+            await slot.take()
+            await self._jobs.add_predictions(slot, request, tenant)
         return pb.AddPredictionsResponse()
 
     async def Step(self, request: pb.StepRequest, call: Call) -> pb.StepResponse:
@@ -186,8 +186,8 @@ class RetrieverServicer:
             tree_form=request.tree_form,
         )
         with (
-            self._scheduler.call(tenant) as line,
-            closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
+            self._jobs.call(tenant) as slot,
+            closing(DraftStream(self._jobs, tenant, slot, self._lifecycle)) as stream,
         ):
             answer = await stream.answer(message)
         refused = [each for each in answer.statuses if not is_late(each)]
@@ -214,9 +214,9 @@ class RetrieverServicer:
             yield without_drafts(early)
             answered = early.sequence_number
         with (
-            self._scheduler.turns.line(tenant, is_stream=True) as line,
+            self._jobs.fair.slot(tenant, is_stream=True) as slot,
             closing(
-                DraftStream(self._scheduler, tenant, line, self._lifecycle, answered=answered)
+                DraftStream(self._jobs, tenant, slot, self._lifecycle, answered=answered)
             ) as stream,
         ):
             async for content in messages:
@@ -236,13 +236,13 @@ class RetrieverServicer:
         self, request: pb.CloseSessionRequest, call: Call
     ) -> pb.CloseSessionResponse:
         tenant = call.tenant
-        with self._scheduler.call(tenant) as line:
-            await line.take()
-            fate, lasting = await self._scheduler.end_session(line, request, tenant)
-            line.leave()
+        with self._jobs.call(tenant) as slot:
+            await slot.take()
+            fate, lasting = await self._jobs.end_session(slot, request, tenant)
+            slot.leave()
             if lasting is not None:
                 await asyncio.shield(lasting)
-            await self._scheduler.flushing.flushed()
+            await self._jobs.flushing.flushed()
         return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
 
     async def ShareFindings(
@@ -251,14 +251,14 @@ class RetrieverServicer:
         tenant = call.tenant
         self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
         findings = findings_from_message(request.findings)
-        self._scheduler.take_allowance(tenant, work_of_tokens(len(findings)))
+        self._jobs.take_allowance(tenant, work_of_tokens(len(findings)))
         share = partial(
             self._drafter.state.share_findings,
             request.model_fingerprint.lower(),
             findings,
             tenant=tenant,
         )
-        await self._scheduler.lanes.disk.run(tenant, share)
+        await self._jobs.workers.disk.run(tenant, share)
         return pb.ShareFindingsResponse()
 
     async def FetchFindings(
@@ -266,14 +266,14 @@ class RetrieverServicer:
     ) -> pb.FetchFindingsResponse:
         tenant = call.tenant
         self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
-        self._scheduler.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
+        self._jobs.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
         fetch = partial(
             self._drafter.state.fetch_findings,
             request.model_fingerprint.lower(),
             request.before,
             tenant=tenant,
         )
-        page = await self._scheduler.lanes.disk.run(tenant, fetch)
+        page = await self._jobs.workers.disk.run(tenant, fetch)
         return pb.FetchFindingsResponse(
             findings=findings_to_message(page.findings), before=page.before
         )
@@ -284,9 +284,9 @@ class RetrieverServicer:
         tenant = call.tenant
         key = SessionKey(tenant, request.session_id)
         async with self._deleting.turn(tenant):
-            self._scheduler.ends.forget(tenant, key.name)
+            self._jobs.ends.forget(tenant, key.name)
             delete = partial(self._drafter.state.delete, tenant, key)
-            await self._scheduler.lanes.disk.run(tenant, delete)
+            await self._jobs.workers.disk.run(tenant, delete)
         return pb.DeleteSessionDataResponse()
 
     async def DeleteTenantData(
@@ -295,9 +295,9 @@ class RetrieverServicer:
         del request
         tenant = call.tenant
         async with self._deleting.turn(tenant):
-            self._scheduler.ends.forget(tenant)
+            self._jobs.ends.forget(tenant)
             delete = partial(self._drafter.state.delete, tenant)
-            await self._scheduler.lanes.disk.run(tenant, delete)
+            await self._jobs.workers.disk.run(tenant, delete)
         return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(

@@ -14,7 +14,7 @@ from retriever.errors import InvalidRequestError, LimitExceededError, UnknownSes
 from retriever.follower import Followers
 from retriever.limits import Limits
 from retriever.sequences import SessionKey, TokenSequence
-from retriever.service.scheduler import tokens_of_addition, tokens_of_opening
+from retriever.service.jobs import tokens_of_addition, tokens_of_opening
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.explaining import explain
 from retriever.tree import DraftTree

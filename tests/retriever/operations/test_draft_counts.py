@@ -12,7 +12,7 @@ from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.kernels.entries import count_outcome
 from retriever.kernels.layout import MAX_POSITIONS, Grown
 from retriever.service.draft_stream import DraftStream
-from retriever.service.scheduler import Scheduler
+from retriever.service.jobs import Jobs
 from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
@@ -97,9 +97,9 @@ def test_numbered_message_is_one_step_of_all_its_sequences(index: Path) -> None:
     )
 
     async def answer() -> pb.DraftStreamResponse:
-        scheduler = Scheduler(ServiceFace(drafter.state))
-        with scheduler.turns.line("", is_stream=True) as line:
-            return await DraftStream(scheduler, "", line).answer(message)
+        jobs = Jobs(ServiceFace(drafter.state))
+        with jobs.fair.slot("", is_stream=True) as slot:
+            return await DraftStream(jobs, "", slot).answer(message)
 
     response = asyncio.run(answer())
     assert not response.statuses

@@ -33,7 +33,7 @@ from retriever.security.access import (
     remove,
 )
 from retriever.security.protection import Protection, ProtectionFiles
-from retriever.service import scheduler
+from retriever.service import jobs
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.explaining import explain_prepared
 from retriever.v1 import retriever_pb2 as pb
@@ -228,7 +228,7 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(
     access = tmp_path / "access"
     token = add_token(access, "a")
     drafter, slow = EmbeddedDrafter(), Slow()
-    monkeypatch.setattr(scheduler, "explain_prepared", slow.explain_prepared)
+    monkeypatch.setattr(jobs, "explain_prepared", slow.explain_prepared)
     protection = Protection.of(ProtectionFiles(access=access))
     with (
         serving(drafter, f"unix:{tmp_path}/s", protection) as address,

@@ -105,7 +105,7 @@ def test_an_error_that_nobody_expects_is_found(
     def fail(_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("retriever.service.scheduler.tree_to_message", fail)
+    monkeypatch.setattr("retriever.service.jobs.tree_to_message", fail)
     with pytest.raises(CrashError, match="INTERNAL"):
         service.run(seeds()["calls"][0])
 

@@ -10,7 +10,7 @@ import pytest
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
 from retriever.service.draft_stream import DraftStream
-from retriever.service.scheduler import Scheduler
+from retriever.service.jobs import Jobs
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from retriever.v1 import retriever_pb2 as pb
@@ -22,16 +22,16 @@ NAMES = ("a", "b", "c")
 _Result = TypeVar("_Result")
 
 
-def scheduled(limits: Limits, run: Callable[[Scheduler], Awaitable[_Result]]) -> _Result:
-    """Return what something comes to that uses a scheduler on one loop."""
+def scheduled(limits: Limits, run: Callable[[Jobs], Awaitable[_Result]]) -> _Result:
+    """Return what something comes to that uses a jobs on one loop."""
 
     async def alone() -> _Result:
         drafter = EmbeddedDrafter(limits=limits)
-        scheduler = Scheduler(ServiceFace(drafter.state))
+        jobs = Jobs(ServiceFace(drafter.state))
         try:
-            return await run(scheduler)
+            return await run(jobs)
         finally:
-            scheduler.close()
+            jobs.close()
             drafter.shut_down()
 
     return asyncio.run(alone())
@@ -62,10 +62,10 @@ def stepping(number: int, length: int, tokens: list[int]) -> pb.DraftStreamReque
 def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after: int) -> None:
     """Wherever it was: a step is noted as a whole or not at all, and none stays under way."""
 
-    async def run(scheduler: Scheduler) -> None:
-        drafter = scheduler.drafter
-        with scheduler.turns.line("t", is_stream=True) as line:
-            stream = DraftStream(scheduler, "t", line)
+    async def run(jobs: Jobs) -> None:
+        drafter = jobs.drafter
+        with jobs.fair.slot("t", is_stream=True) as slot:
+            stream = DraftStream(jobs, "t", slot)
             openings = [pb.OpenSessionRequest(session_id=name, prompt=[1, 2]) for name in NAMES]
             await stream.answer(pb.DraftStreamRequest(sequence_number=1, openings=openings))
             given_up = asyncio.create_task(stream.answer(stepping(2, LONG + 2, TOKENS)))
@@ -80,7 +80,7 @@ def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after
             for name in NAMES:  # a commit that has begun is finished without its caller
                 for _ in range(500):
                     # In streams of their own, each with a first message.
-                    others = [DraftStream(scheduler, "t", line) for _ in range(2)]
+                    others = [DraftStream(jobs, "t", slot) for _ in range(2)]
                     lengths = zip(others, (3, LONG + 3), strict=True)
                     taken = [await took(other, name, length) for other, length in lengths]
                     if any(taken):
@@ -102,21 +102,21 @@ def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after
 def test_what_is_refused_or_given_up_holds_no_memory() -> None:
     """Errors hold the frames in which they arose, and those the charges of what they were about."""
 
-    async def run(scheduler: Scheduler) -> int:
+    async def run(jobs: Jobs) -> int:
         requests = [pb.DraftRequest(context=TOKENS, budget_nodes=4) for _ in range(20)]
-        calls = [asyncio.create_task(draft(scheduler, request)) for request in requests]
+        calls = [asyncio.create_task(draft(jobs, request)) for request in requests]
         await asyncio.sleep(0.02)
         for call in calls[::3]:
             call.cancel()
         came_to = await asyncio.gather(*calls, return_exceptions=True)
         num_refused = sum(isinstance(each, LimitExceededError) for each in came_to)
         del calls, came_to, call
-        await nothing_is_held(scheduler.drafter)
+        await nothing_is_held(jobs.drafter)
         return num_refused
 
-    async def draft(scheduler: Scheduler, request: pb.DraftRequest) -> None:
-        with scheduler.call("t") as line:
-            await scheduler.draft(line, "t", request, 4)
+    async def draft(jobs: Jobs, request: pb.DraftRequest) -> None:
+        with jobs.call("t") as slot:
+            await jobs.draft(slot, "t", request, 4)
 
     room = 40 << 20
     assert scheduled(Limits(max_bytes=room, max_tenant_bytes=room), run) > 0

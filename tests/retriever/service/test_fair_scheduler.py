@@ -1,4 +1,4 @@
-"""Turns by tenant and then by stream, on a clock that moves by the work alone."""
+"""FairScheduler by tenant and then by stream, on a clock that moves by the work alone."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from retriever.service.turns import SLICE_S, Turns
+from retriever.service.fair_scheduler import SLICE_S, FairScheduler
 
 PIECE_S = SLICE_S / 5 * 1.001  # above roundings: five of them are a slice
 WHOLE_S = SLICE_S * 1.001
@@ -33,24 +33,24 @@ class Clock:
 
 
 async def stream(
-    turns: Turns,
+    fair: FairScheduler,
     clock: Clock,
     tenant: str,
     steps: list[int],
     waits: list[tuple[str, dict[str, float]]],
 ) -> None:
     """Ask for turns without a pause, each for some pieces; note what others did meanwhile."""
-    with turns.line(tenant, is_stream=True) as line:
+    with fair.slot(tenant, is_stream=True) as slot:
         for pieces in steps:
             before = clock.worked_s.copy()
-            await line.take()
+            await slot.take()
             waits.append((tenant, clock.since(before)))
             for _ in range(pieces):
                 clock.work(tenant, PIECE_S)
                 before = clock.worked_s.copy()
-                await line.give_way()
+                await slot.give_way()
                 waits.append((tenant, clock.since(before)))
-            line.leave()
+            slot.leave()
             await asyncio.sleep(0)
 
 
@@ -66,12 +66,12 @@ def test_a_tenant_waits_for_a_slice_of_each_other_in_a_round(
     work: list[list[int]],
 ) -> None:
     clock, waits = Clock(), list[tuple[str, dict[str, float]]]()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
 
     async def run() -> None:
         # One stream of each tenant, so that none of its own come before it.
         await asyncio.gather(
-            *(stream(turns, clock, f"t{at}", steps, waits) for at, steps in enumerate(work))
+            *(stream(fair, clock, f"t{at}", steps, waits) for at, steps in enumerate(work))
         )
 
     asyncio.run(run())
@@ -87,16 +87,16 @@ def test_a_tenant_waits_for_a_slice_of_each_other_in_a_round(
 @pytest.mark.parametrize("num_streams", [1, 16])
 def test_shares_are_equal_whatever_the_number_of_streams(num_streams: int) -> None:
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
     shares: list[float] = []
 
     async def endless(tenant: str) -> None:
-        with turns.line(tenant, is_stream=True) as line:
+        with fair.slot(tenant, is_stream=True) as slot:
             await asyncio.sleep(0)  # until all are there: one alone is not held back
-            await line.take()
+            await slot.take()
             while True:
                 clock.work(tenant, PIECE_S)
-                await line.give_way()
+                await slot.give_way()
 
     async def run() -> None:
         tasks = [asyncio.create_task(endless("many")) for _ in range(num_streams)]
@@ -114,16 +114,16 @@ def test_shares_are_equal_whatever_the_number_of_streams(num_streams: int) -> No
 
 def test_streams_of_a_tenant_take_turns_and_its_calls_count_as_one() -> None:
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
     order: list[str] = []
 
     async def endless(name: str, *, is_call: bool) -> None:
-        with turns.line("a", is_stream=not is_call) as line:
-            await line.take()
+        with fair.slot("a", is_stream=not is_call) as slot:
+            await slot.take()
             while True:
                 order.append(name)
                 clock.work("a", WHOLE_S)
-                await line.give_way()
+                await slot.give_way()
 
     async def run() -> None:
         kinds = {"s1": False, "s2": False, "c1": True, "c2": True, "c3": True}
@@ -144,7 +144,7 @@ def test_streams_of_a_tenant_take_turns_and_its_calls_count_as_one() -> None:
 
 def test_a_tenant_alone_waits_for_nothing() -> None:
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
 
     async def run() -> int:
         others = 0
@@ -155,11 +155,11 @@ def test_a_tenant_alone_waits_for_nothing() -> None:
             asyncio.get_running_loop().call_soon(count)
 
         count()
-        with turns.line("a", is_stream=True) as line:
+        with fair.slot("a", is_stream=True) as slot:
             for _ in range(ROUNDS):
-                await line.take()
+                await slot.take()
                 clock.work("a", WHOLE_S)
-                line.leave()
+                slot.leave()
         return others
 
     assert asyncio.run(run()) == 1  # no iteration of the loop went by
@@ -167,24 +167,24 @@ def test_a_tenant_alone_waits_for_nothing() -> None:
 
 def test_debt_of_a_piece_that_could_not_be_cut_is_sat_out() -> None:
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
     times: list[float] = []
 
     async def long() -> None:
-        with turns.line("long", is_stream=True) as line:
+        with fair.slot("long", is_stream=True) as slot:
             await asyncio.sleep(0)
             for _ in range(2):
-                await line.take()
+                await slot.take()
                 clock.work("long", 10 * WHOLE_S)
-                line.leave()
+                slot.leave()
             times.append(clock.now_s)
 
     async def short() -> None:
-        with turns.line("short", is_stream=True) as line:
+        with fair.slot("short", is_stream=True) as slot:
             for _ in range(30):
-                await line.take()
+                await slot.take()
                 clock.work("short", WHOLE_S)
-                line.leave()
+                slot.leave()
                 await asyncio.sleep(0)
                 if not times:
                     early.append(1)
@@ -200,24 +200,24 @@ def test_debt_of_a_piece_that_could_not_be_cut_is_sat_out() -> None:
 
 def test_cancelled_waiters_leave_and_cost_nobody_a_turn() -> None:
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
     order: list[int] = []
 
     async def wait(number: int) -> None:
-        with turns.line("a", is_stream=True) as line:
-            await line.take()
+        with fair.slot("a", is_stream=True) as slot:
+            await slot.take()
             order.append(number)
             clock.work("a", WHOLE_S)
-            line.leave()
+            slot.leave()
 
     async def run() -> None:
         with (
-            turns.line("b", is_stream=True),
-            turns.line("a", is_stream=True) as line,
+            fair.slot("b", is_stream=True),
+            fair.slot("a", is_stream=True) as slot,
         ):
-            await line.take()
+            await slot.take()
             clock.work("a", WHOLE_S)
-            line.leave()
+            slot.leave()
             tasks = [asyncio.create_task(wait(number)) for number in range(20)]
             await asyncio.sleep(0)
             for number, task in enumerate(tasks):
@@ -233,18 +233,18 @@ def test_cancelled_waiters_leave_and_cost_nobody_a_turn() -> None:
 
 def test_nothing_is_kept_of_tenants_that_left() -> None:
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
 
     async def run() -> None:
-        with turns.line("stays", is_stream=True):
+        with fair.slot("stays", is_stream=True):
             for at in range(100):
-                with turns.line(f"t{at}", is_stream=False) as line:
-                    await line.take()
+                with fair.slot(f"t{at}", is_stream=False) as slot:
+                    await slot.take()
                     clock.work(f"t{at}", SLICE_S * (at % 3))
-                    line.leave()
+                    slot.leave()
             for _ in range(5):
                 await asyncio.sleep(0)
-            assert turns.num_tenants == 1
+            assert fair.num_tenants == 1
 
     asyncio.run(run())
 
@@ -252,15 +252,15 @@ def test_nothing_is_kept_of_tenants_that_left() -> None:
 def test_what_messages_cost_outside_of_turns_is_counted() -> None:
     """A tenant whose messages need little work, but as much again to be received, has half."""
     clock = Clock()
-    turns = Turns(clock=clock)
+    fair = FairScheduler(clock=clock)
 
     async def endless(tenant: str, beyond_s: float) -> None:
-        with turns.line(tenant, is_stream=True) as line:
+        with fair.slot(tenant, is_stream=True) as slot:
             await asyncio.sleep(0)  # until all are there
             while True:
-                await line.take(PIECE_S, beyond_s)
+                await slot.take(PIECE_S, beyond_s)
                 clock.work(tenant, PIECE_S)
-                line.leave()
+                slot.leave()
                 await asyncio.sleep(0)
 
     async def run() -> None:
@@ -274,4 +274,4 @@ def test_what_messages_cost_outside_of_turns_is_counted() -> None:
 
     asyncio.run(run())
     assert clock.worked_s["cheap"] / clock.worked_s["dear"] == pytest.approx(2.0, rel=0.1)
-    assert turns.uses.of("dear").seconds == pytest.approx(turns.uses.of("cheap").seconds, rel=0.1)
+    assert fair.uses.of("dear").seconds == pytest.approx(fair.uses.of("cheap").seconds, rel=0.1)

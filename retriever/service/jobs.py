@@ -1,9 +1,9 @@
-"""Who does the work of calls and streams: the event loop in turns, or threads in lanes.
+"""Who does the work of calls and streams: the event loop in turns, or threads in pools.
 
 Short work is done on the loop: a draft takes tens of microseconds, less than passing it to another
 thread. Token ids that are sent as numbers are converted there, too, in slices: that needs the
 interpreter. Long work that does not need it (reading contexts, prompts and outputs) and waits for
-disks go to lanes.
+disks go to worker pools.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from retriever.errors import (
 )
 from retriever.sequences import SessionKey, checked_options
 from retriever.service.allowances import Allowances, work_of_draft
-from retriever.service.lanes import Lane, Lanes
-from retriever.service.turns import Line, Turns
+from retriever.service.fair_scheduler import FairScheduler, Slot
+from retriever.service.worker_pools import WorkerPool, WorkerPools
 from retriever.sessions.draft_counts import TenantUses
 from retriever.sessions.drafter_state import PAUSE_S, DrafterState, finish
 from retriever.sessions.explaining import explain_prepared
@@ -43,7 +43,7 @@ from retriever.wire.messages import (
 )
 
 LONG_PROMPT: Final = 1 << 12
-"""Longer contexts and prompts are read in a lane; this one takes a slice on the loop."""
+"""Longer contexts and prompts are read in a worker pool; this one takes a slice on the loop."""
 
 _RETRY_S: Final = 0.1
 """What a refusal for too many calls tells to wait: some hundred of them are done by then."""
@@ -55,14 +55,14 @@ _Result = TypeVar("_Result")
 
 
 class Flushing:
-    """Flushes a drafter in a lane; one flush covers all sessions that ended during the last.
+    """Flushes a drafter in a worker pool; one flush covers all sessions that ended during the last.
 
     Args:
         state: of the drafter to flush.
-        disk: the lane for it.
+        disk: the pool for it.
     """
 
-    def __init__(self, state: DrafterState, disk: Lane) -> None:
+    def __init__(self, state: DrafterState, disk: WorkerPool) -> None:
         self._state = state
         self._disk = disk
         self._task: asyncio.Task[None] | None = None
@@ -128,7 +128,7 @@ class RecentEnds:
             del self._ends[key]
 
 
-class Scheduler:
+class Jobs:
     """Does a drafter's work for tenants.
 
     Args:
@@ -138,7 +138,7 @@ class Scheduler:
         drafter: as given.
         uses: what tenants have used.
         turns: on the event loop.
-        lanes: threads for long work.
+        workers: threads for long work.
         allowances: what tenants may still ask for.
         flushing: flushes the outputs of ended sessions.
         ends: of sessions, for those that are repeated.
@@ -148,16 +148,16 @@ class Scheduler:
         self.drafter = drafter
         self._state = state = drafter.state
         self.uses: TenantUses = state.uses
-        self.turns = Turns(self.uses)
-        self.lanes = Lanes(state.limits, self.uses)
+        self.fair = FairScheduler(self.uses)
+        self.workers = WorkerPools(state.limits, self.uses)
         self.allowances = Allowances.of_work(state.limits.max_tenant_work)
-        self.flushing = Flushing(state, self.lanes.disk)
+        self.flushing = Flushing(state, self.workers.disk)
         self.ends = RecentEnds()
         self._num_calls: Counter[str] = Counter()
         self._lasting: set[asyncio.Task[Any]] = set()
 
     @contextmanager
-    def call(self, tenant: str) -> Iterator[Line]:
+    def call(self, tenant: str) -> Iterator[Slot]:
         """Let a call outside of streams take part during the block.
 
         Raises:
@@ -173,8 +173,8 @@ class Scheduler:
             )
         self._num_calls[tenant] += 1
         try:
-            with self.turns.line(tenant, is_stream=False) as line:
-                yield line
+            with self.fair.slot(tenant, is_stream=False) as slot:
+                yield slot
         finally:
             self._num_calls[tenant] -= 1
             if not self._num_calls[tenant]:
@@ -194,7 +194,7 @@ class Scheduler:
 
     async def draft(
         self,
-        line: Line,
+        slot: Slot,
         tenant: str,
         request: pb.DraftRequest,
         budget_nodes: int,
@@ -204,7 +204,7 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        context = await self._context(line, tenant, request, budget_nodes)
+        context = await self._context(slot, tenant, request, budget_nodes)
         tree = self._state.draft_prepared(context, budget_nodes, request.min_probability)
         use = self.uses.of(tenant)
         use.drafts += 1
@@ -213,7 +213,7 @@ class Scheduler:
 
     async def explain(
         self,
-        line: Line,
+        slot: Slot,
         tenant: str,
         request: pb.ExplainRequest,
         budget_nodes: int,
@@ -223,19 +223,19 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        context = await self._context(line, tenant, request, budget_nodes)
-        line.leave()
+        context = await self._context(slot, tenant, request, budget_nodes)
+        slot.leave()
         least, most = request.min_probability, request.max_documents
 
         def told() -> pb.ExplainResponse:
             explanation = explain_prepared(self._state, context, budget_nodes, least, most)
             return explanation_to_message(explanation)
 
-        return await self.lanes.explaining.run(tenant, told)
+        return await self.workers.explaining.run(tenant, told)
 
     async def open_session(
         self,
-        line: Line,
+        slot: Slot,
         opening: pb.OpenSessionRequest,
         tenant: str,
     ) -> Session:
@@ -252,32 +252,32 @@ class Scheduler:
             )
         options = _options_of(opening, tenant)
         predicted = predicted_in(opening.predictions)
-        session = await self._prepared(line, prompt_of(opening), predicted, options)
+        session = await self._prepared(slot, prompt_of(opening), predicted, options)
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self._state.begin(SessionKey(tenant, opening.session_id), session)
         return session
 
     async def add_predictions(
-        self, line: Line, addition: pb.AddPredictionsRequest, tenant: str
+        self, slot: Slot, addition: pb.AddPredictionsRequest, tenant: str
     ) -> None:
         """Add predictions to a session of a tenant, in a turn that is over meanwhile.
 
         Raises:
             RetrieverError: they are refused.
         """
-        predictions = await self._predictions(line, predicted_in(addition.predictions))
+        predictions = await self._predictions(slot, predicted_in(addition.predictions))
         key = SessionKey(tenant, addition.session_id)
-        line.leave()
+        slot.leave()
         try:
             add = partial(self._state.add_predictions, key, predictions)
-            await self.lanes.reading.run(tenant, add)
+            await self.workers.reading.run(tenant, add)
         finally:
-            await line.take()
+            await slot.take()
         self._read_by(tenant, sum(len(each.tokens) for each in predictions))
 
     async def end_session(
         self,
-        line: Line,
+        slot: Slot,
         closing: pb.CloseSessionRequest,
         tenant: str,
     ) -> tuple[Fate, asyncio.Task[None] | None]:
@@ -291,7 +291,7 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         key, length = SessionKey(tenant, closing.session_id), closing.length
-        tokens = await self._tokens(line, new_tokens_of(closing))
+        tokens = await self._tokens(slot, new_tokens_of(closing))
         try:
             fate, pieces = self._state.ending(
                 key, tokens, remember=not closing.forget, length=length
@@ -311,15 +311,15 @@ class Scheduler:
     def commit_long(self, tenant: str, step: CheckedRequest) -> "asyncio.Task[None]":
         """Begin to commit the many tokens of a step; it goes on if the caller leaves."""
         commit = partial(self.drafter.commit_long, step)
-        return self._last(self.lanes.reading.run(tenant, commit, can_refuse=False))
+        return self._last(self.workers.reading.run(tenant, commit, can_refuse=False))
 
     def close(self) -> None:
-        """End the lanes' threads after the work that is under way."""
-        self.lanes.close()
+        """End the threads of the pools after the work that is under way."""
+        self.workers.close()
 
     async def _context(
         self,
-        line: Line,
+        slot: Slot,
         tenant: str,
         request: pb.DraftRequest | pb.ExplainRequest,
         budget_nodes: int,
@@ -332,48 +332,48 @@ class Scheduler:
         context, predicted = context_of(request), predicted_in(request.predictions)
         num_tokens = context.num_tokens + _num_predicted(predicted)
         self.take_allowance(tenant, work_of_draft(budget_nodes, num_tokens))
-        await line.take()
+        await slot.take()
         options = SequenceOptions(remember=False, tenant=tenant)
-        return await self._prepared(line, context, predicted, options)
+        return await self._prepared(slot, context, predicted, options)
 
     async def _prepared(
         self,
-        line: Line,
+        slot: Slot,
         prompt: SentIds,
         predicted: Sequence[tuple[SentIds, str]],
         options: SequenceOptions,
     ) -> Session:
-        """Read a prompt, in a turn; a long one in a lane."""
+        """Read a prompt, in a turn; a long one in a worker pool."""
         tenant = options.tenant
         charge = self.drafter.charge_reading(tenant, prompt.num_tokens, _num_predicted(predicted))
-        pool = await self._loaded(line, tenant)
-        tokens = await self._tokens(line, prompt)
-        predictions = await self._predictions(line, predicted)
+        pool = await self._loaded(slot, tenant)
+        tokens = await self._tokens(slot, prompt)
+        predictions = await self._predictions(slot, predicted)
         if predictions:
             options = replace(options, predictions=tuple(predictions))
         prepare = partial(self._state.prepare, tokens, options, charge)
         num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
-        prepared = await self._read(line, tenant, num_tokens, prepare)
+        prepared = await self._read(slot, tenant, num_tokens, prepare)
         del pool  # its outputs stayed in memory for this
         self._read_by(tenant, num_tokens)
         return prepared
 
     async def _predictions(
-        self, line: Line, predicted: Sequence[tuple[SentIds, str]]
+        self, slot: Slot, predicted: Sequence[tuple[SentIds, str]]
     ) -> list[Prediction]:
         """Convert the predictions of a message, in a turn."""
-        return [Prediction(await self._tokens(line, sent), label) for sent, label in predicted]
+        return [Prediction(await self._tokens(slot, sent), label) for sent, label in predicted]
 
-    async def _loaded(self, line: Line, tenant: str) -> object:
-        """Load a tenant's outputs in a lane, if they are not in memory; keep them by the result."""
+    async def _loaded(self, slot: Slot, tenant: str) -> object:
+        """Load a tenant's outputs, if they are not in memory; the result keeps them there."""
         if self.drafter.is_loaded(tenant):
             return self.drafter.load(tenant)
-        line.leave()
-        pool = await self.lanes.loading.run(tenant, partial(self.drafter.load, tenant))
-        await line.take()
+        slot.leave()
+        pool = await self.workers.loading.run(tenant, partial(self.drafter.load, tenant))
+        await slot.take()
         return pool
 
-    async def _tokens(self, line: Line, sent: SentIds) -> TokenIds:
+    async def _tokens(self, slot: Slot, sent: SentIds) -> TokenIds:
         """Convert token ids of a message, in a turn: many numbers in pieces."""
         if len(sent.numbers) <= _NUMBERS_AT_ONCE or sent.packed:
             return sent.tokens()
@@ -381,23 +381,23 @@ class Scheduler:
         for begin in range(0, len(tokens), _NUMBERS_AT_ONCE):
             end = begin + _NUMBERS_AT_ONCE
             tokens[begin:end] = sent._replace(numbers=sent.numbers[begin:end]).tokens()
-            await line.give_way()
+            await slot.give_way()
         return tokens
 
     async def _read(
-        self, line: Line, tenant: str, num_tokens: int, read: Callable[[], _Result]
+        self, slot: Slot, tenant: str, num_tokens: int, read: Callable[[], _Result]
     ) -> _Result:
-        """Read tokens in a lane if they are many; the turn is over meanwhile."""
+        """Read tokens in a worker pool if they are many; the turn is over meanwhile."""
         if num_tokens <= LONG_PROMPT:
             return read()
-        line.leave()
-        result = await self.lanes.reading.run(tenant, read)
-        await line.take()
+        slot.leave()
+        result = await self.workers.reading.run(tenant, read)
+        await slot.take()
         return result
 
     async def _remember(self, tenant: str, pieces: Iterator[None]) -> None:
         remember = partial(finish, pieces, PAUSE_S)
-        await self.lanes.reading.run(tenant, remember, can_refuse=False)
+        await self.workers.reading.run(tenant, remember, can_refuse=False)
         self.flushing.request()
 
     def _last(self, work: Any) -> "asyncio.Task[Any]":

@@ -1,4 +1,4 @@
-"""Lanes: threads for long work, of one kind each, so that no kind waits for another.
+"""WorkerPools: threads for long work, of one kind each, so that no kind waits for another.
 
 Work is done whole, and of each tenant one at a time, in the order in which it came: however much a
 tenant asks for, another's work is next. Long work takes a tenth of a second for a million tokens,
@@ -25,7 +25,6 @@ from retriever.sessions.draft_counts import TenantUses
 _LEAST_WAIT_S: Final = 0.05  # what a refusal tells to wait: below it, retries would be a load
 _WEIGHT_OF_LAST: Final = 0.1  # of the last work in the mean of durations
 _NICENESS: Final = 4  # more, and a thread that holds the interpreter is kept waiting with it
-_NUM_READING: Final = 8
 
 _Result = TypeVar("_Result")
 
@@ -38,7 +37,7 @@ def _yield_processors() -> None:
 
 
 class _Work:
-    """Work in a lane: what is done, and the future of what it comes to, resolved on the loop."""
+    """What is done in a pool, and the future of what it comes to, which is resolved on the loop."""
 
     __slots__ = ("answer", "do")
 
@@ -47,13 +46,13 @@ class _Work:
         self.answer = answer
 
 
-class Lane:
+class WorkerPool:
     """Threads for one kind of work; used from one event loop.
 
     Args:
         name: of its threads.
         num_threads: tenants that are worked for at once.
-        max_waiting: work of one tenant that may be in the lane at once, and be refused.
+        max_waiting: work of one tenant that may be in the pool at once, and be refused.
         uses: gets the time that tenants take.
         computes: whether its work takes processors, and not disks: threads that do yield them to
             the event loop, where the system keeps a priority for each thread (Linux).
@@ -131,7 +130,7 @@ class Lane:
             del self._tenants[tenant]
 
     def _do(self, tenant: str, work: _Work) -> None:
-        """Do some work; called in a thread of the lane."""
+        """Do some work; called in a thread of the pool."""
         result: object = None
         error: BaseException | None = None
         began_s = time.monotonic()
@@ -164,12 +163,13 @@ class Lane:
             answer.set_result(result)
 
 
-class Lanes:
-    """The lanes of a service.
+class WorkerPools:
+    """The worker pools of a service.
 
-    Reading takes all processors that nothing of usual priority wants: kernels without the
-    interpreter's lock. Explaining is Python, and more threads would only take the interpreter from
-    drafts. Disks and loading get two: one tenant's slow one leaves a thread to others.
+    Reading takes all processors but one, at most four: kernels without the interpreter's lock. It
+    has two threads at least, so that a tenant's long prompt leaves one to others. Explaining is
+    Python, and more threads would only take the interpreter from drafts. Disks and loading get two:
+    one tenant's slow one leaves a thread to others.
 
     Attributes:
         reading: long contexts, prompts, commits and outputs.
@@ -179,13 +179,14 @@ class Lanes:
     """
 
     def __init__(self, limits: Limits, uses: TenantUses) -> None:
+        num_reading = min(4, max(2, (os.cpu_count() or 1) - 1))
         most = limits.max_tenant_waiting
-        self.reading = Lane("reading", _NUM_READING, most, uses, computes=True)
-        self.explaining = Lane("explaining", 1, most, uses, computes=True)
-        self.disk = Lane("disk", 2, most, uses)
-        self.loading = Lane("loading", 2, most, uses)
+        self.reading = WorkerPool("reading", num_reading, most, uses, computes=True)
+        self.explaining = WorkerPool("explaining", 1, most, uses, computes=True)
+        self.disk = WorkerPool("disk", 2, most, uses)
+        self.loading = WorkerPool("loading", 2, most, uses)
 
     def close(self) -> None:
         """End the threads after the work that is under way."""
-        for lane in (self.reading, self.explaining, self.disk, self.loading):
-            lane.close()
+        for pool in (self.reading, self.explaining, self.disk, self.loading):
+            pool.close()

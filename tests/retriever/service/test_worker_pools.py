@@ -1,4 +1,4 @@
-"""Lanes: tenants in turn, refusals, and work that nobody waits for any more."""
+"""WorkerPools: tenants in turn, refusals, and work that nobody waits for any more."""
 
 import asyncio
 import threading
@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 
 from retriever.errors import LimitExceededError, StateError
-from retriever.service.lanes import Lane
+from retriever.service.worker_pools import WorkerPool
 from retriever.sessions.draft_counts import TenantUses
 
 
-def lane(max_waiting: int = 100, num_threads: int = 1) -> Lane:
-    return Lane("test", num_threads, max_waiting, TenantUses())
+def lane(max_waiting: int = 100, num_threads: int = 1) -> WorkerPool:
+    return WorkerPool("test", num_threads, max_waiting, TenantUses())
 
 
-async def held(of: Lane, gate: threading.Event) -> "asyncio.Task[bool]":
+async def held(of: WorkerPool, gate: threading.Event) -> "asyncio.Task[bool]":
     """Keep the lane's thread busy until the gate opens."""
     began = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Turns on the event loop: work is given out in slices, by tenant and then by stream.
+"""FairScheduler on the event loop: work is given out in slices, by tenant and then by stream.
 
 This is deficit round robin (Shreedhar and Varghese, 1995) with an iteration of the event loop as a
 round. In each, a tenant may work for one slice. What work takes beyond that is a debt, for which
@@ -41,15 +41,15 @@ class _Tenant:
 
     Attributes:
         left_s: of its slice of a round; below 0 for a debt.
-        num_lines: streams and calls under way.
+        num_slots: streams and calls under way.
         waiting: waits by stream, in the order of turns.
     """
 
-    __slots__ = ("left_s", "num_lines", "waiting")
+    __slots__ = ("left_s", "num_slots", "waiting")
 
     def __init__(self) -> None:
         self.left_s = SLICE_S
-        self.num_lines = 0
+        self.num_slots = 0
         self.waiting: OrderedDict[Hashable, deque[_Waiting]] = OrderedDict()
 
     def add(self, key: Hashable, waiting: _Waiting) -> None:
@@ -65,7 +65,7 @@ class _Tenant:
         return first
 
 
-class Turns:
+class FairScheduler:
     """Gives out turns to the streams and calls of all tenants. For one event loop.
 
     Args:
@@ -89,19 +89,19 @@ class Turns:
         return len(self._tenants)
 
     @contextmanager
-    def line(self, name: str, *, is_stream: bool) -> Iterator["Line"]:
+    def slot(self, name: str, *, is_stream: bool) -> Iterator["Slot"]:
         """Let a stream of a tenant take part during the block, or a call outside of streams."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant()
-        tenant.num_lines += 1
-        line = Line(self, name, tenant, object() if is_stream else None)
+        tenant.num_slots += 1
+        slot = Slot(self, name, tenant, object() if is_stream else None)
         try:
-            yield line
+            yield slot
         finally:
-            line.leave()
-            tenant.num_lines -= 1
-            if not tenant.num_lines:
+            slot.leave()
+            tenant.num_slots -= 1
+            if not tenant.num_slots:
                 if name in self._owing:
                     self._come_round()  # it is gone with its debt paid
                 else:
@@ -172,26 +172,26 @@ class Turns:
                 self._come_round()
             elif tenant.left_s == SLICE_S:
                 del self._owing[name]
-                if not tenant.num_lines:
+                if not tenant.num_slots:
                     del self._tenants[name]
-            elif not tenant.num_lines:
+            elif not tenant.num_slots:
                 self._come_round()
 
 
-class Line:
-    """A stream's, or a call's, place among the turns.
+class Slot:
+    """A stream's, or a call's, place in the scheduler.
 
     Args:
-        turns: shared with all others.
+        fair: the scheduler, shared with all others.
         name: of the tenant.
         tenant: its state.
         key: of the stream among the tenant's.
     """
 
-    __slots__ = ("_began_s", "_beyond_s", "_expected_s", "_key", "_name", "_tenant", "_turns")
+    __slots__ = ("_began_s", "_beyond_s", "_expected_s", "_fair", "_key", "_name", "_tenant")
 
-    def __init__(self, turns: Turns, name: str, tenant: _Tenant, key: Hashable) -> None:
-        self._turns = turns
+    def __init__(self, fair: FairScheduler, name: str, tenant: _Tenant, key: Hashable) -> None:
+        self._fair = fair
         self._name = name
         self._tenant = tenant
         self._key = key
@@ -208,15 +208,15 @@ class Line:
             beyond_s: that the event loop works for it outside of its turn; counted with that.
         """
         self._beyond_s = beyond_s
-        if not self._turns.may_go(self._tenant):
+        if not self._fair.may_go(self._tenant):
             await self._wait(min(expected_s, SLICE_S))
-        self._began_s = self._turns.clock()
+        self._began_s = self._fair.clock()
 
     @property
     def is_over(self) -> bool:
         """Whether this turn's slice is over."""
         began_s = self._began_s
-        return began_s is not None and self._turns.clock() - began_s >= SLICE_S
+        return began_s is not None and self._fair.clock() - began_s >= SLICE_S
 
     async def give_way(self) -> None:
         """Wait for the next turn if this one's slice is over."""
@@ -224,16 +224,16 @@ class Line:
             return
         self.leave()
         await self._wait(SLICE_S)
-        self._began_s = self._turns.clock()
+        self._began_s = self._fair.clock()
 
     def leave(self) -> None:
         """End the turn: before waiting for anything but a turn."""
         if self._began_s is None:
             return
-        seconds = self._turns.clock() - self._began_s + self._beyond_s
+        seconds = self._fair.clock() - self._began_s + self._beyond_s
         self._beyond_s = 0.0
         expected_s, self._expected_s, self._began_s = self._expected_s, 0.0, None
-        self._turns.worked(self._name, self._tenant, seconds, expected_s)
+        self._fair.worked(self._name, self._tenant, seconds, expected_s)
 
     async def _wait(self, expected_s: float) -> None:
-        self._expected_s = await self._turns.wait(self._name, self._tenant, self._key, expected_s)
+        self._expected_s = await self._fair.wait(self._name, self._tenant, self._key, expected_s)
