@@ -85,7 +85,8 @@ def _predicted_text(prediction: object) -> str:
 class SequenceOptions:
     """What a sequence is opened with, besides its prompt.
 
-    All but the tenant are hints: a drafter does not use those that it does not know.
+    All but the tenant are hints: a drafter does not use those that it does not know. A value that
+    cannot be one is refused wherever a sequence is opened (`sequences.checked_options`).
 
     Attributes:
         remember: whether its output joins the generations when it is closed.

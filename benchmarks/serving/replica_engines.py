@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier, Event
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from retriever.client.conversation import FailOpen
-from retriever.client.planner import ranked
 from retriever.client.resilient import ResilientDrafter
 from retriever.drafter import DraftRequest
 from retriever.tree import ROOT, DraftTree
@@ -22,7 +21,6 @@ from retriever.tree import ROOT, DraftTree
 LATE: Final = 1.2
 """Share of the deadline after which a step counts as late."""
 
-_RETURN_STEPS: Final = 100  # in which 400,000 tokens return
 _PATIENCE_S: Final = 60.0
 _VOCABULARY: Final = 32_000
 _PHRASES: Final = 40
@@ -67,8 +65,6 @@ class Counts:
         accepted: of these, from drafts.
         drafts: sequences of steps.
         fail_opens: those without a service's draft, by reason.
-        at_home: sessions at the server that they prefer once all is settled.
-        elsewhere: other sessions then.
     """
 
     steps: int = 0
@@ -80,8 +76,6 @@ class Counts:
     accepted: int = 0
     drafts: int = 0
     fail_opens: Counter[str] = field(default_factory=Counter)
-    at_home: int = 0
-    elsewhere: int = 0
 
     def add(self, other: "Counts") -> None:
         """Add what another engine has seen."""
@@ -162,27 +156,18 @@ class _Sequence:
 
 
 def decode(number: int, load: Load) -> Counts:
-    """Decode sequence after sequence until the end, then until all are where they belong."""
+    """Decode sequence after sequence until the end."""
     counts, rng = Counts(), np.random.default_rng(number)
     target = Target(seed=0)
     names = (f"{number}/{at}" for at in range(1 << 40))
-    options: Any = {"deadline_s": load.deadline_s, "client": f"engine-{number}"}
-    with ResilientDrafter(load.addresses, **options) as drafter:
+    with ResilientDrafter(load.addresses, deadline_s=load.deadline_s) as drafter:
         drafter.wait(_PATIENCE_S)
         load.connected.wait(_PATIENCE_S)
         under_way: list[_Sequence] = []
         while not load.until.is_set():
             _refill(drafter, under_way, names, target, rng, load.width)
             _step(drafter, under_way, counts, load)
-        for each in under_way:  # so that they are open when all has settled
-            each.end += 1 << 16
-        drafter.wait(_PATIENCE_S)
-        for _ in range(_RETURN_STEPS):
-            _step(drafter, under_way, counts, load)
         for each in under_way:
-            is_home = drafter.server_of(each.name) == ranked(each.name, load.addresses)[0]
-            counts.at_home += is_home
-            counts.elsewhere += not is_home
             each.end = len(each.tokens)
             _finish(drafter, each, counts)
         counts.fail_opens = Counter({FailOpen(k).value: n for k, n in drafter.fail_opens.items()})

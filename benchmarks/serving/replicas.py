@@ -5,8 +5,8 @@
 Every 20 s one service is drained (SIGTERM) and, halfway to the next, the other killed (SIGKILL);
 each is started again at once, and the next time they change parts. Engines are processes with a
 scripted target and a `ResilientDrafter` over both addresses. Counted are outputs that differ from
-plain decoding, steps that end later than their deadline and a fifth, drafts gone without by reason,
-and sessions that are not at the server that they prefer once both have been up for a while.
+plain decoding, steps that end later than their deadline and a fifth, and drafts gone without by
+reason.
 Next to them a process only waits for such deadlines: what it misses, the machine has missed.
 """
 
@@ -193,7 +193,7 @@ def main(  # noqa: PLR0913, PLR0917  (a command has as many options as it needs)
     print(f"{seen['outputs']} outputs, {seen['wrong']} wrong; {seen['steps']} steps")
     print(f"late: {seen['late']} ({report['late_share']:.5%}); control: {report['control']}")
     print(f"without a service's draft: {seen['fail_opens']} of {seen['drafts']}")
-    print(f"at home: {seen['at_home']}, elsewhere: {seen['elsewhere']}; {report['ends']}")
+    print(report["ends"])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from retriever.errors import (
     NotServedError,
     UnknownSessionError,
 )
-from retriever.sequences import SessionKey, checked_options
+from retriever.sequences import SessionKey
 from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.fair_scheduler import FairScheduler, Slot
 from retriever.service.worker_pools import WorkerPool, WorkerPools
@@ -37,6 +37,7 @@ from retriever.wire.messages import (
     context_of,
     explanation_to_message,
     new_tokens_of,
+    options_in,
     predicted_in,
     prompt_of,
     tree_to_message,
@@ -250,7 +251,7 @@ class Jobs:
                 "constraints are not served yet: open the session without one, and have outputs "
                 "constrained where they are decoded"
             )
-        options = _options_of(opening, tenant)
+        options = options_in(opening, tenant)
         predicted = predicted_in(opening.predictions)
         session = await self._prepared(slot, prompt_of(opening), predicted, options)
         # `begin` runs on the loop: a call cancelled before leaves no session.
@@ -417,22 +418,6 @@ _DONE: Final = object()
 
 def _num_predicted(predicted: Sequence[tuple[SentIds, str]]) -> int:
     return sum(sent.num_tokens for sent, _ in predicted)
-
-
-def _options_of(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
-    """Return the options of a sequence that begins, but for its predictions.
-
-    Raises:
-        InvalidRequestError: the group cannot be a name, or a version is beyond 62 bits.
-    """
-    stated = SequenceOptions(
-        remember=not opening.forget,
-        group=opening.group,
-        policy_version=opening.policy_version if opening.HasField("policy_version") else None,
-        oldest_version=opening.oldest_version,
-        tenant=tenant,
-    )
-    return checked_options(stated, keeps_tenants=True)
 
 
 def tokens_of_opening(opening: pb.OpenSessionRequest) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from retriever.drafter import DraftRequest, Findings, Prediction, SequenceOptions, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
 from retriever.limits import MAX_OUTCOMES, check_num_findings, check_num_sent, checked_tokens
+from retriever.sequences import checked_options
 from retriever.tree import (
     NODE_BYTES,
     ROOT,
@@ -152,6 +153,22 @@ def opening_message(
         policy_version=options.policy_version,
         oldest_version=options.oldest_version,
     )
+
+
+def options_in(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
+    """Return the options of a sequence that a message opens, but for its predictions.
+
+    Raises:
+        InvalidRequestError: see `checked_options`.
+    """
+    stated = SequenceOptions(
+        remember=not opening.forget,
+        group=opening.group,
+        policy_version=opening.policy_version if opening.HasField("policy_version") else None,
+        oldest_version=opening.oldest_version,
+        tenant=tenant,
+    )
+    return checked_options(stated, keeps_tenants=True)
 
 
 def prediction_messages(predictions: Iterable[Prediction]) -> list[pb.Prediction]:

@@ -21,6 +21,7 @@ from tests.golden.record import (
     output_step,
     rate_step,
 )
+from tests.golden.recorded_wire import OPENING
 from tests.golden.sections import MODULES, Scope, recorded
 
 KEPT = Path(__file__).parents[1] / "data" / "golden.jsonl"
@@ -32,8 +33,18 @@ def test_what_is_done_is_what_was_recorded(section: str, tmp_path: Path) -> None
     before = [step for step in Record.read(KEPT).steps if step.section == section]
     after = list(recorded(section, Scope(tmp_path, small=True)))
     found = list(differences(before, after, rounding=True))
-    assert not found, f"{len(found)} of {len(before)} steps differ, first {found[0]}"
+    assert not found, (
+        f"{len(found)} of {len(before)} steps differ, first {found[0]}; if they should: "
+        "python -m tests.golden record --small --output tests/data/golden.jsonl"
+    )
     assert not added(before, after)
+
+
+def test_the_recorded_opening_states_every_field() -> None:
+    """But for those that are another form of one, and what is recorded apart."""
+    stated = {field.name for field, _ in OPENING.ListFields()}
+    every = {field.name for field in OPENING.DESCRIPTOR.fields}
+    assert every - stated == {"prompt_bytes", "forget", "constraint"}
 
 
 def tree(**changes: list[Any]) -> Step:

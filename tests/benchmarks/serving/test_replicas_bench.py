@@ -17,6 +17,4 @@ def test_engines_notice_little_of_services_that_come_and_go() -> None:
     must_hold(seen["accepted"] > seen["steps"], "services draft")
     assert (report["ends"]["drains"], report["ends"]["kills"]) == (1, 1)
     assert report["ends"]["longest_drain_s"] < 6  # sessions have moved, so it ends early
-    assert seen["elsewhere"] == 0
-    assert seen["at_home"] == 4
     assert seen["late"] <= 0.01 * seen["steps"] + report["control"]["late"]
