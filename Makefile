@@ -246,7 +246,7 @@ stubs:
 	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
 
 # The committed stubs are those of the committed contract.
-stubs-check:
+stubs-check: install
 	mkdir -p build/stubs
 	$(MAKE) --silent stubs STUBS_OUT=build/stubs
 	@diff --unified --recursive --exclude=__init__.py --exclude=__pycache__ --exclude=*.proto build/stubs/retriever/v1 retriever/v1 \
