@@ -1,12 +1,15 @@
 """The client that some addresses ask for."""
 
 from collections.abc import Sequence
+from logging import getLogger
 from typing import Final
 
 from retriever.client.credentials import Credentials
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
 from retriever.errors import InvalidRequestError
+
+_log = getLogger(__name__)
 
 DEFAULT_DEADLINE_S: Final = 0.02
 """How long a step waits for several services, in seconds: longer keeps late evidence, shorter
@@ -66,4 +69,7 @@ def connect(
         credentials=credentials,
     )
     drafter.wait(DEFAULT_TIMEOUT_S)
+    for address in listed:
+        if not drafter.is_up(address):
+            _log.warning("drafts go on without %s, which does not answer", address)
     return drafter
