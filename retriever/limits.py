@@ -165,11 +165,20 @@ def check_group_name(group: str) -> None:
 def check_tenant_name(tenant: str) -> None:
     """Refuse an invalid tenant name; the empty name stands for callers without a tenant.
 
+    Names are written into logs, and operators make folders of them.
+
     Raises:
-        InvalidRequestError: the name is too long, or cannot be encoded.
+        InvalidRequestError: the name is too long, cannot be encoded, does not print, or has parts
+            between slashes that are none or stand for other folders.
     """
     if len(_encoded(tenant)) > MAX_NAME_BYTES:
         raise InvalidRequestError(f"a tenant's name has at most {MAX_NAME_BYTES} bytes")
+    parts = tenant.replace("\\", "/").split("/")
+    if tenant and (not tenant.isprintable() or not {"", ".", ".."}.isdisjoint(parts)):
+        raise InvalidRequestError(
+            f"{tenant!r} cannot be a tenant's name: leave out control characters and line breaks, "
+            "and parts of a path such as .. and //"
+        )
 
 
 def _encoded(name: str) -> bytes:

@@ -17,7 +17,13 @@ from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials
 from retriever.client.planner import Agreement
 from retriever.client.resilient import FailOpenClient, Waits
-from retriever.client.streams import CONNECT_TIMEOUT_S, SETTLED_S, LinkEvent, check_usable
+from retriever.client.streams import (
+    CONNECT_TIMEOUT_S,
+    SETTLED_S,
+    LinkEvent,
+    OutageLog,
+    check_usable,
+)
 from retriever.drafter import (
     DEFAULT,
     DraftRequest,
@@ -101,7 +107,7 @@ class AsyncLink:
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        backoff = Backoff()
+        backoff, outage = Backoff(), OutageLog(self._address)
         while True:
             try:
                 async with self._open_channel(self._address) as channel:
@@ -115,8 +121,9 @@ class AsyncLink:
                     finally:
                         if time.monotonic() - began_s > SETTLED_S:
                             backoff.succeed()
+                            outage.end()
             except (grpc.RpcError, RetrieverError) as error:
-                _log.info("no draft service at %s: %s", self._address, error)
+                outage.note(error)
             except asyncio.CancelledError:
                 # gRPC raises the same error for a cancelled call as asyncio for a cancelled task.
                 if (task := asyncio.current_task()) is None or task.cancelling():

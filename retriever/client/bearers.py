@@ -1,6 +1,6 @@
 """Tokens in the calls of a channel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -23,10 +23,10 @@ class Bearer(
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds a token to every call."""
+    """Adds a token to every call, that of the moment."""
 
-    def __init__(self, token: str) -> None:
-        self._metadata = ("authorization", f"Bearer {token}")
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
 
     def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
@@ -50,7 +50,7 @@ class Bearer(
         return _CallDetails(
             details.method,
             details.timeout,
-            (*(details.metadata or ()), self._metadata),
+            (*(details.metadata or ()), ("authorization", f"Bearer {self._token()}")),
             details.credentials,
             getattr(details, "wait_for_ready", None),
             getattr(details, "compression", None),
@@ -60,12 +60,12 @@ class Bearer(
 class _AsyncBearer:
     """Adds a token to every call of an asyncio channel."""
 
-    def __init__(self, token: str) -> None:
-        self._value = f"Bearer {token}"
+    def __init__(self, token: Callable[[], str]) -> None:
+        self._token = token
 
     def _with_token(self, details: Any) -> Any:
         metadata = aio.Metadata(*(details.metadata or ()))
-        metadata.add("authorization", self._value)
+        metadata.add("authorization", f"Bearer {self._token()}")
         return details._replace(metadata=metadata)
 
 
@@ -83,6 +83,6 @@ class _AsyncStreamBearer(_AsyncBearer, aio.StreamStreamClientInterceptor):
         return await continuation(self._with_token(client_call_details), request_iterator)
 
 
-def async_bearers(token: str) -> list[Any]:
+def async_bearers(token: Callable[[], str]) -> list[Any]:
     """Return interceptors that add a token to every call of an asyncio channel."""
     return [_AsyncUnaryBearer(token), _AsyncStreamBearer(token)]

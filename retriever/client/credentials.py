@@ -1,12 +1,15 @@
 """Client credentials: what is sent to a service, and which authorities are trusted.
 
-gRPC is imported to open a channel, and not to state credentials: commands show their options so.
+Files are read again when they have changed: tokens, certificates and authorities are rotated while
+clients run. gRPC is imported to open a channel, and not to state credentials: commands show their
+options so.
 """
 
 import ipaddress
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from retriever.errors import CredentialsError
+from retriever.wire.channels import ENABLE_PROXY
 
 if TYPE_CHECKING:
     import grpc
@@ -26,6 +30,7 @@ VARIABLES: Final = {
     "FOREDRAFT_REMOTE_TOKEN": "token",
     "FOREDRAFT_REMOTE_TOKEN_FILE": "token_file",
     "FOREDRAFT_REMOTE_SERVER_NAME": "server_name",
+    "FOREDRAFT_REMOTE_PROXY": "proxy",
 }
 """Environment variables equivalent to the keys of a credentials file."""
 
@@ -44,13 +49,17 @@ class Credentials:
         certificate: PEM file of the client's certificate, for mutual TLS.
         key: PEM file of its key.
         token: bearer token.
+        token_file: file of one, in place of it.
         server_name: name in the service's certificate, where it differs from the address's host.
         tls: whether to encrypt. None: yes, except for a unix socket or a loopback address without
             `ca` and `certificate`. False is for networks that are trusted as a whole: a token
             travels in the clear.
+        proxy: URL of an HTTP proxy to reach the service through. Empty: it is asked directly,
+            whatever `http_proxy` says in the environment.
 
     Raises:
-        CredentialsError: a certificate without a key or the reverse, or an invalid token.
+        CredentialsError: a certificate without a key or the reverse, a token and a file of one, or
+            an invalid token.
     """
 
     ca: Path | None = None
@@ -59,15 +68,22 @@ class Credentials:
     token: str | None = field(default=None, repr=False)
     server_name: str = ""
     tls: bool | None = None
+    token_file: Path | None = None
+    proxy: str = ""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise CredentialsError("a certificate and its key belong together: give both")
         if self.tls is False and (self.ca or self.certificate):
             raise CredentialsError("ca and certificate are for TLS: leave them out, or tls = false")
-        token = self.token
-        if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise CredentialsError("the token is empty or has characters that a token cannot have")
+        if self.token is not None:
+            _check_token(self.token)
+            if self.token_file is not None:
+                raise CredentialsError("a token and a file of one are given: leave out one")
+        if self.proxy and not self.proxy.startswith("http://"):
+            raise CredentialsError(
+                f"{self.proxy!r} is no proxy to reach a service through: give http://HOST:PORT"
+            )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -106,12 +122,25 @@ class Credentials:
     @classmethod
     def _of(cls, found: Mapping[str, Any], folder: Path) -> Self:
         values = {key: folder / found[key] if key in _PATHS else found[key] for key in found}
-        token_file = values.pop("token_file", None)
-        if token_file is not None:
-            if "token" in values:
-                raise CredentialsError("a token and a file of one are given: leave out one")
-            values["token"] = _read(token_file).decode("ascii", "replace").strip()
-        return cls(**values)
+        credentials = cls(**values)
+        credentials.shown_token()
+        return credentials
+
+    def shown_token(self) -> Callable[[], str] | None:
+        """Return what gives the token of each call; None for calls without one.
+
+        Raises:
+            CredentialsError: the file of the token cannot be used.
+        """
+        if self.token_file is not None:
+            return TokenFile(self.token_file)
+        token = self.token
+        return None if token is None else lambda: token
+
+    def stamp(self) -> tuple[object, ...]:
+        """Return what changes when a file of a certificate or of authorities does."""
+        paths = (self.ca, self.certificate, self.key)
+        return tuple(_stamp(path) for path in paths if path is not None)
 
     def channel(self, address: str, options: _Options) -> "grpc.Channel":
         """Return a channel to a service; it connects when it is first used.
@@ -123,10 +152,12 @@ class Credentials:
 
         from retriever.client.bearers import Bearer  # noqa: PLC0415  (the same)
 
-        bearer: list[Any] = [] if self.token is None else [Bearer(self.token)]
+        token = self.shown_token()
+        bearer: list[Any] = [] if token is None else [Bearer(token)]
+        options = self._with_own(options)
         if not self._encrypts(address):
             return grpc.intercept_channel(grpc.insecure_channel(address, options), *bearer)
-        channel = grpc.secure_channel(address, self._for_tls(), self._with_name(options))
+        channel = grpc.secure_channel(address, self._for_tls(), options)
         return grpc.intercept_channel(channel, *bearer)
 
     def aio_channel(self, address: str, options: _Options) -> "aio.Channel":
@@ -135,12 +166,12 @@ class Credentials:
 
         from retriever.client.bearers import async_bearers  # noqa: PLC0415  (the same)
 
-        bearer: Any = [] if self.token is None else async_bearers(self.token)
+        token = self.shown_token()
+        bearer: Any = [] if token is None else async_bearers(token)
+        options = self._with_own(options)
         if not self._encrypts(address):
             return aio.insecure_channel(address, options, interceptors=bearer)
-        return aio.secure_channel(
-            address, self._for_tls(), self._with_name(options), interceptors=bearer
-        )
+        return aio.secure_channel(address, self._for_tls(), options, interceptors=bearer)
 
     def check(self, addresses: Iterable[str]) -> None:
         """Check the files, without connecting to any of the services.
@@ -148,6 +179,7 @@ class Credentials:
         Raises:
             CredentialsError: one cannot be used.
         """
+        self.shown_token()
         if any(map(self._encrypts, addresses)):
             self._for_tls()
 
@@ -156,9 +188,15 @@ class Credentials:
             return self.tls
         return bool(self.ca or self.certificate) or not _is_local(address)
 
-    def _with_name(self, options: _Options) -> list[tuple[str, Any]]:
-        name = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
-        return [*options, *name]
+    def _with_own(self, options: _Options) -> list[tuple[str, Any]]:
+        """Return options of a channel with those that follow from these credentials."""
+        own: list[tuple[str, Any]] = []
+        if self.server_name:
+            own.append(("grpc.ssl_target_name_override", self.server_name))
+        if self.proxy:
+            options = [each for each in options if each[0] != ENABLE_PROXY]
+            own += [(ENABLE_PROXY, 1), ("grpc.http_proxy", self.proxy)]
+        return [*options, *own]
 
     def _for_tls(self) -> "grpc.ChannelCredentials":
         import grpc  # noqa: PLC0415  (for a channel alone)
@@ -179,6 +217,56 @@ class Credentials:
             certificates.read_certificates(self.ca, now)
         if self.certificate is not None and self.key is not None:
             certificates.read_pair(self.certificate, self.key, now)
+
+
+class TokenFile:
+    """The token in a file, which is read again when the file has changed.
+
+    While the file cannot be read, or holds no token, as for a moment while it is replaced, the last
+    one is shown.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        CredentialsError: it cannot be used now.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        self._token = self._read()
+
+    def __call__(self) -> str:
+        """Return the token."""
+        stamp = _stamp(self._path)
+        if stamp is not None and stamp != self._stamp:
+            with suppress(CredentialsError):
+                self._token = self._read()
+                self._stamp = stamp
+        return self._token
+
+    def _read(self) -> str:
+        token = _read(self._path).decode("ascii", "replace").strip()
+        try:
+            _check_token(token)
+        except CredentialsError as error:
+            raise CredentialsError(f"{self._path}: {error}") from error
+        return token
+
+
+def _check_token(token: str) -> None:
+    if not (token and token.isascii() and token.isprintable()):
+        raise CredentialsError("the token is empty or has characters that a token cannot have")
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written or replaced; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def open_channel(

@@ -14,10 +14,17 @@ import grpc
 from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.planner import Agreement, Plan, Planner
-from retriever.errors import DrafterUnavailableError, RetrieverError
+from retriever.errors import (
+    AccessRefusedError,
+    CredentialsError,
+    DrafterUnavailableError,
+    RetrieverError,
+    VocabularyMismatchError,
+)
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
+from retriever.wire.statuses import error_of
 
 LOST_AFTER_S: Final = 1.0
 """Time without an answer after which a stream is given up, in seconds: well above a step's
@@ -136,6 +143,36 @@ def check_usable(
         vocabulary.check(address, info.vocabulary_fingerprint)
 
 
+_TO_MEND: Final = (AccessRefusedError, CredentialsError, VocabularyMismatchError)
+"""Why a person has to do something before there are drafts."""
+
+
+class OutageLog:
+    """Logs why there is no stream to a service; what a person has to mend as a warning, once.
+
+    Args:
+        address: of the service.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._told = ""
+
+    def note(self, error: Exception) -> None:
+        """Log an error of connecting, or of a stream."""
+        reason = error_of(error, self._address) if isinstance(error, grpc.RpcError) else error
+        text = str(reason)
+        if isinstance(reason, _TO_MEND) and text != self._told:
+            self._told = text
+            _log.warning("no drafts from %s: %s", self._address, text)
+        else:
+            _log.info("no draft service at %s: %s", self._address, text)
+
+    def end(self) -> None:
+        """Note that there is a stream."""
+        self._told = ""
+
+
 OpenChannel = Callable[[str], grpc.Channel]
 """Opens a channel to an address, with credentials if there are any."""
 
@@ -236,7 +273,7 @@ class Link:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        backoff = Backoff()
+        backoff, outage = Backoff(), OutageLog(self._address)
         while not self._is_shut_down.is_set():
             try:
                 with closing(self._open_channel(self._address)) as channel:
@@ -250,8 +287,9 @@ class Link:
                     finally:
                         if time.monotonic() - began_s > SETTLED_S:
                             backoff.succeed()
+                            outage.end()
             except (grpc.RpcError, RetrieverError) as error:
-                _log.info("no draft service at %s: %s", self._address, error)
+                outage.note(error)
             self._is_shut_down.wait(backoff.fail())
 
     def _converse(self, channel: grpc.Channel) -> None:

@@ -166,14 +166,19 @@ class Calls(OfOneProcess):
 
     def _connect(self) -> None:
         self._pid = os.getpid()
+        files = self._credentials.stamp() if self._credentials is not None else ()
         self._channel = open_channel(self._address, self._credentials, CLIENT_OPTIONS)
+        self._files = files
         self._calls = RetrieverServiceStub(self._channel)
 
-    @property
-    def _stub(self) -> RetrieverServiceStub:
-        """The service's calls, over a connection of this process."""
-        self._follow_fork()
-        return self._calls
+    def _follow_files(self) -> bool:
+        """Connect anew where files of certificates have changed; return whether they have."""
+        if self._credentials is None or self._credentials.stamp() == self._files:
+            return False
+        before = self._channel
+        self._connect()
+        before.close()
+        return True
 
     def _follow_fork(self) -> None:
         """Connect anew in a process that was forked off: gRPC's threads stayed in the other."""
@@ -208,7 +213,7 @@ class Calls(OfOneProcess):
         message = context_to_message(
             context, budget_nodes, min_probability, self._fingerprint, expected
         )
-        return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
+        return self._trees([self._call("Draft", message).tree], 1)[0]
 
     def explain(
         self,
@@ -240,7 +245,7 @@ class Calls(OfOneProcess):
             max_documents,
             checked_predictions(predictions),
         )
-        response = self._call(self._stub.Explain, message)
+        response = self._call("Explain", message)
         try:
             return explanation_from_message(response)
         except InvalidTreeError as error:
@@ -259,7 +264,7 @@ class Calls(OfOneProcess):
             findings=findings_to_message(findings),
             vocabulary_fingerprint=self._fingerprint,
         )
-        self._call(self._stub.ShareFindings, message)
+        self._call("ShareFindings", message)
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
         """Return a page of what the tenant's decoders have shared of a model; see `FindingsStore`.
@@ -271,7 +276,7 @@ class Calls(OfOneProcess):
         message = pb.FetchFindingsRequest(
             model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint
         )
-        response = self._call(self._stub.FetchFindings, message)
+        response = self._call("FetchFindings", message)
         try:
             findings = findings_from_message(response.findings)
             check_findings(findings.contexts, findings.tokens, findings.log_odds, None)
@@ -285,11 +290,11 @@ class Calls(OfOneProcess):
         Raises:
             DrafterUnavailableError: no answer in time; the data may be deleted or not.
         """
-        self._call(self._stub.DeleteTenantData, pb.DeleteTenantDataRequest())
+        self._call("DeleteTenantData", pb.DeleteTenantDataRequest())
 
     def list_indexes(self) -> list[IndexInfo]:
         """Return the indexes that the service drafts from."""
-        response = self._call(self._stub.ListIndexes, pb.ListIndexesRequest())
+        response = self._call("ListIndexes", pb.ListIndexesRequest())
         return [
             IndexInfo(
                 index.name,
@@ -304,7 +309,7 @@ class Calls(OfOneProcess):
 
     def server_info(self) -> ServerInfo:
         """Return the version, phase, limits and vocabulary of the service, also while it starts."""
-        response = self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
+        response = self._call("GetServerInfo", pb.GetServerInfoRequest())
         return ServerInfo.from_message(response)
 
     def _trees(self, messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
@@ -323,11 +328,18 @@ class Calls(OfOneProcess):
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
 
-    def _call(self, method: Any, message: Any) -> Any:
+    def _call(self, name: str, message: Any) -> Any:
+        """Make a call of a name; once more where certificates were rotated since connecting."""
+        self._follow_fork()
         try:
-            return method(message, timeout=self._timeout_s)
+            return getattr(self._calls, name)(message, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or not self._follow_files():
+                raise error_of(error, self._address) from error
+        try:
+            return getattr(self._calls, name)(message, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error, self._address) from error
 
 
 DEFAULT_TIMEOUT_S: Final = 1.0
@@ -413,7 +425,7 @@ class RemoteDrafter(Calls):
             checked_options(options),
             self._fingerprint,
         )
-        self._call(self._stub.OpenSession, message)
+        self._call("OpenSession", message)
         self._forget(session)  # the service ends sessions that are idle for long
         self._sessions.add(session, _Told())
 
@@ -426,7 +438,7 @@ class RemoteDrafter(Calls):
         self._follow_fork()
         self._usable(session)
         message = addition_message(self._prefix + session, checked_predictions(predictions))
-        self._call(self._stub.AddPredictions, message)
+        self._call("AddPredictions", message)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
@@ -460,7 +472,7 @@ class RemoteDrafter(Calls):
             self._prefix + session, b"" if told.is_lost else ids, remember=remember
         )
         try:
-            self._call(self._stub.CloseSession, message)
+            self._call("CloseSession", message)
         except (DrafterUnavailableError, UnknownSessionError):
             if not told.is_lost:
                 raise
@@ -473,7 +485,7 @@ class RemoteDrafter(Calls):
         """
         self._follow_fork()
         message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
-        self._call(self._stub.DeleteSessionData, message)
+        self._call("DeleteSessionData", message)
         self._forget(session)
 
     def shut_down(self) -> None:
@@ -555,6 +567,7 @@ class RemoteDrafter(Calls):
     def _ask(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Send one step and await its answer; after a failure the next step opens a new stream."""
         if self._exchange is None:
+            self._follow_files()
             self._exchange = Exchange(self._channel, self._timeout_s)
         try:
             return self._exchange.ask(message)

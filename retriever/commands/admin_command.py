@@ -253,8 +253,13 @@ def show_use(tenant: Tenant = None, *, plane: PlaneSettings, as_json: AsJson = F
     with _calling(plane) as (calls, timeout_s):
         answers = list(calls.GetUse(pb.GetUseRequest(tenant=tenant), timeout=timeout_s))
     found = [use for answer in answers for use in answer.tenants]
+    others = [answer.others for answer in answers if answer.HasField("others")]
+    if as_json:
+        rest = as_object(others[0]) if others else None
+        print(json.dumps({"tenants": list(map(as_object, found)), "others": rest}, indent=2))
+        return
     columns: _Columns = {
-        "TENANT": lambda each: each.tenant,
+        "TENANT": lambda each: "(those of long ago)" if each in others else each.tenant,
         "DRAFTS": lambda each: each.num_drafts,
         "NODES": lambda each: each.num_nodes,
         "TOKENS": lambda each: each.num_tokens,
@@ -262,7 +267,7 @@ def show_use(tenant: Tenant = None, *, plane: PlaneSettings, as_json: AsJson = F
         "REFUSED": lambda each: each.num_refused,
         "MEMORY NOW": lambda each: _size(each.num_bytes),
     }
-    _show_all(found, columns, "no tenant has used anything", as_json=as_json)
+    _show_all([*found, *others], columns, "no tenant has used anything", as_json=False)
 
 
 @app.command("settings")

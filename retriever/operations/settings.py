@@ -147,7 +147,7 @@ class CredentialSettings(BaseModel):
         Metavar("FILE"),
         Field(
             description="For a service: a TOML file with what to show and whom to trust: ca, "
-            "certificate, key, token or token_file, server_name, tls. Default: what the "
+            "certificate, key, token or token_file, server_name, tls, proxy. Default: what the "
             f"environment says ({', '.join(VARIABLES)})."
         ),
     ] = None

@@ -3,7 +3,7 @@
 import resource
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -267,14 +267,14 @@ MOST_USES: Final = 1024
 
 
 class TenantUses:
-    """Use by tenant, of the tenants seen last. For one writer; `copy` is for other threads.
+    """Use by tenant, of those that used most lately. For one writer; `copy` is for other threads.
 
     Attributes:
         others: of all tenants that are no longer counted apart.
     """
 
     def __init__(self) -> None:
-        self._by_tenant: dict[str, TenantUse] = {}
+        self._by_tenant: OrderedDict[str, TenantUse] = OrderedDict()  # the last used is last
         self.others = TenantUse()
 
     def of(self, tenant: str) -> TenantUse:
@@ -283,11 +283,13 @@ class TenantUses:
         if use is None:
             use = self._by_tenant[tenant] = TenantUse()
             if len(self._by_tenant) > MOST_USES:
-                self.others.add(self._by_tenant.pop(next(iter(self._by_tenant))))
+                self.others.add(self._by_tenant.popitem(last=False)[1])
+        else:
+            self._by_tenant.move_to_end(tenant)
         return use
 
     def copy(self) -> dict[str, TenantUse]:
-        """Return a copy by tenant, the longest known first."""
+        """Return a copy by tenant, the one that was used last the last."""
         return {name: replace(use) for name, use in self._by_tenant.copy().items()}
 
 

@@ -9,11 +9,16 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
+ENABLE_PROXY: Final = "grpc.enable_http_proxy"
+
 _KEEPALIVE: Final = (
-    # A vanished peer is noticed within 15 s, and its sessions end.
+    # A vanished peer is noticed within 15 s, and its sessions end. Pings keep idle connections
+    # open, too, where a load balancer or a firewall would cut them.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default is a minute
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # no bound
 )
 
 CLIENT_OPTIONS: Final = (
@@ -21,6 +26,9 @@ CLIENT_OPTIONS: Final = (
     *_KEEPALIVE,
     # A new client to the same address must not wait for gRPC's connection back-off.
     ("grpc.use_local_subchannel_pool", 1),
+    # A draft service is asked directly: `http_proxy` is for the web. `Credentials.proxy` is for
+    # those that are reached through one.
+    (ENABLE_PROXY, 0),
 )
 
 

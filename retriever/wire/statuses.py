@@ -202,8 +202,13 @@ def refusal_of(metadata: Iterable[Any] | None) -> Refusal:
     return _NO_DETAILS
 
 
-def error_of(error: grpc.RpcError) -> RetrieverError:
-    """Return the error of a failed call; unknown statuses are `DrafterUnavailableError`."""
+def error_of(error: grpc.RpcError, address: str = "") -> RetrieverError:
+    """Return the error of a failed call; unknown statuses are `DrafterUnavailableError`.
+
+    Args:
+        error: as gRPC raised it.
+        address: that was asked; gRPC itself names a proxy, or an address that a name stands for.
+    """
     code: Any = error.code()
     details = error.details() or ""
     refusal = refusal_of(error.trailing_metadata())
@@ -214,10 +219,13 @@ def error_of(error: grpc.RpcError) -> RetrieverError:
         return DrafterUnavailableError(reason)
     if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
         return DrafterUnavailableError(
-            f"no draft service answers at {unquote(refused['place'])} ({refused['reason']}): "
-            "is `foredraft serve` running there?"
+            f"no draft service answers at {address or unquote(refused['place'])} "
+            f"({refused['reason']}): is `foredraft serve` running there?"
         )
-    return DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
+    asked = f"the draft service {address}".rstrip()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return DrafterUnavailableError(f"{asked} cannot be reached: {details}")
+    return DrafterUnavailableError(f"{asked} answered {code.name}: {details}")
 
 
 def error_of_status(status: pb.SessionStatus) -> RetrieverError:

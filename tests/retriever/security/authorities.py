@@ -23,15 +23,19 @@ class Signed:
     key: Path
 
 
-def signed(
+def signed(  # noqa: PLR0913  (what a certificate consists of)
     folder: Path,
     name: str,
     by: Signed | None = None,
     *,
     hours: tuple[float, float] = (-1, 24 * 365),
     names: tuple[x509.GeneralName, ...] = (LOOPBACK,),
+    is_authority: bool = False,
 ) -> Signed:
-    """Make a certificate, by itself an authority's, valid from and until so many hours from now."""
+    """Make a certificate, valid from and until so many hours from now.
+
+    It is an authority's if nobody signs it, or if that is said.
+    """
     secret = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
@@ -43,7 +47,9 @@ def signed(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now + timedelta(hours=hours[0]))
         .not_valid_after(now + timedelta(hours=hours[1]))
-        .add_extension(x509.BasicConstraints(ca=by is None, path_length=None), critical=True)
+        .add_extension(
+            x509.BasicConstraints(ca=by is None or is_authority, path_length=None), critical=True
+        )
     )
     if by is not None and names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)

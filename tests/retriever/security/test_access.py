@@ -9,10 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from retriever.commands import app
+from retriever.drafter import SequenceOptions
 from retriever.errors import AccessRefusedError, CredentialsError, InvalidRequestError
 from retriever.security import access as tokens, private_files
 from retriever.security.access import add_certificate, add_token, read_access, remove
 from retriever.security.admission import Caller, Doorkeeper, token_in
+from retriever.sessions.embedded import EmbeddedDrafter
 
 
 def test_a_token_is_its_tenants_and_the_file_does_not_hold_it(access: Path) -> None:
@@ -149,3 +151,22 @@ def test_the_command_line_makes_lists_and_revokes(access: Path) -> None:
     for gone in (name, "URI:spiffe://acme/engine"):
         assert run("revoke", gone) == f"{gone} acts for acme no longer"
     assert access.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "tenant", ["../x", "a/../b", "/etc", "a//b", "a\nb", "a\x00b", "a\x1b[2Jb", "..", "a\\..\\b"]
+)
+def test_tenants_have_names_that_print_and_lead_nowhere(tmp_path: Path, tenant: str) -> None:
+    with pytest.raises(InvalidRequestError, match="leave out control characters"):
+        add_token(tmp_path / "access", tenant)
+    drafter = EmbeddedDrafter()
+    with pytest.raises(InvalidRequestError, match="tenant's name"):
+        drafter.open("s", [1], SequenceOptions(tenant=tenant))
+
+
+@pytest.mark.parametrize(
+    "tenant", ["acme", "acme/prod", "Müller & Söhne", "a.b-c_d@e", "x..y", "租户"]
+)
+def test_other_names_of_tenants_are_taken(tmp_path: Path, tenant: str) -> None:
+    assert add_token(tmp_path / "access", tenant)
+    EmbeddedDrafter().open("s", [1], SequenceOptions(tenant=tenant))

@@ -262,14 +262,18 @@ def test_credentials_come_from_a_file_or_the_environment(tmp_path: Path) -> None
     file = tmp_path / "c.toml"
     file.write_text('ca = "ca.pem"\ntoken_file = "token"\ntls = true\n')
     read = Credentials.from_file(file)
-    assert read == Credentials(tmp_path / "ca.pem", token=token, tls=True)
-    assert token not in repr(read)
+    assert read == Credentials(tmp_path / "ca.pem", token_file=tmp_path / "token", tls=True)
+    shown = read.shown_token()
+    assert shown is not None
+    assert shown() == token
+    assert token not in repr(Credentials(token=token))
     variables = {
         "FOREDRAFT_REMOTE_TOKEN_FILE": str(tmp_path / "token"),
         "FOREDRAFT_REMOTE_CA": "/x",
     }
     assert set(variables) < set(VARIABLES)
-    assert Credentials.from_environment(variables) == Credentials(Path("/x"), token=token)
+    found = Credentials.from_environment(variables)
+    assert found == Credentials(Path("/x"), token_file=tmp_path / "token")
     assert Credentials.from_environment({}) is None
     for text, reason in (
         ('tokn = "x"', "'tokn': known are ca"),

@@ -91,13 +91,6 @@ def test_a_last_line_without_an_end_stays_a_line(access: Path) -> None:
     assert set(read_access(access).tokens) == {named(second)}
 
 
-def test_a_name_with_any_separator_of_lines_is_one(access: Path) -> None:
-    token = add_token(access, "a\u2028b\x85c")
-    other = add_token(access, "d")
-    remove(access, named(other))
-    assert read_access(access).tokens[named(token)][1].tenant == "a\u2028b\x85c"
-
-
 def test_behind_a_link_the_file_is_changed(access: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     behind = tmp_path / "folder" / "real"

@@ -100,7 +100,7 @@ def test_sessions_are_shown_and_ended(service: Running) -> None:
         assert (tenant["num_sessions"], tenant["session_tokens"]) == (1, 15)
         headings = service.run("tenants").stdout.splitlines()[0].split()
         assert headings[-5:] == ["OF", "MEMORY", "RECYCLED", "OWN", "INDEXES"]
-        (use,) = service.json("use")
+        (use,) = service.json("use")["tenants"]
         assert (use["num_drafts"], use["num_tokens"], use["num_refused"]) == (1, 15, 0)
         assert use["work_s"] > 0
         done = service.run("end")

@@ -339,6 +339,21 @@ def test_use_is_told_by_tenant(service: Served) -> None:
         assert not alone.tenants[0].num_drafts
 
 
+def test_a_busy_tenant_is_counted_apart_however_many_come_and_go(service: Served) -> None:
+    uses = service.drafter.state.uses
+    for number in range(5000):
+        uses.of(f"t{number}").drafts += 1
+        if number % 100 == 0:
+            uses.of("busy").drafts += 1
+    with administering(service.admin) as calls:
+        answers = answer(calls, "GetUse")
+    by_tenant = {each.tenant: each for part in answers for each in part.tenants}
+    assert by_tenant["busy"].num_drafts == 50
+    told = sum(each.num_drafts for each in by_tenant.values()) + answers[0].others.num_drafts
+    assert told == 5050
+    assert answers[0].others.num_drafts > 3900
+
+
 def test_settings_tell_no_secret(tmp_path: Path, index: Path) -> None:
     secret = {"FOREDRAFT_REDIS": "redis://alice:swordfish@redis:6379/0?password=swordfish"}
     with served(tmp_path, index, with_access=False, began_with=secret) as service:
