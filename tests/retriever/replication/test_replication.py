@@ -97,7 +97,7 @@ def test_long_outputs_and_large_ids_travel_whole(server: RedisServer) -> None:
 
 
 def test_tenants_stay_apart(server: RedisServer) -> None:
-    tenants = ["", "a", "aa", "a\0", "\u00e4" * 128]
+    tenants = ["", "a", "aa", "a:", "\u00e4" * 128]
     with sharing(server.url) as one, sharing(server.url) as other:
         for number, tenant in enumerate(tenants):
             one.remember(output(number), tenant=tenant)
