@@ -12,13 +12,10 @@ CHANNEL_OPTIONS: Final = (
 ENABLE_PROXY: Final = "grpc.enable_http_proxy"
 
 _KEEPALIVE: Final = (
-    # A vanished peer is noticed within 15 s, and its sessions end. Pings keep idle connections
-    # open, too, where a load balancer or a firewall would cut them.
+    # A vanished peer is noticed within 15 s, and its sessions end.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default is a minute
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),  # no bound
 )
 
 CLIENT_OPTIONS: Final = (
@@ -38,6 +35,8 @@ def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         *_KEEPALIVE,
+        # Pings without a call under way are no offence: clients keep idle connections open by them.
+        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.so_reuseport", 0),
