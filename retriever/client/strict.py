@@ -329,16 +329,13 @@ class Calls(OfOneProcess):
             raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
 
     def _call(self, name: str, message: Any) -> Any:
-        """Make a call of a name; once more where certificates were rotated since connecting."""
+        """Make a call of a name; again where certificates were rotated since connecting."""
         self._follow_fork()
         try:
             return getattr(self._calls, name)(message, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or not self._follow_files():
-                raise error_of(error, self._address) from error
-        try:
-            return getattr(self._calls, name)(message, timeout=self._timeout_s)
-        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._follow_files():
+                return self._call(name, message)
             raise error_of(error, self._address) from error
 
 

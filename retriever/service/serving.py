@@ -62,7 +62,7 @@ def keep_message_memory() -> None:
 def switch_quickly() -> None:
     """Have threads hold the interpreter for 0.5 ms at most while another waits, not 5.
 
-    The event loop gives it up in every kernel, and waits for it if a thread of a lane has taken it.
+    The event loop gives it up in every kernel, and waits for it where a thread of a pool has it.
     """
     sys.setswitchinterval(_SWITCH_S)
 

@@ -1,4 +1,4 @@
-"""WorkerPools: threads for long work, of one kind each, so that no kind waits for another.
+"""Worker pools: threads for long work, of one kind each, so that no kind waits for another.
 
 Work is done whole, and of each tenant one at a time, in the order in which it came: however much a
 tenant asks for, another's work is next. Long work takes a tenth of a second for a million tokens,

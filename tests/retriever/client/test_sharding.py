@@ -72,7 +72,7 @@ def left_address(left: Path) -> Iterator[str]:
     stop_service(process)
 
 
-def parts(addresses: list[str], *, wait_s: float = 5, **options: Any) -> ResilientDrafter:
+def parts(addresses: list[str], *, wait_s: float = 30, **options: Any) -> ResilientDrafter:
     """Return a client of servers that each hold a part of a corpus, those that are up connected."""
     drafter = ResilientDrafter(addresses, are_parts=True, local=False, **options)
     drafter.wait(wait_s)

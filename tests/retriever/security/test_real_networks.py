@@ -59,6 +59,16 @@ class Rotating:
         self.credentials = Credentials(token_file=self.file)
         self.protection = Protection.of(ProtectionFiles(access=self.access))
 
+    @contextmanager
+    def strict(self, drafter: EmbeddedDrafter) -> Iterator[RemoteDrafter]:
+        """Serve during the block; give a client that shows the token of the file."""
+        socket_path = self.file.with_name("s")
+        with (
+            serving(drafter, f"unix:{socket_path}", self.protection) as address,
+            RemoteDrafter(address, credentials=self.credentials, timeout_s=20) as remote,
+        ):
+            yield remote
+
     def rotate(self) -> None:
         """Give the tenant another token in place of its own."""
         before, self.token = self.token, add_token(self.access, "acme")
@@ -70,10 +80,7 @@ def test_a_strict_client_shows_the_token_that_its_file_holds_now(
     tmp_path: Path, drafter: EmbeddedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotating = Rotating(tmp_path, monkeypatch)
-    with (
-        serving(drafter, f"unix:{tmp_path}/s", rotating.protection) as address,
-        RemoteDrafter(address, credentials=rotating.credentials, timeout_s=20) as remote,
-    ):
+    with rotating.strict(drafter) as remote:
         remote.open("s", [1, 2])
         remote.draft(step(3))
         rotating.rotate()
@@ -117,10 +124,7 @@ def test_an_empty_token_file_is_one_that_is_being_replaced(
     tmp_path: Path, drafter: EmbeddedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotating = Rotating(tmp_path, monkeypatch)
-    with (
-        serving(drafter, f"unix:{tmp_path}/s", rotating.protection) as address,
-        RemoteDrafter(address, credentials=rotating.credentials, timeout_s=20) as remote,
-    ):
+    with rotating.strict(drafter) as remote:
         remote.open("s", [1, 2])
         for text in ("", "\n", "two\nlines"):
             rotating.file.write_text(text)

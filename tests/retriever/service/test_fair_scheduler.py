@@ -1,4 +1,4 @@
-"""FairScheduler by tenant and then by stream, on a clock that moves by the work alone."""
+"""Turns by tenant and then by stream, on a clock that moves by the work alone."""
 
 import asyncio
 from collections import Counter, defaultdict

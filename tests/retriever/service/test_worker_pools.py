@@ -1,4 +1,4 @@
-"""WorkerPools: tenants in turn, refusals, and work that nobody waits for any more."""
+"""Worker pools: tenants in turn, refusals, and work that nobody waits for any more."""
 
 import asyncio
 import threading
@@ -12,12 +12,12 @@ from retriever.service.worker_pools import WorkerPool
 from retriever.sessions.draft_counts import TenantUses
 
 
-def lane(max_waiting: int = 100, num_threads: int = 1) -> WorkerPool:
+def pool(max_waiting: int = 100, num_threads: int = 1) -> WorkerPool:
     return WorkerPool("test", num_threads, max_waiting, TenantUses())
 
 
 async def held(of: WorkerPool, gate: threading.Event) -> "asyncio.Task[bool]":
-    """Keep the lane's thread busy until the gate opens."""
+    """Keep the pool's thread busy until the gate opens."""
     began = threading.Event()
 
     def wait() -> bool:
@@ -33,7 +33,7 @@ def test_a_tenant_waits_for_one_piece_of_work_of_each_other_however_much_they_as
     order: list[str] = []
 
     async def run() -> None:
-        ours, gate = lane(), threading.Event()
+        ours, gate = pool(), threading.Event()
         first = await held(ours, gate)
         names = [*"a" * 40, *"c" * 40, *"b" * 4]
         work = [asyncio.create_task(ours.run(name, partial(order.append, name))) for name in names]
@@ -48,7 +48,7 @@ def test_a_tenant_waits_for_one_piece_of_work_of_each_other_however_much_they_as
 
 def test_a_tenant_takes_one_thread_and_leaves_others_to_others() -> None:
     async def run() -> None:
-        ours, gate = lane(num_threads=2), threading.Event()
+        ours, gate = pool(num_threads=2), threading.Event()
         first = await held(ours, gate)
         second = asyncio.create_task(ours.run("gate", int))
         assert await asyncio.wait_for(ours.run("other", int), 10) == 0
@@ -61,7 +61,7 @@ def test_a_tenant_takes_one_thread_and_leaves_others_to_others() -> None:
 
 def test_what_cannot_be_refused_waits_beyond_the_bound() -> None:
     async def run() -> None:
-        ours, gate = lane(max_waiting=1), threading.Event()
+        ours, gate = pool(max_waiting=1), threading.Event()
         first = await held(ours, gate)
         waiting = [asyncio.create_task(ours.run("a", int, can_refuse=False)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -76,7 +76,7 @@ def test_what_cannot_be_refused_waits_beyond_the_bound() -> None:
 
 def test_a_tenants_waits_are_bounded_and_the_refusal_tells_how_long_to_wait() -> None:
     async def run() -> LimitExceededError:
-        ours, gate = lane(max_waiting=3), threading.Event()
+        ours, gate = pool(max_waiting=3), threading.Event()
         first = await held(ours, gate)
         waiting = [asyncio.create_task(ours.run("a", int)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ def test_cancelled_work_is_not_begun_and_what_has_begun_keeps_its_place() -> Non
     done: list[str] = []
 
     async def run() -> None:
-        ours, gate = lane(), threading.Event()
+        ours, gate = pool(), threading.Event()
         first = await held(ours, gate)
         waiting = asyncio.create_task(ours.run("gate", partial(done.append, "waiting")))
         other = asyncio.create_task(ours.run("other", partial(done.append, "other")))
@@ -124,7 +124,7 @@ def test_errors_come_where_the_work_is_waited_for() -> None:
         raise StateError("the disk refuses")
 
     async def run() -> None:
-        ours = lane()
+        ours = pool()
         with pytest.raises(StateError, match="the disk refuses"):
             await ours.run("a", fail)
         assert await ours.run("a", int) == 0
@@ -144,7 +144,7 @@ def test_all_work_is_done_once_under_cancellations(num_threads: int) -> None:
         return run
 
     async def run() -> None:
-        ours = lane(1000, num_threads)
+        ours = pool(1000, num_threads)
         tasks = [
             asyncio.create_task(ours.run(f"t{number % 7}", work(number))) for number in range(500)
         ]
