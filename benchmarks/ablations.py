@@ -22,14 +22,14 @@ from indexer.reader import PhraseTables
 from retriever.commands.options import clear_errors
 from retriever.drafter import DraftRequest
 from retriever.kernels.cursors import TRAIL_SIZE
+from retriever.plugins.replay.replay import replay
 from retriever.predict.databases import Databases
 from retriever.predict.draft import Predictor, Prior
 from retriever.predict.searched_corpus import Corpus, to_kernel
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, orders_of
-from retriever.replay.replay import replay
-from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import DEFAULT_LIMITS
+from retriever.traces.traces import ChatEncoder
 from retriever.tree import DraftTree
 
 BUDGETS: Final = (8, 32, 64)

@@ -20,8 +20,8 @@ from benchmarks.comparison import Comparison, Measurement, circumstances, descri
 from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
 from retriever.commands.factories import OWN, DrafterFactory, find_factory, known_drafters
 from retriever.commands.options import clear_errors
-from retriever.replay.replay import replay
-from retriever.replay.traces import ChatEncoder
+from retriever.plugins.replay.replay import replay
+from retriever.traces.traces import ChatEncoder
 
 BUDGETS: Final = (8, 16, 32, 64)
 RESULTS: Final = Path(__file__).parent / "results" / "drafting"

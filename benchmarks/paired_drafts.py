@@ -148,8 +148,8 @@ def _worker(root: Path, stated: tuple[object, ...]) -> Iterator["subprocess.Pope
 def serve(workload: str, budget: int, batch: int, limit: int, cold: int, threads: str) -> None:  # noqa: PLR0913, PLR0917  (a command line)
     """Replay recordings by number, as standard input asks; uses the checkout on the path only."""
     from benchmarks.workloads import WorkloadFiles  # noqa: PLC0415
-    from retriever.replay.traces import ChatEncoder  # noqa: PLC0415
     from retriever.sessions.embedded import EmbeddedDrafter  # noqa: PLC0415
+    from retriever.traces.traces import ChatEncoder  # noqa: PLC0415
 
     loaded = WorkloadFiles.parse(workload).load(ChatEncoder(None), limit)
     options: Any = {"threads": int(threads)} if threads else {}

@@ -14,7 +14,7 @@ from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.errors import RetrieverError
 from retriever.limits import checked_tokens
-from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
+from retriever.traces.traces import ChatEncoder, Trace, read_outputs, read_traces
 
 STDLIB: Final = Path(sysconfig.get_paths()["stdlib"])
 STDLIB_OUTPUT_TOKENS: Final = 400

@@ -91,6 +91,7 @@ from retriever.drafter import (
 )
 from retriever.follower import DraftLimits as DraftLimits
 from retriever.limits import Limits as Limits
+from retriever.plugins.replication.options import ReplicationOptions as ReplicationOptions
 from retriever.predict.databases import (
     DatabaseKind as DatabaseKind,
     register_database as register_database,
@@ -101,7 +102,6 @@ from retriever.predict.question import (
     Question as Question,
     write_row as write_row,
 )
-from retriever.replication.options import ReplicationOptions as ReplicationOptions
 from retriever.sessions.embedded import EmbeddedDrafter as EmbeddedDrafter
 from retriever.sessions.explaining import explain as explain
 from retriever.tree import (

@@ -30,11 +30,9 @@ _CORE: Final = (
     _own("add", "index", "indexer", "Add documents to an index."),
     _own("remove", "index", "indexer", "Remove documents from an index."),
     _own("compact", "index", "indexer", "Merge the small segments of an index."),
-    _own("export", "index", "retriever", "Write an index for an engine's own drafting."),
     _own("serve", "serve", "retriever", "Serve drafts over gRPC."),
     _own("config", "serve", "retriever", "Show the settings with which `serve` would start."),
     _own("access", "serve", "retriever", "Make, list and revoke the credentials of callers."),
-    _own("admin", "serve", "retriever", "Look into a running service, and change it."),
     _own("health", "serve", "retriever", "Say whether a service takes calls."),
     _own("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
     _own("proto", "serve", "retriever", "Write the contract for clients in any language."),
@@ -44,7 +42,6 @@ _CORE: Final = (
     _own("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),
     _own("verify", "look", "indexer", "Check that an index is whole."),
     _own("explain", "look", "retriever", "Show where the tokens of a draft come from."),
-    _own("replay", "look", "retriever", "Try drafts on recorded outputs, without a model."),
 )
 
 

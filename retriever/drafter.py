@@ -180,7 +180,7 @@ def without_outcomes(requests: Sequence[DraftRequest]) -> list[DraftRequest]:
     return [each._replace(outcomes=()) if each.outcomes else each for each in requests]
 
 
-class Keeping(IntEnum):
+class SaveStatus(IntEnum):
     """Where an output is kept, by the number on the wire."""
 
     NOTHING = 1
@@ -190,18 +190,18 @@ class Keeping(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Fate:
+class Saving:
     """What became of an output.
 
     Attributes:
-        keeping: in memory, until it has been written or refused.
+        status: in memory, until it has been written or refused.
     """
 
-    keeping: Keeping = Keeping.MEMORY
+    status: SaveStatus = SaveStatus.MEMORY
 
     def settle(self, *, is_kept: bool) -> None:
         """Note whether the disk has taken it."""
-        self.keeping = Keeping.DISK if is_kept else Keeping.DISK_REFUSED
+        self.status = SaveStatus.DISK if is_kept else SaveStatus.DISK_REFUSED
 
 
 class Drafter(Protocol):

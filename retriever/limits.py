@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -43,55 +43,114 @@ _TOKEN: Final = np.dtype(np.int32)
 _NO_INTEGERS: Final = np.empty(0, np.int32)
 
 
+def _limit(  # noqa: PLR0913  (what is stated of a limit)
+    default: float,
+    said: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    changes: bool = False,
+) -> Any:
+    """Return the field of a limit, which is a setting of a service, too.
+
+    Args:
+        default: what holds where nothing else is said.
+        said: what it bounds; the help of its flag.
+        least: of its values.
+        above: what its values are above.
+        most: of its values.
+        changes: whether it can change while a service runs: it is read for each request. The
+            others are taken when something is made: pools, the log, a server, the room for trees.
+    """
+    bounds = {"ge": least, "gt": above, "le": most}
+    stated = {name: bound for name, bound in bounds.items() if bound is not None}
+    return field(default=default, metadata={"said": said, "bounds": stated, "changes": changes})
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper limits of a drafter.
+    """Upper limits of a drafter. Times are in seconds.
 
-    Attributes:
-        max_sessions: sessions open at once.
-        max_tenant_sessions: those of one tenant, so that none uses up the total.
-        idle_session_s: time without a request after which a session is ended, in seconds.
-        idle_eviction_s: time without a request after which a session makes room for others where
-            there is none, in seconds. A step takes seconds at most, and an engine that has
-            suspended a sequence for longer opens it again.
-        max_sequence_tokens: tokens in one sequence, prompt included.
-        max_bytes: memory of all that is kept: sequences of open sessions, contexts while they are
-            drafted for, outputs in memory; 0 for half of what the process may use.
-        max_tenant_bytes: that of one tenant; 0 for half of `max_bytes`, so that none uses it up.
-        max_budget_nodes: nodes in one tree.
-        max_batch: sequences in one decoding step.
-        max_step_nodes: nodes that one step may ask for, over all its sequences.
-        max_message_bytes: longest message that the service reads.
-        generations_tokens: generations kept of each tenant, in tokens.
-        generations_age_s: outputs older than this are dropped, in seconds.
-        recycled_bytes: what decoders found likely, kept of each tenant, in bytes: the default holds
-            the whole table of a decoder (18.9 MB). 0: none is kept.
-        max_tenants: tenants whose outputs are in memory at once.
-        max_tenant_deletions: calls of one tenant that delete data, in a minute.
-        max_tenant_waiting: calls of one tenant that may be under way outside of streams, and long
-            work that may wait in each lane: an engine sends a few at once, and each holds its
-            message, up to `max_message_bytes`.
-        max_tenant_work: work of one tenant in a second; see `retriever.service.allowances`.
+    An engine sends a few calls at once, and each holds its message, up to `max_message_bytes`:
+    `max_tenant_waiting` also bounds the jobs that wait in each pool of workers. A step takes
+    seconds at most: an engine that has suspended a sequence for longer than `idle_eviction_s` opens
+    it again.
     """
 
-    max_sessions: int = 4096
-    max_tenant_sessions: int = 2048
-    idle_session_s: float = 600.0
-    idle_eviction_s: float = 60.0
-    max_sequence_tokens: int = 1 << 20
-    max_bytes: int = 0
-    max_tenant_bytes: int = 0
-    max_budget_nodes: int = 256
-    max_batch: int = 1024
-    max_step_nodes: int = 1 << 16
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    generations_tokens: int = 1 << 20
-    generations_age_s: float = math.inf
-    recycled_bytes: int = DEFAULT_RECYCLED_BYTES
-    max_tenants: int = 256
-    max_tenant_deletions: int = 60
-    max_tenant_waiting: int = 256
-    max_tenant_work: float = math.inf
+    max_sessions: int = _limit(4096, "Most sessions open at once.", least=1, changes=True)
+    max_tenant_sessions: int = _limit(2048, "Most sessions of one tenant.", least=1, changes=True)
+    idle_session_s: float = _limit(
+        600.0, "A session idle for longer than this ends, in seconds.", least=0, changes=True
+    )
+    idle_eviction_s: float = _limit(
+        60.0,
+        "A session idle for longer than this ends where there is no room for another one, in "
+        "seconds.",
+        least=0,
+        changes=True,
+    )
+    max_sequence_tokens: int = _limit(
+        1 << 20, "Most tokens in one sequence, prompt included.", least=1, changes=True
+    )
+    max_bytes: int = _limit(
+        0,
+        "Most memory that sessions, contexts and outputs take, in bytes; 0: half of what the "
+        "process may use.",
+        least=0,
+        changes=True,
+    )
+    max_tenant_bytes: int = _limit(
+        0, "Most memory of one tenant, in bytes; 0: half of --max-bytes.", least=0, changes=True
+    )
+    max_budget_nodes: int = _limit(256, "Most nodes in one draft tree.", least=1, most=4096)
+    max_batch: int = _limit(1024, "Most sequences in one decoding step.", least=1, changes=True)
+    max_step_nodes: int = _limit(
+        1 << 16, "Most nodes that one step may ask for.", least=1, changes=True
+    )
+    max_message_bytes: int = _limit(
+        MAX_MESSAGE_BYTES,
+        "Longest message that is read, in bytes.",
+        least=1024,
+        most=(1 << 31) - 1,
+    )
+    generations_tokens: int = _limit(
+        1 << 20,
+        "Generations to keep, in tokens of 24 bytes (36 without an index); rounded up to a power "
+        "of two.",
+        least=1024,
+        most=1 << 30,
+    )
+    generations_age_s: float = _limit(
+        math.inf, "Forget outputs that are older than this, in seconds.", least=1
+    )
+    recycled_bytes: int = _limit(
+        DEFAULT_RECYCLED_BYTES,
+        "What decoders found likely (recycled logits) to keep of each tenant and give to its other "
+        "decoders, in bytes; the default holds the whole table of a decoder; 0: nothing.",
+        least=0,
+    )
+    max_tenants: int = _limit(
+        256, "Most tenants whose outputs are in memory at once.", least=1, changes=True
+    )
+    max_tenant_deletions: int = _limit(
+        60, "Most calls of one tenant that delete data, in a minute.", least=1
+    )
+    max_tenant_waiting: int = _limit(
+        256, "Most calls of one tenant under way at once, streams not counted.", least=1
+    )
+    max_tenant_work: float = _limit(
+        math.inf,
+        "Most work of one tenant in a second, in nodes: a sequence of a step counts as 16 more, 8 "
+        "tokens that are read as one.",
+        above=0,
+    )
+
+
+CHANGEABLE_LIMITS: Final = frozenset(
+    each.name for each in fields(Limits) if each.metadata["changes"]
+)
+"""Limits that can change while a service runs."""
 
 
 def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ PACKAGES = ("foredraft", "indexer", "retriever", "decoder")
 MOST_FILES = 16
 MAY_RECUR = {"__init__.py", "__main__.py", "errors.py", "options.py", "py.typed", "conftest.py"}
 # Rooms, floors and arrows that a package may have at most.
-LIMITS = {"indexer": (14, 9, 60), "retriever": (22, 10, 90), "decoder": (16, 9, 70)}
+LIMITS = {"indexer": (14, 9, 60), "retriever": (20, 9, 80), "decoder": (14, 9, 50)}
 
 
 def sources(folder: str) -> list[Path]:
@@ -86,7 +86,8 @@ def test_a_package_has_few_rooms_on_few_floors(package: str) -> None:
         if room in faces:
             continue
         within = {room_of(each) for each in imports_of(path) if each.startswith(f"{package}.")}
-        arrows.setdefault(room, set()).update(within - {room} - faces)
+        seen = set() if room == f"{package}.plugins" else within - {room} - faces
+        arrows.setdefault(room, set()).update(seen)  # plugins stand above, and may see all
     measured = len(arrows), max(floors_of(arrows).values()), sum(map(len, arrows.values()))
     for figure, limit, name in zip(
         measured, LIMITS[package], ("rooms", "floors", "arrows"), strict=True

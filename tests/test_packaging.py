@@ -61,7 +61,7 @@ def test_what_the_project_names_is_there() -> None:
     named = [*project["scripts"].values()]
     for entries in project["entry-points"].values():
         named += entries.values()
-    assert len(named) == 6
+    assert len(named) == 9
     for reference in named:
         module, _, name = reference.partition(":")
         found = getattr(import_module(module), name)

@@ -34,7 +34,7 @@ def test_every_field_of_the_contract_is_documented_with_its_default() -> None:
             line.endswith(";")
             and " = " in line
             and not line.startswith(
-                ("syntax", "option", "SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_")
+                ("syntax", "option", "SOURCE_", "FAIL_OPEN_REASON_", "SAVE_STATUS_", "PHASE_")
             )
         ):
             assert "default" in comment.lower(), line

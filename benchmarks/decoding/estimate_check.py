@@ -41,8 +41,8 @@ from decoder.plugins.estimate.projection import PAYING, ProjectedOutcome, projec
 from decoder.plugins.estimate.token_log import LoggedRecord
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.commands.factories import OWN
-from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 
 ALLOWED: Final = 0.15
 """Most that projection and measurement may differ by, as a share of the measurement."""

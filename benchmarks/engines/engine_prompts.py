@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from decoder.commands.prompts import Prompt, read_prompts
-from retriever.replay.traces import ChatEncoder, read_traces
+from retriever.traces.traces import ChatEncoder, read_traces
 
 TURNS: Final = "agent turns"
 """The category of prompts that are turns of agents."""

@@ -35,7 +35,7 @@ from benchmarks.engines.engine_report import (
 )
 from decoder.commands.prompts import Prompt
 from indexer.tokenizer import encode_prompt, load_tokenizer
-from retriever.replay.traces import ChatEncoder
+from retriever.traces.traces import ChatEncoder
 
 _OURS: Final = "foredraft.vllm.ForedraftProposer"
 _ROOT: Final = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles
 from retriever.commands.options import clear_errors
 from retriever.kernels.layout import DEPTH_BUCKETS, MATCH_BUCKETS
 from retriever.predict.weights import Weights, prior_weights, values_of
-from retriever.replay.traces import ChatEncoder
+from retriever.traces.traces import ChatEncoder
 from retriever.tree import Source
 
 BUDGETS: Final = (16, 64)

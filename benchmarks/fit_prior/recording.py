@@ -12,10 +12,10 @@ from benchmarks.workloads import Workload
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
+from retriever.plugins.replay.replay import replay
 from retriever.predict.databases import Databases
 from retriever.predict.draft import Predictor
 from retriever.predict.weights import Weights
-from retriever.replay.replay import replay
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import DEFAULT_LIMITS
 from retriever.tree import DraftTree

@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 
 from indexer.reader import Index
-from retriever.replay.replay import ReplayReport, replay_one
-from retriever.replay.traces import Trace
+from retriever.plugins.replay.replay import ReplayReport, replay_one
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 
 _PAGE: Final = mmap.PAGESIZE
 _SESSION: Final = "cold"

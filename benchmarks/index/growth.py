@@ -35,8 +35,8 @@ from indexer.tokenizer import DEFAULT_MODEL
 from retriever.commands.factories import OWN, DrafterFactory, find_factory
 from retriever.drafter import TokenIds
 from retriever.errors import RetrieverError
-from retriever.replay.replay import ReplayReport, replay
-from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
+from retriever.plugins.replay.replay import ReplayReport, replay
+from retriever.traces.traces import ChatEncoder, Trace, read_outputs, read_traces
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "index"
 SIZES: Final = (1_000_000, 10_000_000, 100_000_000)

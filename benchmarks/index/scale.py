@@ -52,7 +52,7 @@ from indexer.stages.gathering import COUNTING, READING, SORTING
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.commands.factories import OWN, find_factory
 from retriever.errors import RetrieverError
-from retriever.replay.traces import ChatEncoder, Trace
+from retriever.traces.traces import ChatEncoder, Trace
 
 STAGES: Final = (READING, SORTING, COUNTING)
 NEVER: Final = "never"

@@ -27,7 +27,7 @@ from benchmarks.peers.peer_report import PeerReport, Row, Times
 from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles, stdlib_workload
 from retriever.commands.options import clear_errors
 from retriever.errors import RetrieverError
-from retriever.replay.traces import ChatEncoder
+from retriever.traces.traces import ChatEncoder
 
 BUDGETS: Final = (8, 32, 64)
 RESULTS: Final = Path(__file__).parents[1] / "results" / "drafting"

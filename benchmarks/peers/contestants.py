@@ -14,7 +14,7 @@ from benchmarks.workloads import Workload
 from decoder.plugins.contenders.drafting_rules import warm
 from decoder.plugins.contenders.prompt_lookup import MAX_MATCHING_NGRAM_SIZE, PromptLookup
 from retriever.commands.factories import OWN, own_drafter
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 
 OUTPUTS_ALONE: Final = "foredraft-outputs"
 SLOW: Final[Mapping[str, str]] = {

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.peers.peer import Peer
 from retriever.drafter import TokenIds
 from retriever.errors import RetrieverError
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 
 PARTS: Final = 5
 """Parts of a run that a ratio of times is also taken in: how far it can be trusted."""

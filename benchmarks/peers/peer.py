@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.workloads import Workload
 from retriever.drafter import Drafter, DraftRequest, TokenIds
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 from retriever.tree import ROOT, DraftTree, Source
 
 _SESSION: Final = "the sequence"

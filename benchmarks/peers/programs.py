@@ -25,7 +25,7 @@ from benchmarks.peers.peer import DrafterPeer, Made, Text, drafted, path_of
 from benchmarks.workloads import Workload
 from decoder.plugins.contenders.prompt_lookup import PromptLookup
 from retriever.drafter import TokenIds
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 from retriever.tree import DraftTree
 
 ARCTIC_DEFAULTS: Final = Settings(1.0, 0.0, 0.1, use_tree_spec=False)

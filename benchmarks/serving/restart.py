@@ -29,9 +29,9 @@ from numpy.typing import ArrayLike
 
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DEFAULT, FORGOTTEN, DraftRequest, SequenceOptions, TokenIds
+from retriever.plugins.replay.replay import replay
 from retriever.predict.stores import ring_capacity
-from retriever.replay.replay import replay
-from retriever.replay.traces import ChatEncoder, Trace, read_outputs
+from retriever.traces.traces import ChatEncoder, Trace, read_outputs
 from retriever.tree import DraftTree
 
 _BUDGET_NODES: Final = 32

@@ -15,8 +15,8 @@ from indexer.reader import Index
 from retriever.client.merging import merge_trees
 from retriever.commands.factories import own_drafter
 from retriever.drafter import DEFAULT, Drafter, DraftRequest, SequenceOptions, TokenIds
-from retriever.replay.replay import replay
-from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
+from retriever.plugins.replay.replay import replay
+from retriever.traces.traces import ChatEncoder, read_outputs, read_traces
 from retriever.tree import DraftTree
 
 

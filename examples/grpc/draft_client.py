@@ -47,7 +47,7 @@ class Sequence:
         """End the sequence, whose output is kept for later ones; return where."""
         closing = pb.CloseSessionRequest(session_id=self.name, length=self.length)
         ended = self.stub.CloseSession(closing, metadata=self.metadata, timeout=10)
-        return pb.Keeping.Name(ended.keeping)
+        return pb.SaveStatus.Name(ended.save_status)
 
 
 if __name__ == "__main__":

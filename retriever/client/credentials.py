@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
 
 from retriever.errors import CredentialsError
 from retriever.wire.channels import ENABLE_PROXY
@@ -300,3 +301,18 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CredentialsError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def without_credentials(url: str) -> str:
+    """Return a server's URL without name, password and query, for display."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return "a URL that cannot be read"
+    if not parts.scheme:  # possibly a bare password
+        return "a URL that cannot be read"
+    # A password that is not percent-encoded.
+    if "@" in parts.path + parts.query + parts.fragment:
+        return f"{parts.scheme}://"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

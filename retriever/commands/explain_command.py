@@ -22,10 +22,10 @@ from retriever.commands.options import progress
 from retriever.drafter import Prediction
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
-from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.explaining import explain
 from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
+from retriever.traces.traces import ChatEncoder
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 
 _SHOWN_POSITIONS: Final = 3

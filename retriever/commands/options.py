@@ -1,7 +1,6 @@
-"""What the commands share: errors in one line, what an index is written as, and progress."""
+"""What the commands share: errors in one line, and progress."""
 
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,6 @@ from retriever.errors import RetrieverError
 
 clear_errors = partial(errors_in_one_line, RetrieverError, IndexerError)
 """Prints an error of ours as one line and ends with status 1; for a block or a command."""
-
-
-class ExportForm(StrEnum):
-    """What an index can be written as."""
-
-    SGLANG_CORPUS = "sglang-corpus"
-    EXLLAMAV3 = "exllamav3"
 
 
 def progress(items: Iterable[Any], doing: str, total: int | None = None) -> Iterator[Any]:

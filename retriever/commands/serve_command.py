@@ -5,32 +5,29 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from indexer.flags import Given
+from indexer.launch import plugged
 from retriever.commands.options import progress
-from retriever.operations.audit import AuditLog
-from retriever.operations.live_settings import LiveSettings
 from retriever.operations.logs import log_event, log_to_standard_error
-from retriever.operations.observer import ServiceObserver
+from retriever.operations.observer import ServiceObserver, Tracing
 from retriever.operations.resolving import resolve
 from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
-from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
-from retriever.replay.traces import ChatEncoder
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.addresses import SocketAccess, check_address
-from retriever.service.admin_servicer import Administered
-from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
+from retriever.sessions.drafter_plugins import PluginOptions
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
+from retriever.traces.traces import ChatEncoder
 
 _logger = logging.getLogger(__name__)
 
@@ -38,60 +35,54 @@ _logger = logging.getLogger(__name__)
 def serve_drafts(config: Path | None, flags: Given[Settings]) -> None:
     """Serve drafts over gRPC until interrupted; see `foredraft serve --help`."""
     resolve_again = partial(resolve, Settings, flags, os.environ, config)
-    live = LiveSettings(resolve_again(), resolve_again)
-    settings = live.settings
+    resolved = resolve_again()
+    settings = resolved.settings
     log_to_standard_error(settings.log_format, settings.log_level)
-    endpoint = settings.trace_endpoint
-    tracing = tracing_of(settings.trace_ratio, endpoint.shown() if endpoint else None)
-    observer = ServiceObserver(reflection=settings.reflection, tracing=tracing)
+    observer = ServiceObserver(reflection=settings.reflection, tracing=_tracing(settings))
     protection = _protection(settings)
     socket_access = SocketAccess.of(settings.socket_mode, settings.socket_group)
     service = Service(None, observer, time.time())
-    plane = _admin_plane(live, service, protection)
+    plane = nullcontext()
+    if settings.admin_address is not None:
+        admin = plugged("retriever.plugins.admin.admin_serving", "--admin-address")
+        plane = admin.AdminPlane.of(resolved, resolve_again, service, protection).serving()
+    serve_until_told = partial(
+        serve_forever,
+        partial(_open_for, service, settings),
+        settings.limits.max_message_bytes,
+        settings.address,
+        observer,
+        protection,
+        socket_access=socket_access,
+        pad_replies=settings.pad_replies,
+        drain_s=settings.drain_s,
+        models=settings.model,
+    )
     try:
         with _shown(settings, service):
-            asyncio.run(
-                _administered(
-                    plane,
-                    partial(
-                        serve_forever,
-                        partial(_open_for, service, settings),
-                        settings.max_message_bytes,
-                        settings.address,
-                        observer,
-                        protection,
-                        socket_access=socket_access,
-                        pad_replies=settings.pad_replies,
-                        drain_s=settings.drain_s,
-                        models=settings.model,
-                    ),
-                )
-            )
+            asyncio.run(_administered(plane, serve_until_told))
     finally:
         if service.drafter is not None:
             service.drafter.shut_down()
         observer.shut_down()
 
 
-def _admin_plane(live: LiveSettings, service: Service, protection: Protection) -> AdminPlane | None:
-    """Return where operators call, having checked that it may listen there; None for nowhere."""
-    settings = live.settings
-    if settings.admin_address is None:
+def _tracing(settings: Settings) -> Tracing | None:
+    """Return what makes spans of a share of calls; None where none are wanted."""
+    if settings.trace_ratio <= 0:
         return None
-    snapshots = None if settings.snapshots is None else settings.snapshots.absolute()
-    administered = Administered(service, live, AuditLog(settings.audit_log), snapshots)
-    plane = AdminPlane(
-        settings.admin_address, administered, protection, has_access=settings.access is not None
-    )
-    plane.check(settings.address)
-    return plane
+    endpoint = settings.trace_endpoint
+    make = plugged("retriever.plugins.tracing.tracing", "--trace-ratio").tracing_of
+    tracing: Tracing = make(settings.trace_ratio, endpoint.shown() if endpoint else None)
+    return tracing
 
 
 async def _administered(
-    plane: AdminPlane | None, serve_drafts: Callable[[], Coroutine[Any, Any, None]]
+    plane: AbstractAsyncContextManager[object],
+    serve_drafts: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     """Answer operators as long as drafts are served."""
-    async with plane.serving() if plane is not None else nullcontext():
+    async with plane:
         await serve_drafts()
 
 
@@ -162,5 +153,13 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         skip_missing=settings.missing_indexes == "skip",
         refresh_s=settings.refresh,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
-        replication=settings.replication,
+        plugins=_plugins(settings),
     )
+
+
+def _plugins(settings: Settings) -> list[PluginOptions]:
+    """Return the options of plugins that keep data of the drafter."""
+    if settings.redis is None:
+        return []
+    options = plugged("retriever.plugins.replication.options", "--redis").ReplicationOptions
+    return [options(settings.redis.get_secret_value())]

@@ -119,7 +119,7 @@ class GenerationsLog:
     def commit(self) -> None:
         """Write all queued outputs of all threads, in order; durable once this returns.
 
-        Their fates tell whether the disk took them.
+        What is noted of each, `Entry.saving`, tells whether the disk took it.
         """
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
@@ -129,7 +129,7 @@ class GenerationsLog:
                     lambda: self._store.append(entries, self._clock()), num_outputs
                 )
                 for entry in entries:
-                    entry.fate.settle(is_kept=num_written is not None)
+                    entry.saving.settle(is_kept=num_written is not None)
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
         """Queue opaque bytes of a tenant, which replace the previous ones."""

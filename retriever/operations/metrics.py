@@ -14,7 +14,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from retriever.operations.service_report import Service, installed_version, reports_of
-from retriever.replication.replication_state import SKIPPED, ReplicationCounts
 from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, DrafterStats, Latencies
 from retriever.sessions.eviction import EVICTED
 from retriever.tree import drafted_sources
@@ -51,13 +50,14 @@ class ServiceCollector(Collector):
         yield from _of_indexes(stats)
         yield from _of_failures(stats)
         yield from _of_clients(stats.draft_counts)
-        yield from _of_replication(stats.replication)
+        for plugin in self._service.plugins:
+            yield from plugin.metrics()
 
     def _of_life(self) -> Iterator[Metric]:
         ready = self._service.observer.lifecycle.is_ready
-        yield _gauge("ready", "Whether the service takes calls: 1 or 0.", float(ready))
+        yield gauge("ready", "Whether the service takes calls: 1 or 0.", float(ready))
         yield from self._of_credentials()
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily("foredraft_info", "The version, as a label.", labels=["version"]),
             [((installed_version(),), 1)],
         )
@@ -81,20 +81,20 @@ class ServiceCollector(Collector):
                 [float(each.admits) for each in files],
             ),
         ):
-            yield _labelled(
+            yield labelled(
                 GaugeMetricFamily(f"foredraft_credentials_{name}", text, labels=["file"]),
                 [((each.name,), value) for each, value in zip(files, values, strict=True)],
             )
 
     def _of_calls(self) -> Iterator[Metric]:
         calls = self._service.observer.calls
-        yield _labelled(
+        yield labelled(
             CounterMetricFamily(
                 "foredraft_calls", "Calls that have ended.", labels=["method", "status", "reason"]
             ),
             [((e.method, e.status, e.reason), n) for e, n in calls.ended.copy().items()],
         )
-        yield _labelled(
+        yield labelled(
             CounterMetricFamily(
                 "foredraft_refused",
                 "Calls that ended with an error, by status, and the limit or kind of error.",
@@ -102,7 +102,7 @@ class ServiceCollector(Collector):
             ),
             [((e.method, e.status, e.reason), n) for e, n, _ in calls.refusals()],
         )
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily("foredraft_calls_under_way", "Calls under way.", labels=["method"]),
             [((method,), n) for method, n in calls.under_way.copy().items()],
         )
@@ -110,7 +110,7 @@ class ServiceCollector(Collector):
 
 def _of_drafts(draft_counts: DraftCounts) -> Iterator[Metric]:
     bare, all_drafts = draft_counts.num_bare, sum(draft_counts.drafts.counts)
-    yield _labelled(
+    yield labelled(
         CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
         [(("session",), all_drafts - bare), (("bare",), bare)],
     )
@@ -134,11 +134,11 @@ def _of_outcomes(draft_counts: DraftCounts) -> Iterator[Metric]:
             accepted,
         ),
     ):
-        yield _labelled(
+        yield labelled(
             CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
             [((each.label,), counts[each]) for each in drafted_sources()],
         )
-    yield _labelled(
+    yield labelled(
         CounterMetricFamily(
             "foredraft_accepted_tokens_per_pos",
             "Drafts whose token at a position was committed, 0 for the first.",
@@ -146,8 +146,8 @@ def _of_outcomes(draft_counts: DraftCounts) -> Iterator[Metric]:
         ),
         [((str(at),), count) for at, count in enumerate(draft_counts.accepted_at())],
     )
-    yield _counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
-    yield _counter(
+    yield counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
+    yield counter(
         "committed_tokens",
         "Tokens that were committed after these.",
         draft_counts.num_committed,
@@ -156,22 +156,20 @@ def _of_outcomes(draft_counts: DraftCounts) -> Iterator[Metric]:
 
 def _of_memory(stats: DrafterStats) -> Iterator[Metric]:
     census = stats.census
-    yield _gauge("sessions", "Sessions that are open.", sum(census.sessions.values()))
-    yield _gauge("session_tokens", "Tokens of open sessions.", census.session_tokens)
-    yield _gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
-    yield _gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
-    yield _gauge(
-        "generations_tokens", "Tokens of generations in memory.", census.generations_tokens
-    )
-    yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
-    yield _gauge("recycled_bytes", "Memory of what decoders found likely.", census.recycled_bytes)
-    yield _gauge(
+    yield gauge("sessions", "Sessions that are open.", sum(census.sessions.values()))
+    yield gauge("session_tokens", "Tokens of open sessions.", census.session_tokens)
+    yield gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
+    yield gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
+    yield gauge("generations_tokens", "Tokens of generations in memory.", census.generations_tokens)
+    yield gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
+    yield gauge("recycled_bytes", "Memory of what decoders found likely.", census.recycled_bytes)
+    yield gauge(
         "memory_bytes",
         "Memory by the service's own count: what it keeps, and what it had when ready.",
         census.memory_bytes,
     )
-    yield _gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
-    yield _labelled(
+    yield gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
+    yield labelled(
         CounterMetricFamily(
             "foredraft_evictions", "What has made room for others.", labels=["what"]
         ),
@@ -192,12 +190,12 @@ def _of_indexes(stats: DrafterStats) -> Iterator[Metric]:
         ("documents", "Documents in the index.", [each.num_documents for each in reports]),
         ("bytes", "Size of the index on disk.", [each.num_bytes for each in reports]),
     ):
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily(f"foredraft_index_{name}", text, labels=["index"]),
             [((each.name,), value) for each, value in zip(reports, values, strict=True)],
         )
 
-    yield _gauge(
+    yield gauge(
         "indexes_missing",
         "Indexes that are to be drafted from and that cannot be opened.",
         len(stats.missing_indexes),
@@ -205,8 +203,8 @@ def _of_indexes(stats: DrafterStats) -> Iterator[Metric]:
 
 
 def _of_failures(stats: DrafterStats) -> Iterator[Metric]:
-    yield _counter("log_failures", "Outputs that could not be kept on disk.", stats.log_failures)
-    yield _counter(
+    yield counter("log_failures", "Outputs that could not be kept on disk.", stats.log_failures)
+    yield counter(
         "refresh_failures",
         "Times that an index had changed and could not be opened.",
         stats.refresh_failures,
@@ -217,7 +215,7 @@ def _of_clients(draft_counts: DraftCounts) -> Iterator[Metric]:
     told = draft_counts.fail_opens
     numbers = pb.FailOpenReason.values()
     counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
-    yield _labelled(
+    yield labelled(
         CounterMetricFamily(
             "foredraft_client_fail_opens",
             "Missed drafts that clients report, by reason.",
@@ -227,47 +225,21 @@ def _of_clients(draft_counts: DraftCounts) -> Iterator[Metric]:
     )
 
 
-def _of_replication(counts: ReplicationCounts) -> Iterator[Metric]:
-    for name, text, value in (
-        ("published", "Records of outputs that the server took.", counts.published),
-        ("dropped", "Records that were not sent: too many waited.", counts.dropped),
-        ("learned", "Records of other services that were remembered.", counts.learned),
-        ("failures", "Times that the server was away, or refused.", counts.failures),
-    ):
-        yield _counter(f"replication_{name}", text, value)
-    yield _labelled(
-        CounterMetricFamily(
-            "foredraft_replication_skipped",
-            "Records of other services that were not remembered, by reason.",
-            labels=["reason"],
-        ),
-        [((reason,), counts.skipped.get(reason, 0)) for reason in SKIPPED],
-    )
-    yield _gauge("replication_queued", "Records that wait to be sent.", counts.queued)
-    yield _gauge(
-        "replication_connected",
-        "Whether the server that outputs are shared through answered last: 1 or 0.",
-        float(counts.connected),
-    )
-    yield _gauge(
-        "replication_unsent_deletions",
-        "Deletions that the server does not know of yet.",
-        counts.unsent_deletions,
-    )
-
-
 _Family = CounterMetricFamily | GaugeMetricFamily
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
+def gauge(name: str, text: str, value: float) -> Metric:
+    """Return a number as of now, `foredraft_NAME`."""
     return GaugeMetricFamily(f"foredraft_{name}", text, value=value)
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
+def counter(name: str, text: str, value: float) -> Metric:
+    """Return a number that only rises, `foredraft_NAME_total`."""
     return CounterMetricFamily(f"foredraft_{name}", text, value=value)
 
 
-def _labelled(family: _Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+def labelled(family: _Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    """Return a family with a sample for each tuple of its labels."""
     for labels, value in samples:
         family.add_metric(list(labels), value)
     return family

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 from grpc import aio
@@ -17,7 +17,6 @@ from retriever.errors import SettingsError
 from retriever.limits import Limits
 from retriever.operations.lifecycle import SERVICE, Lifecycle
 from retriever.operations.logs import log_event
-from retriever.operations.tracing import Tracing
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.statuses import Refusal, refusal_in, refusal_of
@@ -123,6 +122,27 @@ def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> 
 
 
 _STREAM = "DraftStream"
+
+Ended = Callable[[], None]
+"""Called when a traced call has ended."""
+
+
+class Tracing(Protocol):
+    """Makes spans of sampled calls and steps."""
+
+    def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> Ended | None:
+        """Return a function to call when the call ends; None where it is not sampled."""
+        ...
+
+    def steps(
+        self, requests: AsyncIterator[Any], answer: Callable[[AsyncIterator[Any]], Any]
+    ) -> AsyncIterator[Any]:
+        """Yield the responses to requests, with a span for each step that is sampled."""
+        ...
+
+    def shut_down(self) -> None:
+        """Send the remaining spans."""
+        ...
 
 
 class ServiceObserver:

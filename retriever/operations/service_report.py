@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from indexer.reader import Index
 from retriever.operations.observer import ServiceObserver
 from retriever.sessions.draft_counts import DrafterStats
+from retriever.sessions.drafter_plugins import DrafterPlugin
 from retriever.sessions.embedded import EmbeddedDrafter
 
 
@@ -46,6 +47,11 @@ class Service:
     drafter: EmbeddedDrafter | None
     observer: ServiceObserver
     began_s: float
+
+    @property
+    def plugins(self) -> Sequence[DrafterPlugin]:
+        """What else keeps data of the drafter."""
+        return () if self.drafter is None else self.drafter.state.plugins
 
     def stats(self, *, census: bool = True) -> DrafterStats:
         """Return what the drafter holds and has counted; see `EmbeddedDrafter.stats`."""

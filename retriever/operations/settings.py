@@ -10,22 +10,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model
 
 from indexer.flags import RARE, Metavar
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.client.credentials import VARIABLES, Credentials
+from retriever.client.credentials import VARIABLES, Credentials, without_credentials
 from retriever.errors import InvalidRequestError, SettingsError
 from retriever.limits import DEFAULT_DURABILITY, Durability, Limits
-from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.security.private_files import DEFAULT_GRACE_S
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 _DEFAULTS: Final = Limits()
+_LIMITS: Final = {each.name: each for each in fields(Limits)}
+
+
+def _said_of(limit: str) -> dict[str, Any]:
+    """Return the arguments of the field of a limit's setting."""
+    stated = _LIMITS[limit].metadata
+    return {"description": stated["said"], **stated["bounds"]}
 
 
 class ServerUrl(SecretStr):
@@ -93,15 +99,9 @@ class EmbeddedSettings(DatabaseSettings):
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
-    generations_tokens: Annotated[
-        int,
-        Field(
-            ge=1024,
-            le=1 << 30,
-            description="Generations to keep, in tokens of 24 bytes (36 without an index); "
-            "rounded up to a power of two.",
-        ),
-    ] = _DEFAULTS.generations_tokens
+    generations_tokens: Annotated[int, Field(**_said_of("generations_tokens"))] = (
+        _DEFAULTS.generations_tokens
+    )
     state: Annotated[
         Path | None,
         Metavar("DIR"),
@@ -112,6 +112,7 @@ class EmbeddedSettings(DatabaseSettings):
     ] = None
     durability: Annotated[
         Durability,
+        RARE,
         Field(
             description="What outputs in --state survive: the end of this process, even by kill -9 "
             "(process), or a power failure too, at the cost of a disk write for each (disk)."
@@ -119,6 +120,7 @@ class EmbeddedSettings(DatabaseSettings):
     ] = DEFAULT_DURABILITY
     hold_indexes: Annotated[
         bool,
+        RARE,
         Field(
             description="Copy indexes to memory at the start, instead of mapping their files: "
             "then they can be cut, overwritten or removed while they are drafted from."
@@ -209,6 +211,7 @@ class NetworkSettings(BaseModel):
     ] = "127.0.0.1:50051"
     socket_mode: Annotated[
         str,
+        RARE,
         Metavar("OCTAL"),
         Field(
             pattern="^0?[0-7]{3}$",
@@ -217,6 +220,7 @@ class NetworkSettings(BaseModel):
     ] = "0600"
     socket_group: Annotated[
         str | None,
+        RARE,
         Metavar("GROUP"),
         Field(
             description="Group of that socket, a name or a number; with --socket-mode 0660 its "
@@ -252,6 +256,7 @@ class NetworkSettings(BaseModel):
     ] = None
     credentials_grace_s: Annotated[
         float,
+        RARE,
         Field(
             ge=0,
             allow_inf_nan=False,
@@ -268,6 +273,7 @@ class NetworkSettings(BaseModel):
     ] = False
     pad_replies: Annotated[
         bool,
+        RARE,
         Field(
             description="Make all drafts of a budget equal in size on the wire, so that one who "
             "watches the network does not learn from it how much was found."
@@ -275,10 +281,12 @@ class NetworkSettings(BaseModel):
     ] = False
     reflection: Annotated[
         bool,
+        RARE,
         Field(description="Answer gRPC reflection: which services there are, and their types."),
     ] = False
     drain_s: Annotated[
         float,
+        RARE,
         Field(
             ge=0,
             allow_inf_nan=False,
@@ -288,84 +296,36 @@ class NetworkSettings(BaseModel):
     ] = 10.0
 
 
-class LimitSettings(BaseModel):
-    """Upper limits of a service; see `Limits`."""
+_OFTEN_SET: Final = frozenset({"max_bytes", "max_sessions"})
 
+
+def _rank_of(limit: str) -> object:
+    """Return what marks the setting of a limit as rare, unless it is not."""
+    return None if limit in _OFTEN_SET else RARE
+
+
+class _OfLimits(BaseModel):
     model_config = ConfigDict(title="Limits", extra="forbid", frozen=True, defer_build=True)
 
-    generations_age_s: Annotated[
-        float, Field(ge=1, description="Forget outputs that are older than this, in seconds.")
-    ] = _DEFAULTS.generations_age_s
-    recycled_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="What decoders found likely (recycled logits) to keep of each tenant and "
-            "give to its other decoders, in bytes; 0: nothing.",
-        ),
-    ] = _DEFAULTS.recycled_bytes
-    max_sessions: Annotated[int, Field(ge=1, description="Most sessions open at once.")] = (
-        _DEFAULTS.max_sessions
+
+if TYPE_CHECKING:
+
+    class LimitSettings(_OfLimits):
+        """Upper limits of a service: a setting for each of `Limits`."""
+
+        def __getattr__(self, name: str) -> float: ...
+
+else:
+    LimitSettings = create_model(
+        "LimitSettings",
+        __base__=_OfLimits,
+        __module__=__name__,
+        **{
+            name: (Annotated[stated.type, _rank_of(name), Field(**_said_of(name))], stated.default)
+            for name, stated in _LIMITS.items()
+            if name not in EmbeddedSettings.model_fields
+        },
     )
-    max_tenant_sessions: Annotated[int, Field(ge=1, description="Most sessions of one tenant.")] = (
-        _DEFAULTS.max_tenant_sessions
-    )
-    idle_session_s: Annotated[
-        float, Field(ge=0, description="A session idle for longer than this ends, in seconds.")
-    ] = _DEFAULTS.idle_session_s
-    idle_eviction_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="A session idle for longer than this ends where there is no room for "
-            "another one, in seconds.",
-        ),
-    ] = _DEFAULTS.idle_eviction_s
-    max_sequence_tokens: Annotated[
-        int, Field(ge=1, description="Most tokens in one sequence, prompt included.")
-    ] = _DEFAULTS.max_sequence_tokens
-    max_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Most memory that sessions, contexts and outputs take, in bytes; 0: "
-            "half of what the process may use.",
-        ),
-    ] = _DEFAULTS.max_bytes
-    max_tenant_bytes: Annotated[
-        int,
-        Field(ge=0, description="Most memory of one tenant, in bytes; 0: half of --max-bytes."),
-    ] = _DEFAULTS.max_tenant_bytes
-    max_budget_nodes: Annotated[
-        int, Field(ge=1, le=4096, description="Most nodes in one draft tree.")
-    ] = _DEFAULTS.max_budget_nodes
-    max_batch: Annotated[int, Field(ge=1, description="Most sequences in one decoding step.")] = (
-        _DEFAULTS.max_batch
-    )
-    max_step_nodes: Annotated[
-        int, Field(ge=1, description="Most nodes that one step may ask for.")
-    ] = _DEFAULTS.max_step_nodes
-    max_message_bytes: Annotated[
-        int, Field(ge=1024, le=(1 << 31) - 1, description="Longest message that is read, in bytes.")
-    ] = _DEFAULTS.max_message_bytes
-    max_tenants: Annotated[
-        int, Field(ge=1, description="Most tenants whose outputs are in memory at once.")
-    ] = _DEFAULTS.max_tenants
-    max_tenant_deletions: Annotated[
-        int, Field(ge=1, description="Most calls of one tenant that delete data, in a minute.")
-    ] = _DEFAULTS.max_tenant_deletions
-    max_tenant_waiting: Annotated[
-        int,
-        Field(ge=1, description="Most calls of one tenant under way at once, streams not counted."),
-    ] = _DEFAULTS.max_tenant_waiting
-    max_tenant_work: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="Most work of one tenant in a second, in nodes: a sequence of a step "
-            "counts as 16 more, 8 tokens that are read as one.",
-        ),
-    ] = _DEFAULTS.max_tenant_work
 
 
 class ReportSettings(BaseModel):
@@ -395,16 +355,20 @@ class ReportSettings(BaseModel):
     ] = None
     status_page: Annotated[
         bool | None,
+        RARE,
         Field(
             description="Serve a page about the service's state next to the metrics. Default: only "
             "where they are on loopback."
         ),
     ] = None
     trace_ratio: Annotated[
-        float, Field(ge=0, le=1, description="Share of calls and steps that are traced; 0: none.")
+        float,
+        RARE,
+        Field(ge=0, le=1, description="Share of calls and steps that are traced; 0: none."),
     ] = 0.0
     trace_endpoint: Annotated[
         EndpointUrl | None,
+        RARE,
         Metavar("URL"),
         Field(
             description="Where traces go, by OTLP over gRPC: http://HOST:PORT, or https:// for "
@@ -429,6 +393,7 @@ class AdminSettings(BaseModel):
     ] = None
     audit_log: Annotated[
         Path | None,
+        RARE,
         Metavar("FILE"),
         Field(
             description="Where to record what operators change, as lines of JSON, in addition to "
@@ -437,6 +402,7 @@ class AdminSettings(BaseModel):
     ] = None
     snapshots: Annotated[
         Path | None,
+        RARE,
         Metavar("DIR"),
         Field(
             description="Where `foredraft admin snapshot` puts copies of --state. Default: no "
@@ -468,6 +434,7 @@ class Settings(
 
     missing_indexes: Annotated[
         Literal["refuse", "skip"],
+        RARE,
         Field(
             description="What an index that cannot be opened costs: the start (refuse), or its own "
             "drafts alone (skip) until a refresh can open it."
@@ -483,6 +450,7 @@ class Settings(
     ] = []
     tenant_phrases: Annotated[
         list[str],
+        RARE,
         Metavar("TENANT=FILE"),
         Field(description="Phrases for this tenant alone, in addition to --phrases. Repeatable."),
     ] = []
@@ -500,8 +468,3 @@ class Settings(
     def limits(self) -> Limits:
         """The limits among the settings."""
         return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
-
-    @property
-    def replication(self) -> ReplicationOptions | None:
-        """Options of replication; None where it is off."""
-        return ReplicationOptions(self.redis.get_secret_value()) if self.redis else None

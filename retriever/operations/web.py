@@ -1,26 +1,33 @@
-"""Metrics and the status page over HTTP: read only, in separate threads."""
+"""Metrics, probes and a status page over HTTP: read only, in separate threads.
 
+The server is the standard library's, with bounds: so many connections, each with so much time in
+all, so that one that sends nothing or does not read keeps no other from an answer.
+"""
+
+import io
 import ipaddress
+import logging
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, Self
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import BoundedSemaphore, Lock, Thread
+from typing import Any, Final, NamedTuple, Self
 
+from indexer.launch import is_installed, plugged
 from retriever.errors import AddressInUseError, SettingsError
-from retriever.operations.http_connections import (
-    DEFAULT_LIMITS,
-    Connections,
-    HttpAnswer,
-    HttpLimits,
-    HttpRequest,
-)
 from retriever.operations.lifecycle import Phase
 from retriever.operations.resolving import without_password
 from retriever.operations.service_report import Service
-from retriever.operations.status_page import HEADERS, History, page
 
 _MAX_PORT: Final = 65535
+_MAX_HEAD_BYTES: Final = 8192  # of a request; a browser's has about 1,000
+_PERIOD_S: Final = 0.2  # latest end of a connection after its time
+_STATUS_PAGE: Final = "retriever.plugins.status_page"
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +89,41 @@ def bound(address: WebAddress) -> socket.socket:
 _PLAIN: Final = "text/plain; charset=utf-8"
 
 
+class Answer(NamedTuple):
+    """An answer: its status, the type of its content, that, and further headers."""
+
+    status: HTTPStatus
+    kind: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WebLimits:
+    """What callers over HTTP may take.
+
+    Attributes:
+        max_open: connections, each with a thread; the oldest makes room for a new one.
+        total_s: for request and answer, in seconds; a scraper's own limit is usually 10 s.
+        renderers: answers that are rendered at once: a scraper's and a browser's.
+    """
+
+    max_open: int = 128
+    total_s: float = 5.0
+    renderers: int = 2
+
+
+DEFAULT_LIMITS: Final = WebLimits()
+
+Rendered = Callable[[str], Answer]
+"""Renders the answer of a path, for the Accept header of a request."""
+
+
 class Web:
     """Serves metrics, and optionally the status page, until closed.
 
     `/metrics`, `/live` (200 while the process answers), `/ready` (200 or 503) and, with the page,
-    `/`. Slow callers keep no other from an answer: see `http_connections`.
+    `/`.
 
     Args:
         service: to report on.
@@ -97,6 +134,7 @@ class Web:
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
         SettingsError: the library for metrics is missing.
+        MissingPluginError: the page is wanted, and is not part of this installation.
     """
 
     def __init__(
@@ -105,56 +143,198 @@ class Web:
         address: WebAddress,
         *,
         status_page: bool | None = None,
-        limits: HttpLimits = DEFAULT_LIMITS,
+        limits: WebLimits = DEFAULT_LIMITS,
     ) -> None:
         self._service = service
         self._on_loopback = address.is_loopback
-        self._has_page = self._on_loopback if status_page is None else status_page
-        self._history = History(lambda: service.stats(census=False).draft_counts)
-        self._metrics = _exposition(service)
+        rendered = {"/metrics": _exposition(service)}
+        has_page = self._on_loopback if status_page is None else status_page
+        if has_page and (status_page or is_installed(_STATUS_PAGE)):
+            rendered["/"] = plugged(f"{_STATUS_PAGE}.status_page", "--status-page").page_of(service)
+        self._rendered = rendered
         listening = bound(address)
         self.address = WebAddress(address.host, listening.getsockname()[1])
-        self._connections = Connections(
-            listening, self._at_once, self._rendered, self._history.sample, limits
-        )
+        self._connections = Connections(listening, self._at_once, rendered, limits)
 
     def close(self) -> None:
         """Stop serving."""
         self._connections.close()
 
-    def _at_once(self, request: HttpRequest) -> HttpAnswer | None:
-        """HttpAnswer probes and what is refused; None for what must be rendered."""
-        if request.method not in ("GET", "HEAD"):
-            allowed = [("Allow", "GET, HEAD")]
-            return HttpAnswer(HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"read only\n", allowed)
-        if self._on_loopback and not _is_local(request.host):
+    def _at_once(self, path: str, host: str) -> Answer | None:
+        """Answer probes and what is refused; None for what must be rendered."""
+        if self._on_loopback and not _is_local(host):
             # DNS rebinding: a foreign page whose host name resolves to this machine.
-            return HttpAnswer(HTTPStatus.FORBIDDEN, _PLAIN, b"ask by a name of this machine\n")
-        if request.path == "/live":
-            return HttpAnswer(HTTPStatus.OK, _PLAIN, b"live\n")
-        if request.path == "/ready":
+            return Answer(HTTPStatus.FORBIDDEN, _PLAIN, b"ask by a name of this machine\n")
+        if path == "/live":
+            return Answer(HTTPStatus.OK, _PLAIN, b"live\n")
+        if path == "/ready":
             return self._readiness()
-        if request.path == "/metrics" or (request.path == "/" and self._has_page):
+        if path in self._rendered:
             return None
-        return HttpAnswer(HTTPStatus.NOT_FOUND, _PLAIN, b"nothing is here\n")
+        return Answer(HTTPStatus.NOT_FOUND, _PLAIN, b"nothing is here\n")
 
-    def _rendered(self, request: HttpRequest) -> HttpAnswer:
-        if request.path == "/metrics":
-            body, kind = self._metrics(request.accept)
-            return HttpAnswer(HTTPStatus.OK, kind, body)
-        body = page(self._service, self._history).encode()
-        return HttpAnswer(HTTPStatus.OK, "text/html; charset=utf-8", body, HEADERS)
-
-    def _readiness(self) -> HttpAnswer:
+    def _readiness(self) -> Answer:
         lifecycle = self._service.observer.lifecycle
         if lifecycle.is_ready:
-            return HttpAnswer(HTTPStatus.OK, _PLAIN, b"ready\n")
+            return Answer(HTTPStatus.OK, _PLAIN, b"ready\n")
         is_up = lifecycle.phase is Phase.READY  # and lets nobody in
         why = "credentials cannot be read" if is_up else lifecycle.phase.value
-        return HttpAnswer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
+        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
 
 
-def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:
+class Connections(ThreadingHTTPServer):
+    """Serves a listening socket in threads, one a connection, until closed.
+
+    Args:
+        listening: bound; closed at the end.
+        at_once: answers a path and a Host header in microseconds, or returns None.
+        rendered: answers the others, by path.
+        limits: of what callers may take.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        at_once: Callable[[str, str], Answer | None],
+        rendered: Mapping[str, Rendered],
+        limits: WebLimits = DEFAULT_LIMITS,
+    ) -> None:
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.at_once = at_once
+        self.rendered = rendered
+        self.rendering = BoundedSemaphore(limits.renderers)
+        self._limits = limits
+        self._open: dict[Any, float] = {}  # since when, the oldest first
+        self._lock = Lock()
+        self._thread = Thread(
+            target=self.serve_forever, args=[_PERIOD_S], name="foredraft-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; connections are cut."""
+        self.shutdown()
+        self._thread.join()
+        self._cut_before(float("inf"))
+        self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own; the oldest makes room for it."""
+        with self._lock:
+            if len(self._open) >= self._limits.max_open:
+                _cut(next(iter(self._open)))
+                del self._open[next(iter(self._open))]
+            self._open[request] = time.monotonic()
+        request.settimeout(self._limits.total_s)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Cut the connections whose time is over; called again and again while this serves."""
+        self._cut_before(time.monotonic() - self._limits.total_s)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Note who left or was cut before the answer: that is no failure."""
+        del request, client_address
+        _logger.debug("a request over HTTP was not answered")
+
+    def _cut_before(self, time_s: float) -> None:
+        with self._lock:
+            for request in [each for each, since_s in self._open.items() if since_s < time_s]:
+                _cut(request)
+
+
+def _cut(request: socket.socket) -> None:
+    """Have the thread of a connection find that it has ended."""
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request, whose head is read before it is looked at."""
+
+    server: Connections
+    protocol_version = "HTTP/1.1"
+    server_version = "foredraft"
+    sys_version = ""
+
+    def setup(self) -> None:
+        """Read the head of a request, up to its bound."""
+        super().setup()
+        head = bytearray()
+        while len(head) <= _MAX_HEAD_BYTES and (line := self.rfile.readline(_MAX_HEAD_BYTES)):
+            head += line
+            if line == b"\r\n" and head != line:
+                break
+        self.is_too_long = len(head) > _MAX_HEAD_BYTES
+        self.rfile = io.BytesIO(head)
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self._send(self._answer())
+
+    do_HEAD = do_GET  # noqa: N815  (the library's)
+
+    def do_POST(self) -> None:
+        """Refuse what would change something."""
+        allowed = (("Allow", "GET, HEAD"),)
+        self._send(Answer(HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"read only\n", allowed))
+
+    do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST  # noqa: N815  (the library's)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request, with a status line whatever version it states."""
+        del message, explain
+        self.request_version, self.command = self.protocol_version, self.command or ""
+        status = HTTPStatus(code)
+        self._send(Answer(status, _PLAIN, f"{status.phrase}\n".encode()))
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the library's)
+        """Log nothing: callers' text is never logged."""
+
+    def _answer(self) -> Answer:
+        if self.is_too_long:
+            return Answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN, b"too long\n")
+        path = self.path.partition("?")[0]
+        answer = self.server.at_once(path, self.headers.get("Host", ""))
+        if answer is not None:
+            return answer
+        with self.server.rendering:
+            try:
+                return self.server.rendered[path](self.headers.get("Accept", ""))
+            except Exception:
+                _logger.exception("an answer over HTTP failed")
+                return Answer(HTTPStatus.INTERNAL_SERVER_ERROR, _PLAIN, b"see the log\n")
+
+    def _send(self, answer: Answer) -> None:
+        self.close_connection = True
+        self.send_response(answer.status)
+        length = ("Content-Length", str(len(answer.body)))
+        for name, value in (
+            ("Content-Type", answer.kind),
+            length,
+            *answer.headers,
+            ("Connection", "close"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+
+def _exposition(service: Service) -> Rendered:
     """Return a function that renders the metrics in the format of an Accept header."""
     try:
         from prometheus_client import exposition  # noqa: PLC0415  (an extra)
@@ -166,9 +346,9 @@ def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:
         ) from error
     registry = registry_of(service)
 
-    def expose(accept: str) -> tuple[bytes, str]:
+    def expose(accept: str) -> Answer:
         encode, kind = exposition.choose_encoder(accept)
-        return encode(registry), kind
+        return Answer(HTTPStatus.OK, kind, encode(registry))
 
     return expose
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import Fate
+from retriever.drafter import Saving
 from retriever.kernels.layout import Shared
 from retriever.predict.generations import Generations, Output
 from retriever.predict.running import RunningOutputs
@@ -23,15 +23,15 @@ class Entry:
         tenant: whose it is.
         output: the generation; without tokens, only the rest is written.
         statistics: the tenant's weights as bytes, if changed since they were last logged.
-        note: opaque, replaces the previous note; see `retriever.replication`.
-        fate: of the output.
+        note: opaque, replaces the previous note; see `retriever.plugins.replication`.
+        saving: of the output.
     """
 
     tenant: str
     output: Output
     statistics: bytes | None = None
     note: bytes | None = None
-    fate: Fate = field(default_factory=Fate, compare=False)
+    saving: Saving = field(default_factory=Saving, compare=False)
 
 
 class DraftedFrom(NamedTuple):

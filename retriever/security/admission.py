@@ -44,7 +44,7 @@ def scope_for(method: str) -> Scope | None:
     return Scope.ADMIN
 
 
-class Doorkeeper:
+class Authenticator:
     """Finds what a caller may do: by its token if it sends one, else by its certificate.
 
     Args:
@@ -139,7 +139,7 @@ class Caller:
     """The caller of a call; its credentials are checked as long as the call lasts.
 
     Args:
-        doorkeeper: finds what it may do.
+        authenticator: finds what it may do.
         token: of the call, or None.
         certificate: of the connection, or None.
         scope: that the call takes; None where any credential will do.
@@ -149,20 +149,20 @@ class Caller:
         NotPermittedError: it is known and may not do this.
     """
 
-    __slots__ = ("_access", "_certificate", "_doorkeeper", "_grant", "_scope", "_token")
+    __slots__ = ("_access", "_authenticator", "_certificate", "_grant", "_scope", "_token")
 
     def __init__(
         self,
-        doorkeeper: Doorkeeper,
+        authenticator: Authenticator,
         token: str | None,
         certificate: Certified | None,
         scope: Scope | None = Scope.DRAFT,
     ) -> None:
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
         self._token = token
         self._certificate = certificate
         self._scope = scope
-        self._access = doorkeeper.current()
+        self._access = authenticator.current()
         self._grant = self._granted(self._access)
 
     @property
@@ -192,7 +192,7 @@ class Caller:
         Raises:
             AccessRefusedError: as for `tenant`.
         """
-        access = self._doorkeeper.current()
+        access = self._authenticator.current()
         by_certificate = self._token is None
         if access is not self._access or by_certificate:
             grant = self._granted(access)
@@ -201,7 +201,7 @@ class Caller:
             self._access, self._grant = access, grant
 
     def _granted(self, access: Access | None) -> Grant:
-        grant = self._doorkeeper.grant(access, self._token, self._certificate)
+        grant = self._authenticator.grant(access, self._token, self._certificate)
         if self._scope is not None and self._scope not in grant.scopes:
             raise NotPermittedError(
                 f"this call takes credentials of the scope {self._scope}, and these have "

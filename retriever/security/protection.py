@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 import grpc
 
 from retriever.errors import CredentialsError, InsecureAddressError
-from retriever.security.admission import Doorkeeper
+from retriever.security.admission import Authenticator
 from retriever.security.certificates import day_of, expiry_of, read_authorities, read_pair
 from retriever.security.private_files import DEFAULT_GRACE_S, LOOK_EVERY_S, Reloaded
 
@@ -183,12 +183,12 @@ class Protection:
 
     Attributes:
         tls: None: connections are not encrypted.
-        doorkeeper: None: callers are not asked who they are, and all act for the tenant "".
+        authenticator: None: callers are not asked who they are, and all act for the tenant "".
         insecure: listen even on reachable addresses without protection.
     """
 
     tls: ServerTls | None = None
-    doorkeeper: Doorkeeper | None = None
+    authenticator: Authenticator | None = None
     insecure: bool = False
 
     @classmethod
@@ -209,7 +209,7 @@ class Protection:
             tls = ServerTls(TlsFiles(files.certificate, files.key, files.client_ca))
         if files.access is None and files.client_ca is None:
             return cls(tls, None, files.insecure)
-        return cls(tls, Doorkeeper(files.access, files.client_ca, files.grace_s), files.insecure)
+        return cls(tls, Authenticator(files.access, files.client_ca, files.grace_s), files.insecure)
 
     def check(self, address: str) -> None:
         """Refuse an address that other machines reach without authentication or encryption.
@@ -235,8 +235,8 @@ class Protection:
         found: dict[str, Reloaded[Any]] = {}
         if self.tls is not None:
             found["certificate"] = self.tls.file
-        if self.doorkeeper is not None:
-            found |= self.doorkeeper.files
+        if self.authenticator is not None:
+            found |= self.authenticator.files
         return [
             FileState(name, file.failing_s, admits=not file.is_overdue)
             for name, file in found.items()
@@ -246,8 +246,8 @@ class Protection:
         """Look at all files now."""
         if self.tls is not None:
             self.tls.file.look()
-        if self.doorkeeper is not None:
-            self.doorkeeper.look()
+        if self.authenticator is not None:
+            self.authenticator.look()
 
     async def watch(self, tell: Callable[[list[FileState]], None]) -> None:
         """Look at the files until cancelled, also without calls; warn of what expires soon.
@@ -255,7 +255,7 @@ class Protection:
         Args:
             tell: is told how they are each time, twice a second.
         """
-        if self.tls is None and self.doorkeeper is None:
+        if self.tls is None and self.authenticator is None:
             return
         # A thread of its own: the shared ones can be busy for longer than a revocation may take.
         with ThreadPoolExecutor(1, "credentials") as thread:
@@ -272,7 +272,7 @@ class Protection:
     def _missing(self) -> str:
         if self.tls is None:
             return "connections are not encrypted"
-        return "callers are not asked who they are" if self.doorkeeper is None else ""
+        return "callers are not asked who they are" if self.authenticator is None else ""
 
 
 _AHEAD: Final = 0.9  # of the event loop, which looks by itself where this is late

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
-from retriever.drafter import DraftRequest, Fate, Keeping
+from retriever.drafter import DraftRequest, SaveStatus, Saving
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -113,7 +113,7 @@ class DraftStream:
         self._last = pb.DraftStreamResponse(sequence_number=answered)
         # Weak: a session that ends otherwise leaves memory at once.
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
-        self._fates: list[Fate] = []  # of outputs that are still to be written
+        self._unsaved: list[Saving] = []  # of outputs that are still to be written
 
     async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Return the response to a message.
@@ -208,10 +208,10 @@ class DraftStream:
 
     def _count_not_kept(self) -> int:
         """Count the outputs that the disk has refused since the last response."""
-        if not self._fates:
+        if not self._unsaved:
             return 0
-        refused = sum(fate.keeping is Keeping.DISK_REFUSED for fate in self._fates)
-        self._fates = [fate for fate in self._fates if fate.keeping is Keeping.MEMORY]
+        refused = sum(saving.status is SaveStatus.DISK_REFUSED for saving in self._unsaved)
+        self._unsaved = [saving for saving in self._unsaved if saving.status is SaveStatus.MEMORY]
         return refused
 
     def _check_counts(self, message: pb.DraftStreamRequest) -> None:
@@ -368,13 +368,13 @@ class DraftStream:
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            fate, lasting = await self._jobs.end_session(self._slot, closing, self._tenant)
+            saving, lasting = await self._jobs.end_session(self._slot, closing, self._tenant)
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
             return
         self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
         if self._state.pools.is_logged:
-            self._fates.append(fate)
+            self._unsaved.append(saving)
         if lasting is None:
             self._jobs.flushing.request()
             await self._slot.give_way()

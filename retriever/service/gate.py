@@ -23,7 +23,7 @@ from retriever.errors import (
 from retriever.operations.lifecycle import SERVICE
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
-from retriever.security.admission import Caller, Doorkeeper, certificate_of, scope_for, token_in
+from retriever.security.admission import Authenticator, Caller, certificate_of, scope_for, token_in
 from retriever.wire.reading import read
 from retriever.wire.statuses import abort, status_of
 
@@ -124,7 +124,7 @@ class Gate(aio.ServerInterceptor):
     messages, which it reads with that.
 
     Args:
-        doorkeeper: who asks callers for credentials; None: nobody does.
+        authenticator: who asks callers for credentials; None: nobody does.
         observer: counts calls, and knows the phase of the service; None: neither is kept.
         open_methods: full names of calls without credentials, such as health checks.
 
@@ -134,11 +134,11 @@ class Gate(aio.ServerInterceptor):
 
     def __init__(
         self,
-        doorkeeper: Doorkeeper | None,
+        authenticator: Authenticator | None,
         observer: ServiceObserver | None = None,
         open_methods: Collection[str] = (),
     ) -> None:
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
         self._observer = observer
         self._open_methods = frozenset(open_methods)
         self.aside: Aside | None = None
@@ -232,12 +232,12 @@ class Gate(aio.ServerInterceptor):
         Raises:
             AccessRefusedError: it has no valid credentials, or may not make this call.
         """
-        if self._doorkeeper is None or method.full_name in self._open_methods:
+        if self._authenticator is None or method.full_name in self._open_methods:
             return None
         try:
             token = token_in(context.invocation_metadata() or ())
             certificate = certificate_of(context.auth_context())
-            return Caller(self._doorkeeper, token, certificate, scope_for(method.full_name))
+            return Caller(self._authenticator, token, certificate, scope_for(method.full_name))
         except AccessRefusedError as error:
             if not isinstance(error, NotPermittedError):
                 _LOGGER.debug("not let in: %s", context.peer())

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from retriever.drafter import Fate, Prediction, SequenceOptions, TokenIds
+from retriever.drafter import Prediction, Saving, SequenceOptions, TokenIds
 from retriever.errors import (
     LimitExceededError,
     NotServedError,
@@ -108,19 +108,19 @@ class RecentEnds:
     """The sessions that have ended lately, with their lengths: the end of one may be repeated."""
 
     def __init__(self) -> None:
-        self._ends: OrderedDict[SessionKey, tuple[int, Fate]] = OrderedDict()
+        self._ends: OrderedDict[SessionKey, tuple[int, Saving]] = OrderedDict()
 
-    def note(self, key: SessionKey, length: int, fate: Fate) -> None:
+    def note(self, key: SessionKey, length: int, saving: Saving) -> None:
         """Note that a session of a stated length has ended."""
         self._ends.pop(key, None)
-        self._ends[key] = length, fate
+        self._ends[key] = length, saving
         if len(self._ends) > _MOST_ENDS:
             self._ends.popitem(last=False)
 
-    def of(self, key: SessionKey, length: int) -> Fate | None:
+    def of(self, key: SessionKey, length: int) -> Saving | None:
         """Return what became of a session that has ended at a length; `None` for no such one."""
-        ended_at, fate = self._ends.get(key, (0, None))
-        return fate if length and ended_at == length else None
+        ended_at, saving = self._ends.get(key, (0, None))
+        return saving if length and ended_at == length else None
 
     def forget(self, tenant: str, name: str | None = None) -> None:
         """Forget a tenant's sessions: those of a name, or all."""
@@ -281,7 +281,7 @@ class Jobs:
         slot: Slot,
         closing: pb.CloseSessionRequest,
         tenant: str,
-    ) -> tuple[Fate, asyncio.Task[None] | None]:
+    ) -> tuple[Saving, asyncio.Task[None] | None]:
         """End a session of a tenant, in a turn; `Flushing` writes its output.
 
         Returns:
@@ -294,7 +294,7 @@ class Jobs:
         key, length = SessionKey(tenant, closing.session_id), closing.length
         tokens = await self._tokens(slot, new_tokens_of(closing))
         try:
-            fate, pieces = self._state.ending(
+            saving, pieces = self._state.ending(
                 key, tokens, remember=not closing.forget, length=length
             )
         except UnknownSessionError:
@@ -304,10 +304,10 @@ class Jobs:
             return before, None
         self._read_by(tenant, len(tokens))
         if length:
-            self.ends.note(key, length, fate)
+            self.ends.note(key, length, saving)
         if next(pieces, _DONE) is _DONE:
-            return fate, None
-        return fate, self._last(self._remember(tenant, pieces))
+            return saving, None
+        return saving, self._last(self._remember(tenant, pieces))
 
     def commit_long(self, tenant: str, step: CheckedRequest) -> "asyncio.Task[None]":
         """Begin to commit the many tokens of a step; it goes on if the caller leaves."""

@@ -238,12 +238,12 @@ class RetrieverServicer:
         tenant = call.tenant
         with self._jobs.call(tenant) as slot:
             await slot.take()
-            fate, lasting = await self._jobs.end_session(slot, request, tenant)
+            saving, lasting = await self._jobs.end_session(slot, request, tenant)
             slot.leave()
             if lasting is not None:
                 await asyncio.shield(lasting)
             await self._jobs.flushing.flushed()
-        return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
+        return pb.CloseSessionResponse(save_status=f"SAVE_STATUS_{saving.status.name}")
 
     async def ShareFindings(
         self, request: pb.ShareFindingsRequest, call: Call

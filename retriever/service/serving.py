@@ -298,7 +298,7 @@ async def _listen(  # noqa: PLR0913  (what a service consists of)
     """Start a server without a drafter."""
     check_address(address)
     protection.check(address)
-    gate = Gate(protection.doorkeeper, observer, HEALTH_METHODS)
+    gate = Gate(protection.authenticator, observer, HEALTH_METHODS)
     server = aio.server(interceptors=[gate], options=server_options(max_message_bytes))
     servicer = RetrieverServicer(
         pad_replies=pad_replies, lifecycle=observer.lifecycle, models=models

@@ -9,7 +9,7 @@ from retriever.log.pools import Pools
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.pool import Pool
 from retriever.sequences import SessionKey
-from retriever.sessions.kept_findings import KeptFindings
+from retriever.sessions.drafter_plugins import Plugins
 from retriever.sessions.session_table import Session, Sessions
 
 _DONE: Final = object()
@@ -18,7 +18,7 @@ _DONE: Final = object()
 def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of it)
     sessions: Sessions,
     pools: Pools,
-    findings: KeptFindings,
+    plugins: Plugins,
     lock: Lock,
     scope: Scope,
     tell: Callable[[Scope], None],
@@ -30,8 +30,7 @@ def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of 
     Args:
         sessions: the open ones.
         pools: generations, and their log.
-        findings: what decoders found likely; of the whole tenant, as that of several sessions is
-            one.
+        plugins: delete what they keep, where they can't tell sessions apart that of the tenant.
         lock: held while sessions or pools are used.
         scope: what to delete.
         tell: called with the scope, and with the lock held, before anything is removed.
@@ -51,7 +50,7 @@ def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of 
             time.sleep(0)  # lets others draft
             with lock:
                 is_done = next(rest, _DONE) is _DONE
-        findings.forget(scope.tenant)
+        plugins.on_deleted(scope)
         if not scope.origin:
             pools.evict(scope.tenant)
         pools.delete_logged(scope)

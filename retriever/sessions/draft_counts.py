@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 from indexer.reader import Index
 from retriever.predict.draft import Counted
 from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
-from retriever.replication.replication_state import ReplicationCounts
 from retriever.sessions.bindings import IndexOutcome
 from retriever.sessions.session_table import Session
 
@@ -177,7 +176,7 @@ class DrafterStats:
         draft_counts: of drafts and their outcomes; these go on rising.
         is_logged: whether there is a state directory.
         log_failures: outputs that could not be written to that.
-        replication: counts of replicated outputs.
+        plugins: what plugins have counted, by name.
         evictions: how often what has made room; see `EVICTED`.
         census: what is in memory; `NOTHING_HELD` where it was not asked for.
     """
@@ -190,7 +189,7 @@ class DrafterStats:
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     is_logged: bool = False
     log_failures: int = 0
-    replication: ReplicationCounts = field(default_factory=ReplicationCounts)
+    plugins: Mapping[str, Any] = field(default_factory=dict)
     evictions: Mapping[str, int] = field(default_factory=dict)
     census: Census = NOTHING_HELD
 

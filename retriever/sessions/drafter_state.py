@@ -7,10 +7,9 @@ for a disk, a server or a long prompt, except for the one write when the tokeniz
 import math
 import struct
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from time import perf_counter
 from typing import Any, Final, Unpack
@@ -22,11 +21,11 @@ from retriever.drafter import (
     DEFAULT,
     NO_TOKENS,
     DraftRequest,
-    Fate,
     Findings,
     FoundPage,
-    Keeping,
     Prediction,
+    SaveStatus,
+    Saving,
     SequenceOptions,
     TokenIds,
 )
@@ -55,7 +54,6 @@ from retriever.predict.ledger import Charge, Ledger, with_ceilings
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions, predictions_bytes
 from retriever.predict.running import FEWEST_TOKENS, RunningOutputs, running_bytes
-from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import (
     SessionKey,
     check_batch,
@@ -74,8 +72,8 @@ from retriever.sessions.draft_counts import (
     census_of,
     resident_bytes,
 )
+from retriever.sessions.drafter_plugins import Plugins, findings_of
 from retriever.sessions.eviction import Eviction
-from retriever.sessions.kept_findings import KeptFindings
 from retriever.sessions.options import DEFAULT_LIMITS, DrafterOptions
 from retriever.sessions.refreshed_corpora import IndexState
 from retriever.sessions.session_table import CheckedRequest, Session, Sessions
@@ -112,7 +110,7 @@ class DrafterState:
         bindings: indexes and phrases by tenant.
         pools: outputs by tenant, and their log.
         findings: what decoders found likely.
-        replication: of outputs, to other drafters.
+        plugins: what else keeps data of it; `findings` is one of them.
         draft_counts: counts of drafts and their outcomes.
         uses: what each tenant has used, as far as a service counts it.
         fingerprint: of the tokenizer; empty while it is unknown.
@@ -125,13 +123,15 @@ class DrafterState:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
-        ReplicationError: `replication` cannot be used; a server that is down is no error.
+        RetrieverError: a plugin cannot be attached.
     """
 
     def __init__(
         self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
     ) -> None:
-        check_replication(options.get("replication"))
+        attached = options.get("plugins") or ()
+        for each in attached:
+            each.check()
         finish_list()
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = with_ceilings(options.get("limits", DEFAULT_LIMITS))
@@ -156,19 +156,17 @@ class DrafterState:
             self.bindings.has_corpus,
             self.ledger,
         )
-        self.findings = KeptFindings(self.pools, self.ledger, lambda: self.limits)
+        self.plugins = Plugins()
         self.ledger.evictor = self.eviction = Eviction(
-            self.ledger, self.sessions, self.pools, self.findings, self.lock
+            self.ledger, self.sessions, self.pools, self.plugins, self.lock
         )
         self.named: dict[str, str] = {}  # fingerprints by tenant
-        self._keeps_elsewhere = self.pools.is_logged or options.get("replication") is not None
-        self._forget = partial(forget, self.sessions, self.pools, self.findings, self.lock)
-        self.replication = Replication.join(
-            options.get("replication"), self.pools, self.lock, self.limits, self._forget
-        )
+        self._keeps_elsewhere = self.pools.is_logged or bool(attached)
+        self.findings = findings_of(self)
+        self.plugins += [self.findings, *(each.attach(self) for each in attached)]
         self.fingerprint = self.fingerprint or self.pools.fingerprint
         if self.fingerprint:
-            self.replication.start(self.fingerprint, self.vocabulary)
+            self.plugins.on_vocabulary(self.fingerprint, self.vocabulary)
         self.hold = options.get("hold_indexes", False)
         self.copying = Lock()
         self.pools.get("")  # callers without a tenant do not wait for the log
@@ -270,15 +268,15 @@ class DrafterState:
 
     def end(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
-    ) -> Fate:
+    ) -> Saving:
         """End a sequence as `close` does, without waiting for the state directory: see `flush`.
 
         Returns:
             What becomes of its output; whether the disk took it is known after the next `flush`.
         """
-        fate, pieces = self.ending(key, new_tokens, remember=remember)
+        saving, pieces = self.ending(key, new_tokens, remember=remember)
         finish(pieces)
-        return fate
+        return saving
 
     def ending(
         self,
@@ -287,7 +285,7 @@ class DrafterState:
         *,
         remember: bool = True,
         length: int = 0,
-    ) -> tuple[Fate, Generator[None, None, None]]:
+    ) -> tuple[Saving, Generator[None, None, None]]:
         """Do as `end` does; the iterator adds the output to the generations, in pieces.
 
         Args:
@@ -311,17 +309,17 @@ class DrafterState:
             self.predictor.note(ended.databases, tokens)
             # Its tokens are not added to the sequence: nothing is drafted from that any more.
             if not (remember and ended.remember):
-                return Fate(Keeping.NOTHING), self.locked(iter(()))
-            fate, pieces = self.remembering(key, ended, tokens)
-        return fate, self.locked(pieces)
+                return Saving(SaveStatus.NOTHING), self.locked(iter(()))
+            saving, pieces = self.remembering(key, ended, tokens)
+        return saving, self.locked(pieces)
 
     def flush(self) -> None:
-        """Write remembered outputs to the state directory, then replicate them.
+        """Write remembered outputs to the state directory, and have plugins know.
 
-        Outputs that the disk refuses stay in memory: their fates (`end`) and `log_failures` tell.
+        Outputs that the disk refuses stay in memory: what `end` returned and `log_failures` tell.
         """
         if self._keeps_elsewhere:
-            with self.replication.publishing():
+            with self.plugins.storing():
                 self.pools.commit()
 
     def draft_prepared(
@@ -371,14 +369,18 @@ class DrafterState:
             with self.lock, suppress(UnknownSessionError):
                 self.sessions.remove(key).databases.clear()
         try:
-            self._forget(scope, self.replication.delete)
+            self.forget(scope, self.plugins.on_deleting)
         finally:
-            self.replication.keep_position()
+            self.plugins.settle()
+
+    def forget(self, scope: Scope, tell: Callable[[Scope], None]) -> None:
+        """Delete a scope, having told of it; see `deletion.forget`."""
+        forget(self.sessions, self.pools, self.plugins, self.lock, scope, tell)
 
     def shut_down(self) -> None:
-        """Replicate queued outputs for at most a second; close the indexes and the state."""
+        """Stop plugins, within a second or so; close the indexes and the state."""
         self.flush()
-        self.replication.shut_down()
+        self.plugins.shut_down()
         self.bindings.shut_down()
         self.pools.close()
 
@@ -512,7 +514,7 @@ class DrafterState:
 
     def remembering(
         self, key: SessionKey, ended: Session, tokens: TokenIds = NO_TOKENS
-    ) -> tuple[Fate, Iterator[None]]:
+    ) -> tuple[Saving, Iterator[None]]:
         """Return what becomes of an ended session's output, and the pieces in which it is added."""
         context = ended.databases.context
         output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
@@ -520,8 +522,8 @@ class DrafterState:
             self.name_vocabulary(ended.tenant)
         version = ended.options.policy_version or 0
         entry, pieces = self.pools.remembering(ended.databases.pool, output, key.name, version)
-        self.replication.hold(entry)
-        return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces
+        self.plugins.on_remembered(entry)
+        return entry.saving if entry is not None else Saving(SaveStatus.NOTHING), pieces
 
     def name_vocabulary(self, tenant: str) -> None:
         """Take a tenant's tokenizer for what is kept on disk or replicated, if none was known."""
@@ -530,7 +532,7 @@ class DrafterState:
             return
         self.fingerprint = fingerprint
         self.pools.name_vocabulary(fingerprint)
-        self.replication.start(fingerprint, self.vocabulary)
+        self.plugins.on_vocabulary(fingerprint, self.vocabulary)
 
     def take_limits(self, limits: Limits) -> None:
         """Put limits in force, with the lock held."""

@@ -170,7 +170,7 @@ class EmbeddedDrafter(OfOneProcess):
         pool, tokens = state.pool(tenant), state.tokens(output)
         with state.lock:
             state.name_vocabulary(tenant)
-            state.replication.hold(state.pools.remember(pool, tokens))
+            state.plugins.on_remembered(state.pools.remember(pool, tokens))
         state.flush()
 
     def delete(self, tenant: str = "", session: str | None = None) -> None:
@@ -228,11 +228,11 @@ class EmbeddedDrafter(OfOneProcess):
             draft_counts=state.draft_counts,
             is_logged=state.pools.is_logged,
             log_failures=state.pools.log_failures,
-            replication=state.replication.counts,
+            plugins={each.name: each.counts for each in state.plugins if each.counts is not None},
             evictions=state.eviction.counts,
             census=state.census() if census else NOTHING_HELD,
         )
 
     def shut_down(self) -> None:
-        """Replicate queued outputs for at most a second; close the indexes and the state."""
+        """Stop plugins, within a second or so; close the indexes and the state."""
         self.state.shut_down()

@@ -8,7 +8,7 @@ from typing import Final
 
 from retriever.log.pools import Pools
 from retriever.predict.ledger import Ledger
-from retriever.sessions.kept_findings import KeptFindings
+from retriever.sessions.drafter_plugins import Plugins
 from retriever.sessions.session_table import Sessions
 
 EVICTED: Final = ("recycled", "pools", "generations", "sessions")
@@ -32,7 +32,7 @@ class Eviction:
         ledger: of the memory.
         sessions: the open ones.
         pools: outputs.
-        findings: what decoders found likely.
+        plugins: keep more, which goes first.
         lock: the drafter's.
 
     Attributes:
@@ -44,11 +44,11 @@ class Eviction:
         ledger: Ledger,
         sessions: Sessions,
         pools: Pools,
-        findings: KeptFindings,
+        plugins: Plugins,
         lock: Lock,
     ) -> None:
         self._ledger = ledger
-        self._findings = findings
+        self._plugins = plugins
         self._sessions = sessions
         self._pools = pools
         self._lock = lock
@@ -69,13 +69,13 @@ class Eviction:
         try:
             if limit == "max_tenant_bytes":
                 return num_bytes <= self._ledger.max_tenant_bytes and (
-                    self._drop_findings(lambda other: other == tenant)
+                    self._drop_of_plugins(lambda other: other == tenant)
                     or self._shrink(tenant)
                     or self._end_idle(tenant, lambda other: other == tenant)
                 )
             spared = self._spared(tenant, num_bytes)
             return num_bytes <= self._ledger.max_bytes and (
-                self._drop_findings(lambda other: other not in spared)
+                self._drop_of_plugins(lambda other: other not in spared)
                 or self._drop_pool(tenant, spared)
                 or self._shrink(tenant)
                 or self._end_idle(tenant, lambda other: other not in spared)
@@ -94,10 +94,11 @@ class Eviction:
             return set()
         return {other for other in active - {tenant} if self._ledger.of(other) <= share}
 
-    def _drop_findings(self, is_meant: Callable[[str], bool]) -> bool:
-        evicted = self._findings.evict_idle(is_meant)
-        self.counts["recycled"] += evicted
-        return evicted
+    def _drop_of_plugins(self, is_meant: Callable[[str], bool]) -> bool:
+        name = self._plugins.evict_idle(is_meant)
+        if name:
+            self.counts[name] += 1
+        return bool(name)
 
     def _drop_pool(self, tenant: str, spared: set[str]) -> bool:
         evicted = self._pools.evict_idle({tenant, *spared, *self._sessions.tenants})

@@ -14,8 +14,8 @@ from indexer.reader import Index, Vocabulary
 from retriever.limits import Durability, Limits
 from retriever.predict.draft import Predictor
 from retriever.predict.phrases import Encode, ListedPhrases, Track, read_lines
-from retriever.replication.options import ReplicationOptions
 from retriever.sessions.bindings import Bound, BoundPaths
+from retriever.sessions.drafter_plugins import PluginOptions
 from retriever.sessions.refreshed_corpora import IndexState, MissingIndex
 
 _logger = getLogger(__name__)
@@ -120,8 +120,7 @@ class OpeningOptions(TypedDict, total=False):
         threads: most threads over which a step of several sequences is divided; 1 by default: a
             helper that waits for a processor holds the step up, so name only as many as are free.
         predictor: grows the trees, with room for `limits`; made if not given.
-        replication: the server through which drafters of the same vocabulary share outputs; None
-            for none.
+        plugins: options of plugins, such as `ReplicationOptions`; each is attached.
         clock: seconds, rising, by which sessions are idle; `time.monotonic` by default.
     """
 
@@ -135,7 +134,7 @@ class OpeningOptions(TypedDict, total=False):
     refresh_s: float
     threads: int
     predictor: Predictor | None
-    replication: ReplicationOptions | None
+    plugins: Sequence[PluginOptions]
     clock: Callable[[], float]
 
 

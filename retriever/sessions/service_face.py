@@ -225,7 +225,7 @@ class ServiceFace:
         if len(output):
             self.state.name_vocabulary(session.tenant)
         version, pool = session.options.policy_version or 0, session.databases.pool
-        self.state.replication.hold(self.state.pools.remember(pool, output, key.name, version))
+        self.state.plugins.on_remembered(self.state.pools.remember(pool, output, key.name, version))
 
 
 def _drafting(step: CheckedRequest) -> Asked:

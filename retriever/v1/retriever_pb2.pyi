@@ -32,13 +32,13 @@ class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAIL_OPEN_REASON_INVALID: _ClassVar[FailOpenReason]
     FAIL_OPEN_REASON_DRAINING: _ClassVar[FailOpenReason]
 
-class Keeping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class SaveStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    KEEPING_UNSPECIFIED: _ClassVar[Keeping]
-    KEEPING_NOTHING: _ClassVar[Keeping]
-    KEEPING_MEMORY: _ClassVar[Keeping]
-    KEEPING_DISK: _ClassVar[Keeping]
-    KEEPING_DISK_REFUSED: _ClassVar[Keeping]
+    SAVE_STATUS_UNSPECIFIED: _ClassVar[SaveStatus]
+    SAVE_STATUS_NOTHING: _ClassVar[SaveStatus]
+    SAVE_STATUS_MEMORY: _ClassVar[SaveStatus]
+    SAVE_STATUS_DISK: _ClassVar[SaveStatus]
+    SAVE_STATUS_DISK_REFUSED: _ClassVar[SaveStatus]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -64,11 +64,11 @@ FAIL_OPEN_REASON_VOCABULARY: FailOpenReason
 FAIL_OPEN_REASON_REFUSED: FailOpenReason
 FAIL_OPEN_REASON_INVALID: FailOpenReason
 FAIL_OPEN_REASON_DRAINING: FailOpenReason
-KEEPING_UNSPECIFIED: Keeping
-KEEPING_NOTHING: Keeping
-KEEPING_MEMORY: Keeping
-KEEPING_DISK: Keeping
-KEEPING_DISK_REFUSED: Keeping
+SAVE_STATUS_UNSPECIFIED: SaveStatus
+SAVE_STATUS_NOTHING: SaveStatus
+SAVE_STATUS_MEMORY: SaveStatus
+SAVE_STATUS_DISK: SaveStatus
+SAVE_STATUS_DISK_REFUSED: SaveStatus
 PHASE_UNSPECIFIED: Phase
 PHASE_STARTING: Phase
 PHASE_READY: Phase
@@ -377,10 +377,10 @@ class CloseSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ..., length: _Optional[int] = ..., new_token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
-    __slots__ = ("keeping",)
-    KEEPING_FIELD_NUMBER: _ClassVar[int]
-    keeping: Keeping
-    def __init__(self, keeping: _Optional[_Union[Keeping, str]] = ...) -> None: ...
+    __slots__ = ("save_status",)
+    SAVE_STATUS_FIELD_NUMBER: _ClassVar[int]
+    save_status: SaveStatus
+    def __init__(self, save_status: _Optional[_Union[SaveStatus, str]] = ...) -> None: ...
 
 class Findings(_message.Message):
     __slots__ = ("contexts", "token_ids", "log_odds")

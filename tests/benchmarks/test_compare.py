@@ -7,7 +7,7 @@ import pytest
 from benchmarks.ablations import LEARNING, PARTS, TREES, tokens_per_step
 from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles
 from retriever.drafter import TokenIds
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 from tests.benchmarks.conftest import Runner
 from tests.benchmarks.drafting import IndexMaker
 

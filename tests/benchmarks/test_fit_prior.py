@@ -12,8 +12,8 @@ from retriever.drafter import DraftRequest
 from retriever.kernels.layout import HIDDEN, Evidence, Traits
 from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_escape, to_shares
 from retriever.predict.weights import from_values, prior_weights
-from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 from tests.benchmarks.conftest import Runner
 from tests.benchmarks.drafting import ids
 from tests.retriever.predict.blank import blank_weights

@@ -95,6 +95,27 @@ def test_core_can_be_imported_and_an_option_whose_plugin_is_gone_says_so(bare: P
     ]
 
 
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("flags", "plugin"),
+    [
+        (("--admin-address", "unix:admin.sock"), "admin"),
+        (("--redis", "redis://localhost:1"), "replication"),
+        (("--trace-ratio", "0.5"), "tracing"),
+        (("--metrics-address", "0", "--status-page"), "status_page"),
+    ],
+)
+def test_a_service_says_which_plugin_an_option_needs(
+    flags: tuple[str, ...], plugin: str, bare: Path
+) -> None:
+    done = run(bare, "-m", "foredraft", "serve", "--address", "127.0.0.1:0", *flags)
+    asked = flags[-1] if flags[-1].startswith("--") else flags[0]
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"error: {asked} needs retriever.plugins.{plugin}, which is not part of this installation"
+    )
+
+
 @pytest.mark.plugin
 @pytest.mark.parametrize(
     "name", [each.name for each in commands().values() if ".plugins." in each.module]
@@ -102,8 +123,8 @@ def test_core_can_be_imported_and_an_option_whose_plugin_is_gone_says_so(bare: P
 def test_a_command_whose_plugin_is_gone_says_so(name: str, bare: Path) -> None:
     done = run(bare, "-m", "foredraft", name, "--help")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(
-        f"error: `foredraft {name}` is not part of this installation: decoder.plugins."
+    assert re.match(
+        rf"error: `foredraft {name}` is not part of this installation: \w+\.plugins\.", done.stderr
     )
     assert "Traceback" not in done.stderr
 
@@ -112,7 +133,8 @@ def test_the_help_lists_what_is_there(bare: Path) -> None:
     done = run(bare, "-m", "foredraft", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "  generate " in done.stdout
-    assert not re.search(r"^  (bench|train|estimate|trace) ", done.stdout, re.MULTILINE)
+    gone = r"^  (bench|train|estimate|trace|admin|replay|export) "
+    assert not re.search(gone, done.stdout, re.MULTILINE)
 
 
 def test_a_plugin_that_is_not_there_is_told_apart_from_a_library(tmp_path: Path) -> None:

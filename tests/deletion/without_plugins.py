@@ -53,7 +53,8 @@ def check_without(plugin: str, arguments: list[str]) -> bool:
 
 
 def _named(word: str) -> str:
-    return word if "." in word else f"decoder.plugins.{word}"
+    """Return the plugin of a name."""
+    return next((each for each in plugins() if each.rpartition(".")[2] == word), word)
 
 
 def main() -> None:

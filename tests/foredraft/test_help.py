@@ -124,7 +124,7 @@ def test_defaults_of_settings_are_told_where_a_file_may_set_them(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with suppress(SystemExit):
-        ALL["serve"].main(["--help"], prog_name="foredraft serve")
+        ALL["serve"].main([help_of("serve")], prog_name="foredraft serve")
     parts = re.split(r"^  (?=-)", capsys.readouterr().out, flags=re.MULTILINE)
     told = {part.split()[0]: " ".join(part.split()).replace("- ", "-") for part in parts}
     for name, field in Settings.model_fields.items():
@@ -133,6 +133,17 @@ def test_defaults_of_settings_are_told_where_a_file_may_set_them(
         assert (
             f"[default: {told_default(flag_of(name)[2:], field.default)}]" in told[flag_of(name)]
         ), name
+
+
+def test_the_help_of_a_service_lists_what_most_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with suppress(SystemExit):
+        ALL["serve"].main(["--help"], prog_name="foredraft serve")
+    listed = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert 15 < len(listed) <= 25
+    assert {"--index", "--access", "--admin-address", "--help-all"} <= set(listed)
 
 
 def test_many_options_are_shown_in_groups() -> None:

@@ -62,7 +62,7 @@ def test_the_help_lists_the_commands_in_groups_and_loads_none() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 90
     _, loaded = shown_and_loaded("--help")
     assert "foredraft.program" in loaded
-    assert not loaded & {"typer", "rich", "retriever", "decoder.commands", *HEAVY}
+    assert not loaded & {"typer", "rich", "retriever.commands", "decoder.commands", *HEAVY}
 
 
 def test_help_that_nobody_reads_to_its_end_is_no_error() -> None:

@@ -22,8 +22,8 @@ from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import DraftRequest, Prediction, SequenceOptions, TokenIds
 from retriever.predict.phrases import ListedPhrases
-from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import ChatEncoder, Trace, read_outputs, read_traces
 from retriever.tree import DraftTree
 from tests.golden.record import Step, rate_step, tree_step
 from tests.golden.sections import Scope

@@ -28,7 +28,6 @@ from google.rpc.status_pb2 import Status
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever.client.administrator import administering
 from retriever.client.asynchronous import AsyncResilientDrafter, remote_async_channel
 from retriever.client.credentials import Credentials
 from retriever.client.resilient import ResilientDrafter
@@ -44,16 +43,17 @@ from retriever.drafter import (
 )
 from retriever.errors import RetrieverError
 from retriever.limits import Limits
-from retriever.operations.audit import AuditLog
-from retriever.operations.live_settings import LiveSettings
 from retriever.operations.observer import ServiceObserver
 from retriever.operations.resolving import resolve
 from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
+from retriever.plugins.admin.admin_servicer import Administered
+from retriever.plugins.admin.admin_serving import AdminPlane
+from retriever.plugins.admin.administrator import administering
+from retriever.plugins.admin.audit import AuditLog
+from retriever.plugins.admin.live_settings import LiveSettings
 from retriever.security.access import Scope as AccessScope, add_token
 from retriever.security.protection import NO_PROTECTION, Protection, ProtectionFiles
-from retriever.service.admin_servicer import Administered
-from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import admin_pb2, retriever_pb2, retriever_pb2 as pb

@@ -197,8 +197,11 @@ def _warm() -> None:
     from retriever.commands import app  # noqa: F401, PLC0415  (the names of all commands)
     from retriever.sessions.cold_start import warm_drafts, warm_rare  # noqa: PLC0415
 
-    for name in ("serve", "admin", "config", "health", "info", "replay", "access", "explain"):
+    for name in ("serve", "config", "health", "info", "access", "explain"):
         import_module(f"retriever.commands.{name}_command")
+    for name in ("admin", "replay"):
+        with suppress(ModuleNotFoundError):  # a plugin may be absent
+            import_module(f"retriever.plugins.{name}.{name}_command")
     import_module("indexer.commands")
     import_module("foredraft.program")
     import_module("grpc.experimental")

@@ -38,8 +38,8 @@ from decoder.plugins.estimate.token_log import LoggedRecord, TokenLog, token_log
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
 from retriever.commands.factories import OWN, find_factory
-from retriever.replay.traces import ChatEncoder, stream_traces
 from retriever.sessions.options import check_files, indexed_tokenizer
+from retriever.traces.traces import ChatEncoder, stream_traces
 
 _CROWDED: Final = 32
 """Sequences in a pass of a busy server: what a gain for one alone is set against."""

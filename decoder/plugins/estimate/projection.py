@@ -16,7 +16,7 @@ from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, Pas
 from decoder.plugins.estimate.cost_curve import CostCurve
 from decoder.plugins.estimate.token_log import ALL, LoggedRecord
 from retriever.drafter import Drafter, DraftRequest, TokenIds
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 from retriever.tree import DraftTree
 
 PAYING: Final = "paying"

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from decoder.plugins.estimate.options import KIND_FIELDS, NO_FIELD
 from retriever.errors import TraceError
-from retriever.replay.trace_spool import TraceSpool, trace_spool
-from retriever.replay.traces import Trace
+from retriever.traces.trace_spool import TraceSpool, trace_spool
+from retriever.traces.traces import Trace
 
 ALL: Final = "all"
 OTHERS: Final = "others"

@@ -20,7 +20,7 @@ from decoder.plugins.estimate.cost_curve import CostCurve
 from decoder.plugins.estimate.projection import project
 from decoder.plugins.estimate.token_log import LoggedRecord
 from indexer.build import build_from_texts
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 
 NODES = 12
 TEXTS = ["a b c a b", "c c d", "b a b a", "d e d"] * 2

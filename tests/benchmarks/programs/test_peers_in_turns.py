@@ -10,7 +10,7 @@ from benchmarks.peers.peer_report import PeerReport, Row, Times
 from benchmarks.peers.programs import TransformersPeer
 from decoder.plugins.contenders.prompt_lookup import PromptLookup
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 from retriever.tree import DraftTree
 from tests.benchmarks.drafting import ids
 

@@ -25,7 +25,7 @@ from retriever.limits import Limits
 from retriever.operations.lifecycle import Phase
 from retriever.operations.observer import ServiceObserver
 from retriever.security.access import TENANT_SCOPES, add_token
-from retriever.security.admission import Doorkeeper
+from retriever.security.admission import Authenticator
 from retriever.sequences import SessionKey
 from retriever.service.gate import Gate
 from retriever.service.servicer import RetrieverServicer
@@ -126,7 +126,7 @@ class CalledService:
         self.drafter = _drafter_with_a_victim(self.folder)
         observer = ServiceObserver()
         observer.lifecycle.phase = Phase.READY
-        self._gate = Gate(Doorkeeper(access), observer)
+        self._gate = Gate(Authenticator(access), observer)
         self._handlers: dict[str, Any] = {}
         registered: Any = Registered(self._handlers)
         servicer: Any = RetrieverServicer(self.drafter)

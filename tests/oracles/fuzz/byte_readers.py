@@ -23,12 +23,12 @@ from retriever.errors import CredentialsError, InvalidTreeError
 from retriever.limits import Limits
 from retriever.log import log_store as log_records
 from retriever.log.pools import Pools
+from retriever.plugins.replication import replicated_records as records
+from retriever.plugins.replication.consumer import Consumer, RecordLearner
+from retriever.plugins.replication.redis_streams import StreamEntry
+from retriever.plugins.replication.replication_state import Deletions, Position, ReplicationCounts
 from retriever.predict.generations import Output, Scope
 from retriever.predict.weights import from_bytes
-from retriever.replication import replicated_records as records
-from retriever.replication.consumer import Consumer, RecordLearner
-from retriever.replication.redis_streams import StreamEntry
-from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.certificates import certified

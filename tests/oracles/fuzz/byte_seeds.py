@@ -6,10 +6,10 @@ from typing import Any, Final
 import numpy as np
 
 from retriever.log import log_store as log_records
+from retriever.plugins.replication.replicated_records import Record, encode
+from retriever.plugins.replication.replication_state import Position
 from retriever.predict.generations import Output, Scope, session_origin
 from retriever.predict.weights import prior_weights, to_bytes
-from retriever.replication.replicated_records import Record, encode
-from retriever.replication.replication_state import Position
 from retriever.security.access import TokenHash, new_token
 from retriever.v1 import retriever_pb2 as pb
 from tests.oracles.fuzz.byte_calls import PROMPT, TENANTS, Call

@@ -12,8 +12,8 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
+from retriever.plugins.admin.administration import Administration, SessionFilter
 from retriever.service.draft_stream import DraftStream
-from retriever.sessions.administration import Administration, SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as pb_grpc
 from tests.retriever.security.in_process import serving

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from retriever.client.conversation import FailOpen
 from retriever.client.merging import merge_trees
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import RemoteDrafter
-from retriever.commands import app
 from retriever.drafter import FORGOTTEN, Drafter, DraftRequest
 from retriever.errors import (
     InvalidRequestError,
@@ -369,9 +369,11 @@ def test_addresses_are_needed_and_differ() -> None:
         parts(["127.0.0.1:1", "127.0.0.1:1"])
 
 
+@pytest.mark.plugin("retriever.plugins.replay")
 def test_replay_drafts_from_several_servers(
     left_address: str, slow: SlowService, tmp_path: Path
 ) -> None:
+    app = import_module("retriever.plugins.replay.replay_cli").app
     rows = [{"prompt_ids": BEGINNING, "output_ids": tokens[6:]} for tokens in (LEFT, RIGHT)]
     traces, warm = tmp_path / "traces.jsonl", tmp_path / "warm.jsonl"
     traces.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -19,9 +19,9 @@ from retriever.log import pools
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.log_store import LogStore
 from retriever.log.options import LogOptions
+from retriever.plugins.admin.administration import Administration
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
-from retriever.sessions.administration import Administration
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -68,20 +68,20 @@ def test_callers_are_told_where_their_outputs_are_kept(
                 closing = pb.CloseSessionRequest(
                     session_id=name, new_token_ids=tokens, forget=forget
                 )
-                return int(stub.CloseSession(closing).keeping)
+                return int(stub.CloseSession(closing).save_status)
 
             def stream_close(number: int) -> int:
                 opened = pb.OpenSessionRequest(session_id=str(number), prompt=[1])
                 closed = pb.CloseSessionRequest(session_id=str(number), new_token_ids=[2, 3, 4])
                 return exchange(number, openings=[opened], closings=[closed]).num_not_kept
 
-            assert close("a", [2, 3]) == pb.KEEPING_DISK
-            assert close("b", [2, 3], forget=True) == close("c", []) == pb.KEEPING_NOTHING
+            assert close("a", [2, 3]) == pb.SAVE_STATUS_DISK
+            assert close("b", [2, 3], forget=True) == close("c", []) == pb.SAVE_STATUS_NOTHING
             exchange = Exchange(channel)
             with monkeypatch.context() as full:
                 full.setattr(LogStore, "append", refuse)
                 full.setattr(LogStore, "delete", refuse)
-                assert close("d", [2, 3]) == pb.KEEPING_DISK_REFUSED
+                assert close("d", [2, 3]) == pb.SAVE_STATUS_DISK_REFUSED
                 told = stream_close(1) + stream_close(2)
                 assert wait_until(lambda: drafter.stats().log_failures == 3)
                 assert told + exchange(3).num_not_kept == 2
@@ -94,16 +94,16 @@ def test_callers_are_told_where_their_outputs_are_kept(
                 assert "ask again once the operator" in details
                 assert str(tmp_path) not in details
                 assert not len(drafter.draft_context(output(7)[:9], 4))
-            assert len(kept_outputs(snapshot(tmp_path, "refused").path)) == 1
+            assert len(kept_outputs(Path(snapshot(tmp_path, "refused").path))) == 1
             stub.DeleteTenantData(pb.DeleteTenantDataRequest())
-            assert kept_outputs(snapshot(tmp_path, "deleted").path) == []
-            assert close("e", [2, 3]) == pb.KEEPING_DISK
+            assert kept_outputs(Path(snapshot(tmp_path, "deleted").path)) == []
+            assert close("e", [2, 3]) == pb.SAVE_STATUS_DISK
             exchange.end()
     with serving(EmbeddedDrafter()) as address, grpc.insecure_channel(address) as channel:
         stub = RetrieverServiceStub(channel)
         stub.OpenSession(pb.OpenSessionRequest(session_id="s", prompt=[1]))
         closing = pb.CloseSessionRequest(session_id="s", new_token_ids=[2])
-        assert stub.CloseSession(closing).keeping == pb.KEEPING_MEMORY
+        assert stub.CloseSession(closing).save_status == pb.SAVE_STATUS_MEMORY
 
 
 def refuse(*_: object) -> None:

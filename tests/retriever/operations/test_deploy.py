@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
+from indexer.launch import is_installed
 from indexer.reader import Index
 from retriever.operations import health
 from retriever.operations.lifecycle import SERVICE
@@ -39,9 +42,18 @@ def registry(index: Path, tmp_path: Path) -> CollectorRegistry:
     with watched(index, tmp_path) as (service, _):
         service.observer.lifecycle.note_credentials([FileState("access")])
         found = CollectorRegistry()
-        families = list(registry_of(service).collect())
+        families = [*registry_of(service).collect(), *of_replication()]
         found.collect = lambda: families  # type: ignore[method-assign]  # once the service is gone
     return found
+
+
+def of_replication() -> list[Metric]:
+    """What a service shows of replication, where that is installed."""
+    if not is_installed("retriever.plugins.replication"):
+        return []
+    metrics = import_module("retriever.plugins.replication.replication_metrics")
+    state = import_module("retriever.plugins.replication.replication_state")
+    return list(metrics.metrics_of(state.ReplicationCounts()))
 
 
 def expressions() -> list[str]:
@@ -54,6 +66,7 @@ def expressions() -> list[str]:
     return rules + panels
 
 
+@pytest.mark.plugin("retriever.plugins.replication")
 def test_every_metric_and_label_that_is_asked_for_exists(registry: CollectorRegistry) -> None:
     samples = [each for family in registry.collect() for each in family.samples]
     names = {each.name for each in samples}

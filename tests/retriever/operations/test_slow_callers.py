@@ -5,27 +5,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 
 import pytest
 
-from retriever.operations.http_connections import (
-    DEFAULT_LIMITS,
-    Connections,
-    HttpAnswer,
-    HttpLimits,
-    HttpRequest,
-)
 from retriever.operations.lifecycle import Phase
-from retriever.operations.web import Web, WebAddress, bound
+from retriever.operations.web import (
+    DEFAULT_LIMITS,
+    Answer,
+    Connections,
+    Web,
+    WebAddress,
+    WebLimits,
+    bound,
+)
 from tests.retriever.operations.watched import asked, watched
 from tests.retriever.service.decodes import wait_until
 
 MANY = 300  # more than are kept open
 HEAD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
-SOON = HttpLimits(read_s=0.5)
+SOON = WebLimits(total_s=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -99,26 +100,26 @@ def test_a_request_that_comes_byte_by_byte_is_cut(both: tuple[Web, Web]) -> None
         dripping = threading.Thread(target=drip, args=[slow])
         dripping.start()
         assert_answers(web)
-        dripping.join(SOON.read_s + 3)
+        dripping.join(SOON.total_s + 3)
         ended.set()
         dripping.join()
         assert len(cut) == len(slow)
 
 
-SMALL, LARGE = (HttpAnswer(HTTPStatus.OK, "text/plain", bytes(size)) for size in (1, 32 << 20))
+SMALL, LARGE = (Answer(HTTPStatus.OK, "text/plain", bytes(size)) for size in (1, 32 << 20))
 LIVE = b"GET /live HTTP/1.1\r\n\r\n"
 
 
 @contextmanager
-def connections(limits: HttpLimits, rendered: Callable[[HttpRequest], HttpAnswer]) -> Iterator[int]:
-    """HttpAnswer `/live` at once and the rest by a function; give the port."""
+def connections(limits: WebLimits, rendered: Callable[[str], Answer]) -> Iterator[int]:
+    """Answer `/live` at once and the metrics by a function; give the port."""
 
-    def at_once(request: HttpRequest) -> HttpAnswer | None:
-        return SMALL if request.path == "/live" else None
+    def at_once(path: str, _: str) -> Answer | None:
+        return SMALL if path == "/live" else None
 
     listening = bound(WebAddress.parsed("0"))
     port = listening.getsockname()[1]
-    served = Connections(listening, at_once, rendered, lambda: None, limits)
+    served = Connections(listening, at_once, {"/metrics": rendered}, limits)
     try:
         yield port
     finally:
@@ -128,11 +129,11 @@ def connections(limits: HttpLimits, rendered: Callable[[HttpRequest], HttpAnswer
 def test_who_does_not_read_the_answer_is_cut() -> None:
     total_s, asked_s = 0.3, list[float]()
 
-    def large(_: HttpRequest) -> HttpAnswer:
+    def large(_: str) -> Answer:
         asked_s.append(time.monotonic())
         return LARGE
 
-    with connections(HttpLimits(total_s=total_s), large) as port, connected(port, 4) as deaf:
+    with connections(WebLimits(total_s=total_s), large) as port, connected(port, 4) as deaf:
         for each in deaf:
             each.sendall(HEAD + b"\r\n")
         assert wait_until(lambda: len(asked_s) == len(deaf), 5)
@@ -150,11 +151,11 @@ def test_threads_do_not_grow_with_callers(web: Web) -> None:
     before = threading.active_count()
     with connected(web.address.port, MANY):
         assert_answers(web)
-        assert threading.active_count() <= before + DEFAULT_LIMITS.renderers
+        assert threading.active_count() <= before + DEFAULT_LIMITS.max_open
 
 
 def test_the_oldest_connection_makes_room_for_a_new_one() -> None:
-    limits = HttpLimits(max_open=8, read_s=60.0, total_s=60.0)
+    limits = WebLimits(max_open=8, total_s=60.0)
     with connections(limits, lambda _: SMALL) as port, connected(port, 20) as callers:
         assert wait_until(lambda: sum(map(is_cut, callers)) == 12, 5)
         assert [is_cut(each) for each in callers] == [True] * 12 + [False] * 8
@@ -179,11 +180,11 @@ def is_cut(caller: socket.socket) -> bool:
     [
         (b"GARBAGE\r\n\r\n", b"400"),
         (b"GET / HTTP/2\r\n\r\n", b"400"),
-        (b"\r\n\r\n", b"400"),
+        (b"\r\n\r\n", None),
         (b"GET /ready HTTP/1.1\r\nHost: " + b"x" * 9000 + b"\r\n\r\n", b"431"),
-        (HEAD + b"X: y\r\n" * 200 + b"\r\n", None),  # more headers than are read
+        (HEAD + b"X: y\r\n" * 200 + b"\r\n", b"431"),  # more headers than are read
         (b"HEAD /live HTTP/1.1\r\nHost: localhost\r\n\r\n", b"200"),
-        (b"\xff\xfe\x00 / HTTP/1.1\r\n\r\n", b"405"),
+        (b"\xff\xfe\x00 / HTTP/1.1\r\n\r\n", b"501"),
     ],
 )
 def test_what_is_no_request_gets_a_status_or_is_cut(
@@ -210,6 +211,25 @@ def test_a_flood_of_metrics_keeps_no_probe_waiting(web: Web) -> None:
         for each in callers:
             each.settimeout(10)
             assert each.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_a_thousand_who_ask_at_once_keep_no_probe_waiting(web: Web) -> None:
+    """As many as may be are answered, and the others are cut; in between, probes are answered."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    try:
+        with connected(web.address.port, 1000) as callers:
+            for each in callers:
+                with suppress(OSError):  # it was cut
+                    each.sendall(HEAD + b"\r\n")
+            assert wait_until(lambda: asked(web, "/live")[0] == 200, 10)
+            outcomes = [all_of(each) for each in callers]
+        whole = [each for each in outcomes if isinstance(each, bytes) and each]
+        assert len(whole) >= DEFAULT_LIMITS.max_open / 2
+        assert all(each.startswith(b"HTTP/1.1 200") for each in whole)
+        assert_answers(web)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_there_are_descriptors_for_all_callers() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.operations.design import colours
-from retriever.operations.status_page import swatch
 from retriever.predict.databases import DatabaseKind, register_database
 from retriever.predict.question import Occurrence, Question, write_row
 from retriever.predict.weights import from_bytes, prior_weights, to_bytes
@@ -64,7 +63,6 @@ def main(kept: Path) -> None:
         "received": sources_of(tree_from_message(tree_to_message(tree))),
         "shown": [source.label for source in drafted_sources()],
         "colour": colours()[COUNTING.label],
-        "swatch": swatch(COUNTING).get("class"),
         "counted": drafter.state.draft_counts.by_source[:, COUNTING].tolist(),
         "known": weights["escape"][0, :COUNTING].ravel().tolist(),
         "network": weights["evidence"].ravel().tolist(),

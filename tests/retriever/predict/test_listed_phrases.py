@@ -6,11 +6,11 @@ import pytest
 from retriever.drafter import DraftRequest
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.kernels.phrase_matching import MAX_BEGINNINGS
+from retriever.plugins.replay.replay import replay
 from retriever.predict.phrases import MAX_PHRASE_ROWS, ListedPhrases, Phrase, PhraseCursor
 from retriever.predict.question import Question
-from retriever.replay.replay import replay
-from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 from retriever.tree import Source
 from tests.retriever.kernels.twins import row_twins as twins
 from tests.retriever.token_ids import ids

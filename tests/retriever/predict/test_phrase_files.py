@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from retriever.client.strict import RemoteDrafter
-from retriever.commands import app
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, PhrasesError
+from retriever.plugins.replay.replay_cli import app
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service

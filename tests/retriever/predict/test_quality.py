@@ -5,9 +5,9 @@ import textwrap
 
 import numpy as np
 
-from retriever.replay.replay import replay
-from retriever.replay.traces import Trace
+from retriever.plugins.replay.replay import replay
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 
 SOURCE = textwrap.__file__
 

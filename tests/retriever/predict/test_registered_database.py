@@ -65,7 +65,6 @@ def test_a_registered_database_is_seen_wherever_databases_are(shown: Any) -> Non
     others = ["context", "generations", "phrases", "corpus", "predictions", "siblings"]
     assert shown["shown"] == [*others, "counting"]
     assert shown["colour"] == "#56b4e9"
-    assert "source-counting" in shown["swatch"]
     assert shown["counted"] == [4, 2]
 
 

@@ -14,6 +14,7 @@ from retriever.kernels.chains import FADING, LEAST_FADED
 from retriever.kernels.entries import append_to_lane, move_lanes, withdraw_lane
 from retriever.kernels.layout import LANE_BLOCK, MAX_MATCH, Scratch
 from retriever.limits import Limits
+from retriever.plugins.admin.administration import Administration
 from retriever.predict.context import Context
 from retriever.predict.draft import Predictor
 from retriever.predict.pool import Pool
@@ -28,7 +29,6 @@ from retriever.predict.running import (
     running_bytes,
 )
 from retriever.sequences import SessionKey, checked_options
-from retriever.sessions.administration import Administration
 from retriever.sessions.cold_start import warm_rare
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace

@@ -13,7 +13,7 @@ from retriever.drafter import SequenceOptions
 from retriever.errors import AccessRefusedError, CredentialsError, InvalidRequestError
 from retriever.security import access as tokens, private_files
 from retriever.security.access import add_certificate, add_token, read_access, remove
-from retriever.security.admission import Caller, Doorkeeper, token_in
+from retriever.security.admission import Authenticator, Caller, token_in
 from retriever.sessions.embedded import EmbeddedDrafter
 
 
@@ -109,10 +109,10 @@ def test_changes_count_within_a_second_and_mistakes_do_not(
 ) -> None:
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     first = add_token(access, "a")
-    doorkeeper = Doorkeeper(access)
-    caller = Caller(doorkeeper, first, None)
+    authenticator = Authenticator(access)
+    caller = Caller(authenticator, first, None)
     second = add_token(access, "b")
-    assert Caller(doorkeeper, second, None).tenant == "b"
+    assert Caller(authenticator, second, None).tenant == "b"
     access.write_text(access.read_text() + "nonsense\n")
     assert caller.tenant == "a"
     access.write_text(access.read_text().replace("nonsense\n", ""))
@@ -120,9 +120,9 @@ def test_changes_count_within_a_second_and_mistakes_do_not(
     with pytest.raises(AccessRefusedError):
         assert caller.tenant
     with pytest.raises(AccessRefusedError):
-        Caller(doorkeeper, first, None)
-    assert Caller(doorkeeper, second, None).tenant == "b"
-    assert doorkeeper.refused == 2
+        Caller(authenticator, first, None)
+    assert Caller(authenticator, second, None).tenant == "b"
+    assert authenticator.refused == 2
 
 
 def test_tokens_are_found_in_metadata() -> None:

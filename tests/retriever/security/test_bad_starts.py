@@ -19,7 +19,7 @@ _GRPC = re.compile(r"[IWE]\d{4} .* ssl_transport_security\.cc")
 
 
 def started(*arguments: object, **variables: str) -> WarmProcess:
-    return start("-m", "retriever", *arguments, env={**os.environ, **variables})
+    return start("-m", "foredraft", *arguments, env={**os.environ, **variables})
 
 
 def lines(

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from retriever.log.pools import Pools
+from retriever.plugins.replication import replicated_records as records
 from retriever.predict.pool import Pool
-from retriever.replication import replicated_records as records
 from retriever.security.access import Grant, Scope
-from retriever.security.admission import Doorkeeper
+from retriever.security.admission import Authenticator
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from tests.oracles.fuzz import fuzz_bytes
@@ -94,7 +94,9 @@ def test_a_planted_leak_between_pools_is_found(
 def test_a_planted_open_door_is_found(
     all_readers: dict[str, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Doorkeeper, "grant", lambda *_: Grant("a", "a", frozenset({Scope.DRAFT})))
+    monkeypatch.setattr(
+        Authenticator, "grant", lambda *_: Grant("a", "a", frozenset({Scope.DRAFT}))
+    )
     with pytest.raises(LeakError, match="lets in"):
         all_readers["headers"](seeds()["headers"][0])
 

@@ -321,7 +321,7 @@ def test_serving_others_without_protection_is_refused_with_the_ways_out() -> Non
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return run("-m", "retriever", *arguments)
+    return run("-m", "foredraft", *arguments)
 
 
 def test_every_refusal_is_an_error_of_ours() -> None:

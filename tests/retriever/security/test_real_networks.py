@@ -2,6 +2,8 @@
 
 import logging
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -196,9 +198,12 @@ def test_another_authority_is_trusted_once_it_is_in_the_file(
                 remote.close("t")
 
 
+REFUSAL = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
+
+
 @contextmanager
-def proxy() -> Iterator[tuple[str, list[bytes]]]:
-    """Listen as a proxy that refuses all; give its URL and what it was asked."""
+def proxy(answer: bytes = REFUSAL) -> Iterator[tuple[str, list[bytes]]]:
+    """Listen as a proxy that refuses all, or says nothing; give its URL and what it was asked."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -208,13 +213,38 @@ def proxy() -> Iterator[tuple[str, list[bytes]]]:
                     connection, _ = listening.accept()
                 except OSError:
                     return
-                with connection:
-                    asked.append(connection.recv(4096))
-                    connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+                asked.append(connection.recv(4096))
+                if answer:
+                    with connection:
+                        connection.sendall(answer)
+                else:
+                    silent.append(connection)
 
+        silent: list[socket.socket] = []
         Thread(target=refuse, daemon=True).start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}", asked
         listening.shutdown(socket.SHUT_RDWR)
+        for each in silent:
+            each.close()
+
+
+def test_a_proxy_that_never_answers_costs_the_time_that_was_given(
+    drafter: EmbeddedDrafter,
+) -> None:
+    with proxy(b"") as (url, asked), serving(drafter) as address:
+        shown = Credentials(proxy=url)
+        with RemoteDrafter(address, credentials=shown, timeout_s=1) as remote:
+            began = time.monotonic()
+            with pytest.raises(DrafterUnavailableError) as raised:
+                remote.list_indexes()
+            assert time.monotonic() - began < 5
+            assert address in str(raised.value)
+        with ResilientDrafter(address, credentials=shown) as resilient:
+            resilient.open("s", ids(1, 2))
+            began = time.monotonic()
+            assert len(resilient.draft(step(3))) == 1
+            assert time.monotonic() - began < 1
+        assert asked
 
 
 def test_a_service_is_asked_directly_whatever_the_environment_says(
@@ -365,3 +395,99 @@ def test_a_stream_that_a_load_balancer_cuts_is_opened_again_with_all_tokens(
             assert remote.wait(20)
             (tree,) = remote.draft([DraftRequest("s", ids(), 29, 4)])
         assert tree.token_ids[0] == 3
+
+
+def test_a_stream_outlives_the_certificate_that_it_began_with(
+    tmp_path: Path, drafter: EmbeddedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New connections are refused until the file is renewed; those that are open go on."""
+    monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
+    authority = signed(tmp_path, "authority")
+    short = signed(tmp_path, "leaf", authority, hours=(-1, 5 / 3600))
+    protection = Protection.of(ProtectionFiles(short.certificate, short.key))
+    shown = Credentials(authority.certificate)
+    with (
+        serving(drafter, protection=protection) as address,
+        RemoteDrafter(address, credentials=shown, timeout_s=20) as remote,
+    ):
+        remote.open("s", [1, 2])
+        remote.draft(step(3))
+        expires_s = short.x509.not_valid_after_utc.timestamp()
+        assert wait_until(lambda: time.time() > expires_s + 1, 20)
+        remote.draft(step(4))
+        with (
+            RemoteDrafter(address, credentials=shown, timeout_s=5) as late,
+            pytest.raises(DrafterUnavailableError, match="expired"),
+        ):
+            late.list_indexes()
+        renewed = signed(tmp_path, "renewed", authority)
+        renewed.key.replace(short.key)
+        renewed.certificate.replace(short.certificate)
+        with RemoteDrafter(address, credentials=shown, timeout_s=20) as late:
+            assert wait_until(lambda: answers(late), 20)
+        remote.draft(step(5))
+
+
+def answers(remote: RemoteDrafter) -> bool:
+    try:
+        return remote.list_indexes() == []
+    except DrafterUnavailableError:
+        return False
+
+
+MOVING = """
+import sys
+from pathlib import Path
+from retriever.client.resilient import ResilientDrafter
+from retriever.drafter import DraftRequest
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.patience import free_port
+from tests.retriever.security.in_process import serving
+from tests.retriever.token_ids import ids
+
+hosts, drafter, port = Path(sys.argv[1]), EmbeddedDrafter(), free_port()
+with ResilientDrafter(f"drafts.test:{port}", deadline_s=5, local=False) as remote:
+    for length, place in enumerate(("127.0.0.2", "127.0.0.3"), 3):
+        hosts.write_text(f"{place} drafts.test\\n")
+        with serving(drafter, f"{place}:{port}"):
+            assert remote.wait(30), place
+            if length == 3:
+                remote.open("s", ids(1, 2))
+            before = remote.fail_opens.total()
+            remote.draft([DraftRequest("s", ids(length), length, 4)])
+            assert remote.fail_opens.total() == before, place
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
+    != 0,
+    reason="no mount of one's own",
+)
+def test_a_name_that_moves_is_followed(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.touch()
+    mounted = 'mount --bind "$1" /etc/hosts && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", str(hosts), sys.executable, MOVING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("client", [ResilientDrafter, Awaited])
+@can_be_kept
+def test_a_socket_that_a_container_makes_again_is_found(
+    client: Client, tmp_path: Path, drafter: EmbeddedDrafter
+) -> None:
+    """A volume that two containers share: the service's ends, and another begins."""
+    address = f"unix:{tmp_path}/shared/s"
+    (tmp_path / "shared").mkdir()
+    with client(address, deadline_s=5, local=False) as remote:
+        remote.open("s", ids(1, 2))
+        for length in (3, 4):
+            with serving(drafter, address):
+                assert remote.wait(20)
+                before = remote.fail_opens.total()
+                remote.draft(step(length))
+                assert remote.fail_opens.total() == before
+            (tmp_path / "shared" / "s").unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from retriever.security.access import (
     remove,
     set_scopes,
 )
-from retriever.security.admission import Caller, Doorkeeper, scope_for
+from retriever.security.admission import Authenticator, Caller, scope_for
 from retriever.security.private_files import Reloaded
 from retriever.security.protection import FileState, Protection, ProtectionFiles
 from retriever.security.rewriting import rewrite
@@ -101,28 +101,30 @@ def test_behind_a_link_the_file_is_changed(access: Path, tmp_path: Path) -> None
     assert behind.read_text() == ""
 
 
-def test_a_file_of_two_names_is_changed_under_both(access: Path, tmp_path: Path) -> None:
+def test_a_file_of_two_names_is_not_changed_under_one(access: Path, tmp_path: Path) -> None:
     token = add_token(access, "a")
     (tmp_path / "other").hardlink_to(access)
+    with pytest.raises(CredentialsError, match="second name"):
+        remove(access, named(token))
+    assert named(token) in read_access(access).tokens
+    (tmp_path / "other").unlink()
     remove(access, named(token))
-    assert (tmp_path / "other").read_text() == ""
+    assert not read_access(access).tokens
 
 
-def test_where_the_folder_cannot_be_written_the_file_is(
+def test_where_the_folder_cannot_be_written_the_file_is_as_before(
     access: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone, kept = add_token(access, "a"), add_token(access, "b")
-    number = access.stat().st_ino
+    kept = add_token(access, "a")
 
     def refuse(*_: object, **__: object) -> tuple[int, str]:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
-    remove(access, named(gone))
+    for change in (lambda: remove(access, named(kept)), lambda: add_token(access, "c")):
+        with pytest.raises(CredentialsError, match="it is as before: run this as a user who may"):
+            change()
     assert set(read_access(access).tokens) == {named(kept)}
-    add_token(access, "c")
-    assert len(read_access(access).tokens) == 2
-    assert access.stat().st_ino == number
 
 
 def test_what_an_editor_writes_meanwhile_is_not_lost(access: Path) -> None:
@@ -135,9 +137,10 @@ def test_what_an_editor_writes_meanwhile_is_not_lost(access: Path) -> None:
         calls.append(content)
         return content + b"# by us\n"
 
-    after = rewrite(access, change)
-    assert len(calls) == 2
-    assert after.endswith(b"# by an editor\n# by us\n")
+    with pytest.raises(CredentialsError, match="changed by another program: try again"):
+        rewrite(access, change)
+    assert access.read_bytes().endswith(b"# by an editor\n")
+    assert rewrite(access, change).endswith(b"# by an editor\n# by us\n")
 
 
 def test_who_holds_the_lock_for_too_long_is_named(
@@ -164,7 +167,7 @@ def test_a_change_that_did_not_last_is_not_reported_as_made(
             access.write_bytes(before)
 
     monkeypatch.setattr(os, "fsync", put_back)
-    with pytest.raises(CredentialsError, match="does not hold what was written"):
+    with pytest.raises(CredentialsError, match="is not in it"):
         remove(access, named(token))
 
 
@@ -249,17 +252,17 @@ def test_whatever_becomes_of_the_file_callers_are_let_in_until_the_grace_is_over
     token = add_token(access, "a")
     good = access.read_bytes()
     now = [100.0]
-    doorkeeper = Doorkeeper(access, grace_s=60, clock=lambda: now[0])
-    caller = Caller(doorkeeper, token, None)
+    authenticator = Authenticator(access, grace_s=60, clock=lambda: now[0])
+    caller = Caller(authenticator, token, None)
     spoil(access)
     assert caller.tenant == "a"
-    file = doorkeeper.files["access"]
+    file = authenticator.files["access"]
     assert file.failing_s == 0
     assert "counts for 60 s more" in caplog.text
     now[0] = 159.0
-    assert Caller(doorkeeper, token, None).tenant == "a"
+    assert Caller(authenticator, token, None).tenant == "a"
     now[0] = 160.0
-    for call in (lambda: caller.tenant, lambda: Caller(doorkeeper, token, None)):
+    for call in (lambda: caller.tenant, lambda: Caller(authenticator, token, None)):
         with pytest.raises(AccessRefusedError, match="missing or not valid") as raised:
             call()
         assert str(access) not in str(raised.value)
@@ -280,20 +283,20 @@ def test_a_service_does_not_start_with_such_a_file(
     add_token(access, "a")
     spoil(access)
     with pytest.raises(CredentialsError, match=str(access)):
-        Doorkeeper(access)
+        Authenticator(access)
 
 
 def test_an_empty_file_lets_nobody_in(access: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     token = add_token(access, "a")
-    doorkeeper = Doorkeeper(access)
-    caller = Caller(doorkeeper, token, None)
+    authenticator = Authenticator(access)
+    caller = Caller(authenticator, token, None)
     access.write_bytes(b"")
     with pytest.raises(AccessRefusedError):
         assert caller.tenant
     with pytest.raises(AccessRefusedError):
-        Caller(doorkeeper, token, None)
-    assert doorkeeper.files["access"].failing_s is None
+        Caller(authenticator, token, None)
+    assert authenticator.files["access"].failing_s is None
 
 
 def test_what_was_in_the_way_of_reading_can_go_by_itself(
@@ -302,7 +305,7 @@ def test_what_was_in_the_way_of_reading_can_go_by_itself(
     """A process without free descriptors reads again once it has some; the file did not change."""
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     add_token(access, "a")
-    doorkeeper = Doorkeeper(access)
+    authenticator = Authenticator(access)
     with monkeypatch.context() as patched:
 
         def refuse(*_: object) -> int:
@@ -310,10 +313,10 @@ def test_what_was_in_the_way_of_reading_can_go_by_itself(
 
         token = add_token(access, "b")
         patched.setattr(os, "open", refuse)
-        doorkeeper.current()
-        assert doorkeeper.files["access"].failing_s is not None
-    assert Caller(doorkeeper, token, None).tenant == "b"
-    assert doorkeeper.files["access"].failing_s is None
+        authenticator.current()
+        assert authenticator.files["access"].failing_s is not None
+    assert Caller(authenticator, token, None).tenant == "b"
+    assert authenticator.files["access"].failing_s is None
 
 
 def test_a_file_system_that_does_not_answer_is_as_a_file_that_cannot_be_read(
@@ -323,8 +326,8 @@ def test_a_file_system_that_does_not_answer_is_as_a_file_that_cannot_be_read(
     monkeypatch.setattr(private_files, "PATIENCE_S", 0.1)
     token = add_token(access, "a")
     protection = Protection.of(ProtectionFiles(access=access, grace_s=0.5))
-    assert protection.doorkeeper is not None
-    caller, answers = Caller(protection.doorkeeper, token, None), Event()
+    assert protection.authenticator is not None
+    caller, answers = Caller(protection.authenticator, token, None), Event()
     status = Path.stat
 
     def hang(path: Path, **options: Any) -> os.stat_result:
@@ -368,15 +371,15 @@ def test_scopes_say_what_a_credential_is_for(access: Path) -> None:
     both = add_token(access, "both", TENANT_SCOPES)
     ordinary = add_token(access, "new")
     admin = add_token(access, "", [Scope.ADMIN], "ops")
-    doorkeeper = Doorkeeper(access)
+    authenticator = Authenticator(access)
     for token, may in ((both, TENANT_SCOPES), (ordinary, {Scope.DRAFT}), (admin, {Scope.ADMIN})):
         for scope in Scope:
             if scope in may:
-                assert Caller(doorkeeper, token, None, scope).scopes == may
+                assert Caller(authenticator, token, None, scope).scopes == may
             else:
                 with pytest.raises(NotPermittedError, match=f"of the scope {scope}, and"):
-                    Caller(doorkeeper, token, None, scope)
-    caller = Caller(doorkeeper, admin, None, Scope.ADMIN)
+                    Caller(authenticator, token, None, scope)
+    caller = Caller(authenticator, admin, None, Scope.ADMIN)
     assert (caller.name, caller.tenant) == ("ops", "")
     with pytest.raises(CredentialsError, match="only the scope admin alone"):
         set_scopes(access, "ops", [Scope.DRAFT])
@@ -406,7 +409,7 @@ def test_a_scope_taken_away_ends_what_goes_on(
 ) -> None:
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     token = add_token(access, "a", TENANT_SCOPES)
-    caller = Caller(Doorkeeper(access), token, None, Scope.DELETE)
+    caller = Caller(Authenticator(access), token, None, Scope.DELETE)
     set_scopes(access, named(token), [Scope.DRAFT])
     with pytest.raises(NotPermittedError, match="delete"):
         caller.check()

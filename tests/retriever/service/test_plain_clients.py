@@ -67,7 +67,7 @@ def test_a_client_from_the_contract_alone_drafts_as_in_process(tmp_path: Path) -
             check=True,
         )
     *drafts, keeping = map(json.loads, ran.stdout.splitlines())
-    assert keeping == "KEEPING_MEMORY"
+    assert keeping == "SAVE_STATUS_MEMORY"
     alone, length = EmbeddedDrafter(), len(PROMPT)
     alone.open("a", np.array(PROMPT, np.int32))
     for tokens, draft in zip(steps[1:], drafts, strict=True):
@@ -138,7 +138,7 @@ def test_a_lost_last_step_is_noticed_and_an_end_may_be_repeated(
     stub.Step(step("s", [2], 32))  # it is open still
     closing = pb.CloseSessionRequest(session_id="s", new_token_ids=[3], length=33)
     first = stub.CloseSession(closing)
-    assert first.keeping == pb.KEEPING_MEMORY
+    assert first.save_status == pb.SAVE_STATUS_MEMORY
     assert stub.CloseSession(closing) == first
     other = pb.CloseSessionRequest(session_id="s", new_token_ids=[3], length=34)
     assert refused(stub.CloseSession, other)[1] == "UNKNOWN_SESSION"
@@ -149,7 +149,7 @@ def test_a_lost_last_step_is_noticed_and_an_end_may_be_repeated(
     opened(stub)  # a new one of the name
     assert refused(stub.CloseSession, closing)[1] == "OUT_OF_SEQUENCE"
     ended = pb.CloseSessionRequest(session_id="s", length=30)
-    assert stub.CloseSession(ended).keeping == pb.KEEPING_NOTHING
+    assert stub.CloseSession(ended).save_status == pb.SAVE_STATUS_NOTHING
 
 
 def test_fingerprints_are_of_either_case(stub: RetrieverServiceStub) -> None:
@@ -189,7 +189,7 @@ def test_ids_and_trees_as_bytes_bring_the_same_drafts(stub: RetrieverServiceStub
     predicted = [pb.Prediction(token_bytes=IDS)]
     stub.AddPredictions(pb.AddPredictionsRequest(session_id="bytes", predictions=predicted))
     closing = pb.CloseSessionRequest(session_id="bytes", new_token_bytes=ONE, length=32)
-    assert stub.CloseSession(closing).keeping == pb.KEEPING_MEMORY
+    assert stub.CloseSession(closing).save_status == pb.SAVE_STATUS_MEMORY
 
 
 @pytest.mark.parametrize("form", ["numbers", "bytes"])

@@ -6,8 +6,8 @@ import pytest
 from retriever.drafter import SequenceOptions
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
+from retriever.plugins.admin.administration import Administration, SessionFilter
 from retriever.sequences import SessionKey
-from retriever.sessions.administration import Administration, SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
 
 
@@ -27,7 +27,7 @@ class Timed:
     @property
     def names(self) -> list[str]:
         (listed,) = Administration(self.drafter.state).sessions(SessionFilter())
-        return [f"{each.tenant}{each.name}" for each in listed]
+        return [f"{each.tenant}{each.session_id}" for each in listed]
 
 
 def test_idle_sessions_of_a_tenant_make_room_before_it_is_refused() -> None:

@@ -12,12 +12,12 @@ import pytest
 from retriever.drafter import DraftRequest, SequenceOptions
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
+from retriever.plugins.admin.administration import Administration, SessionFilter
 from retriever.predict.context import SEQUENCE_BYTES, Context, context_bytes
 from retriever.predict.generations import POOL_BYTES, Generations, generations_bytes
 from retriever.predict.ledger import Ledger, default_max_bytes, with_ceilings
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 from retriever.sequences import SessionKey
-from retriever.sessions.administration import Administration, SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.service_face import ServiceFace
 from tests.retriever.log.state_folders import drafter_on, knows, output
@@ -128,7 +128,7 @@ def test_a_tenant_at_its_ceiling_takes_nothing_from_others() -> None:
     assert drafter.state.census().reserved_bytes <= 3 << 20
     assert knows(drafter, 1, "idle")
     (listed,) = Administration(drafter.state).sessions(SessionFilter("victim"))
-    assert [each.name for each in listed] == ["s"]
+    assert [each.session_id for each in listed] == ["s"]
     assert drafter.stats().evictions["generations"] > 0
     assert drafter.stats().evictions["sessions"] > 0
     assert drafter.stats().evictions["pools"] == 0

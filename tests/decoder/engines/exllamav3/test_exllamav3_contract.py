@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.exports.exllamav3 import export_exllamav3, tokenizer_digests
+from retriever.plugins.exports.exllamav3 import export_exllamav3, tokenizer_digests
 
 VOCABULARY_SIZE = 300
 

@@ -25,8 +25,8 @@ from decoder.plugins.speculators.eagle import Eagle1Head, EagleConfig
 from decoder.plugins.speculators.head_files import HeadTarget, save_head
 from indexer.build import build_from_texts
 from retriever.commands.factories import OWN
-from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 from tests.decoder.decoding import SIZES
 from tests.suite_parts import cases
 

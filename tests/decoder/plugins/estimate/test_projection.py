@@ -17,8 +17,8 @@ from decoder.plugins.estimate.projection import PAYING, ProjectedOutcome, best_o
 from decoder.plugins.estimate.token_log import LoggedRecord
 from retriever.commands.factories import OWN
 from retriever.drafter import Drafter
-from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.traces.traces import Trace
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import ScriptedDrafter, prompt_of, tiny_llama
 

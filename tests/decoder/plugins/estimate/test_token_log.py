@@ -8,7 +8,7 @@ import pytest
 from decoder.plugins.estimate.options import NO_FIELD
 from decoder.plugins.estimate.token_log import MAX_KINDS, OTHERS, token_log
 from retriever.errors import TraceError
-from retriever.replay.traces import Trace
+from retriever.traces.traces import Trace
 
 Rows = list[tuple[Trace, dict[str, Any]]]
 

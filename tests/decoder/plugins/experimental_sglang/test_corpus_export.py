@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retriever.exports.sglang_corpus import CorpusReport, export_sglang_corpus
+from retriever.plugins.exports.sglang_corpus import CorpusReport, export_sglang_corpus
 
 
 class Letters:

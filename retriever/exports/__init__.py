@@ -1,1 +1,0 @@
-"""Indexes as files that engines draft from by themselves."""

@@ -1,0 +1,11 @@
+"""An index as a corpus that an engine drafts from by itself: the command `export`."""
+
+from indexer.launch import Command
+
+COMMAND = Command(
+    "export",
+    "index",
+    "retriever.plugins.exports.export_cli",
+    "server",
+    "Write an index for an engine's own drafting.",
+)

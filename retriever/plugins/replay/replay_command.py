@@ -1,0 +1,83 @@
+"""The command that replays recorded outputs through a drafter."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from rich.console import Console
+
+from indexer.reader import Index
+from indexer.sources.recordings import RecordingTally
+from retriever.commands.factories import OWN, find_factory, own_drafter, remote_drafter
+from retriever.commands.options import progress
+from retriever.drafter import Drafter
+from retriever.errors import InvalidRequestError
+from retriever.operations.settings import DraftSettings, TokenizerSettings
+from retriever.plugins.replay.replay import replay, replay_lanes, tables
+from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
+from retriever.traces.trace_spool import trace_spool
+from retriever.traces.traces import ChatEncoder, read_outputs, read_traces
+
+
+def replay_traces(
+    traces: Path,
+    source: DraftSettings,
+    texts: TokenizerSettings,
+    warm: Sequence[Path],
+    drafter: str,
+    budget: int,
+    lanes: int | None,
+    limit: int | None,
+    calibration_after: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Replay recorded outputs through a drafter; see `foredraft replay --help`."""
+    make_drafter = find_factory(drafter)
+    if drafter != OWN and (source.phrases or source.server):
+        raise InvalidRequestError(
+            "--phrases and --server are for our own drafter: leave out --drafter"
+        )
+    encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
+    check_files(source.index, source.phrases)
+    found = RecordingTally()
+    read = read_traces(traces, encoder, limit, found)
+    warming = [read_outputs(path, encoder, found) for path in warm]
+    with ExitStack() as opened:
+        recorded = opened.enter_context(trace_spool())
+        for trace in progress(read, "tokenising"):
+            recorded.write(trace)
+        outputs = list(chain.from_iterable(warming))
+        for line in found.describe():
+            print(line, file=sys.stderr)
+        if drafter == OWN and not source.server:
+            listed = load_phrases(
+                source.phrases,
+                encoder.encode_output,
+                encoder.vocabulary,
+                indexes=source.index,
+                track=progress,
+            )
+            make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
+        indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
+        if source.server:
+            shown = source.shown_credentials()
+            remote = remote_drafter(source.server, outputs, encoder.vocabulary, shown)
+            opened.callback(remote.shut_down)
+            made: Drafter = remote
+        else:
+            made = make_drafter(indexes, outputs, budget)
+        if lanes is None:
+            traced = progress(recorded, "replaying", recorded.num_traces)
+            report = replay(made, traced, budget, calibration_after)
+        else:
+            grouped = progress(list(recorded.lanes()), "replaying")
+            report = replay_lanes(made, grouped, budget, lanes, calibration_after)
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        Console().print(*tables(report))

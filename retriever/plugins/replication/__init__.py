@@ -1,0 +1,1 @@
+"""Outputs and deletions shared with other services, through a Redis server."""

@@ -1,0 +1,1 @@
+"""A page about a running service, for a browser."""

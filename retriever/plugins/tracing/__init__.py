@@ -1,0 +1,1 @@
+"""OpenTelemetry traces of sampled calls and steps."""

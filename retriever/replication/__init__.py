@@ -1,1 +1,0 @@
-"""Replication: drafters share their outputs through streams of a Redis server."""

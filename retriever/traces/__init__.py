@@ -1,0 +1,1 @@
+"""Recorded traffic as token ids: read from files, and kept on disk meanwhile."""

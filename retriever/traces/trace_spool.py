@@ -1,0 +1,99 @@
+"""Traces as token ids on disk: read once, gone through many times, one at a time in memory."""
+
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import BinaryIO, Final
+
+import numpy as np
+
+from retriever.drafter import Prediction, TokenIds
+from retriever.traces.traces import Trace
+
+_HEADER: Final = 6
+"""Numbers before the tokens of a trace: its label, the lengths of prompt and output, how many
+predictions follow, each behind its own length and that of its label, and the bytes of its group and
+its lane, which come last."""
+
+Lane = Callable[[], Iterator[Trace]]
+"""Returns recorded outputs that follow one another."""
+
+
+class TraceSpool:
+    """Traces in a temporary file, each with a number as its label.
+
+    Attributes:
+        num_traces: how many there are.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_traces = 0
+        self._places: list[int] = []
+        self._names: list[tuple[str, str]] = []
+
+    def write(self, trace: Trace, label: int = 0) -> None:
+        """Append a trace."""
+        self._places.append(self._file.tell())
+        named = [each.encode(errors="replace") for each in (trace.group, trace.lane)]
+        self._names.append((trace.group, trace.lane))
+        sizes = [len(trace.prompt), len(trace.output), len(trace.predictions), *map(len, named)]
+        header = array("i", [label, *sizes])
+        self._file.write(header.tobytes())
+        self._file.write(trace.prompt.astype(np.int32).tobytes())
+        self._file.write(trace.output.astype(np.int32).tobytes())
+        for each in trace.predictions:
+            label_bytes = each.label.encode(errors="replace")
+            self._file.write(array("i", [len(each.tokens), len(label_bytes)]).tobytes())
+            self._file.write(each.tokens.astype(np.int32).tobytes() + label_bytes)
+        self._file.write(b"".join(named))
+        self.num_traces += 1
+
+    def labelled(self) -> Iterator[tuple[int, Trace]]:
+        """Yield the label and the trace of each, in order."""
+        for place in self._places:
+            yield self._trace_at(place)
+
+    def lanes(self) -> Iterator[list[Lane]]:
+        """Yield the lanes of each group, in the order in which they begin, the groups likewise.
+
+        A trace without a group is a group of its own. Others may iterate meanwhile.
+        """
+        groups: dict[tuple[str, int], dict[tuple[str, int], list[int]]] = {}
+        for number, (group, lane) in enumerate(self._names):
+            # What has no name is told apart by its number.
+            lanes = groups.setdefault((group, -1 if group else number), {})
+            lanes.setdefault((lane, -1 if lane else number), []).append(number)
+        for lanes in groups.values():
+            yield [partial(self._traces, numbers) for numbers in lanes.values()]
+
+    def _traces(self, numbers: list[int]) -> Iterator[Trace]:
+        return (self._trace_at(self._places[number])[1] for number in numbers)
+
+    def _trace_at(self, place: int) -> tuple[int, Trace]:
+        self._file.seek(place)
+        header = self._read(_HEADER).tolist()
+        label, num_prompt, num_output, num_predictions, *sizes = header
+        tokens = self._read(num_prompt + num_output)
+        predictions = tuple(self._prediction() for _ in range(num_predictions))
+        group, lane = (self._file.read(size).decode() for size in sizes)
+        return label, Trace(tokens[:num_prompt], tokens[num_prompt:], predictions, group, lane)
+
+    def __iter__(self) -> Iterator[Trace]:
+        return (trace for _, trace in self.labelled())
+
+    def _prediction(self) -> Prediction:
+        num_tokens, num_bytes = self._read(2).tolist()
+        return Prediction(self._read(num_tokens), self._file.read(num_bytes).decode())
+
+    def _read(self, count: int) -> TokenIds:
+        return np.frombuffer(self._file.read(4 * count), np.int32)
+
+
+@contextmanager
+def trace_spool() -> Iterator[TraceSpool]:
+    """Have an empty spool during the block."""
+    with tempfile.TemporaryFile() as file:
+        yield TraceSpool(file)
