@@ -40,7 +40,7 @@ _CONTEXT_BYTES: Final = 8
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
-def tokens_of(numbers: Sequence[int], packed: bytes, name: str) -> TokenIds:
+def tokens_of(numbers: Sequence[int], packed: bytes | memoryview, name: str) -> TokenIds:
     """Return int32[n], the token ids of a message, which are sent as numbers or as bytes.
 
     Those beyond 31 bits are negative; the drafter refuses them.
@@ -75,7 +75,7 @@ class SentIds(NamedTuple):
     """
 
     numbers: Sequence[int]
-    packed: bytes
+    packed: bytes | memoryview
     name: str
 
     @property

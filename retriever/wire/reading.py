@@ -51,21 +51,54 @@ def read(content: bytes, message: type[Message]) -> Any:
         InvalidRequestError: they are none, or one of an earlier contract.
         LimitExceededError: it has too many numbers, or there is no memory for it.
     """
+    long = None
     if len(content) > _LONG_MESSAGE:
         check_memory(_PARSING_BYTES * len(content))
-        _check_numbers(content, message.DESCRIPTOR)
+        long = _check_numbers(content, message.DESCRIPTOR)
     try:
-        parsed = message.FromString(content)
+        parsed = message.FromString(content if long is None else long.cut_from(content))
     except DecodeError as error:
         raise InvalidRequestError(_NO_MESSAGE) from error
     _check_reserved(parsed)
-    return parsed
+    return parsed if long is None else _InPlace(parsed, long.name, content, long)
+
+
+class _Long(NamedTuple):
+    """Where a long field of bytes stands in a message: its name, key, content and end."""
+
+    name: str
+    key: int
+    begin: int
+    end: int
+
+    def cut_from(self, content: bytes) -> bytes:
+        """Return the message without the field."""
+        return content[: self.key] + content[self.end :]
+
+
+class _InPlace:
+    """A message of which one field of bytes is that of what was received.
+
+    protobuf copies such a field twice, of a million ids a millisecond each time, in which nothing
+    else of the process runs.
+    """
+
+    __slots__ = ("_content", "_message", "_name")
+
+    def __init__(self, message: Message, name: str, content: bytes, long: _Long) -> None:
+        self._message = message
+        self._name = name
+        self._content = memoryview(content)[long.begin : long.end]
+
+    def __getattr__(self, name: str) -> Any:
+        return self._content if name == self._name else getattr(self._message, name)
 
 
 class _Fields(NamedTuple):
-    """What a message may hold: lists of numbers by their names, and other messages."""
+    """What a message may hold: lists of numbers and bytes, by their names, and other messages."""
 
     numbers: dict[int, str]
+    bytes: dict[int, str]
     messages: dict[int, Descriptor]
 
 
@@ -83,6 +116,11 @@ def _fields_of(descriptor: Descriptor) -> _Fields:
     fields = descriptor.fields_by_number
     return _Fields(
         {at: name for at, name in lists.items() if fields[at].type == _UINT32},
+        {
+            at: each.name
+            for at, each in fields.items()
+            if each.type == FieldDescriptor.TYPE_BYTES and at not in lists
+        },
         {at: each.message_type for at, each in fields.items() if each.message_type is not None},
     )
 
@@ -91,16 +129,19 @@ def _is_list(field: FieldDescriptorProto) -> bool:
     return field.label == FieldDescriptorProto.LABEL_REPEATED
 
 
-def _check_numbers(content: bytes, descriptor: Any) -> None:
+def _check_numbers(content: bytes, descriptor: Any) -> _Long | None:
     """Refuse a long message of too many numbers, or of so many parts that nobody can tell.
 
     What is no message is left to the parser.
+
+    Returns:
+        A field of bytes of its own that is long and stands there once.
     """
     counter = _Counter()
     try:
-        counter.count(memoryview(content), descriptor)
+        long = counter.count(memoryview(content), descriptor)
     except ValueError:
-        return
+        return None
     if counter.num_numbers > MOST_NUMBERS:
         raise LimitExceededError(
             f"a message holds at most {MOST_NUMBERS} token ids as numbers, and this one has more, "
@@ -110,6 +151,7 @@ def _check_numbers(content: bytes, descriptor: Any) -> None:
         raise LimitExceededError(
             f"a message of {len(content)} bytes has more than {_MOST_FIELDS} parts: send several"
         )
+    return long
 
 
 class _Counter:
@@ -122,16 +164,19 @@ class _Counter:
         self.num_numbers = self.num_fields = 0
         self.where = ""
 
-    def count(self, content: memoryview, descriptor: Descriptor) -> None:
-        """Count those of a message.
+    def count(self, content: memoryview, descriptor: Descriptor) -> _Long | None:
+        """Count those of a message; return its long field of bytes, if there is one.
 
         Raises:
             ValueError: it is none.
         """
-        numbers, messages = _fields_of(descriptor)
+        numbers, of_bytes, messages = _fields_of(descriptor)
         at, size = 0, len(content)
+        found: list[_Long] = []
+        seen: set[int] = set()
         while at < size and self.num_fields <= _MOST_FIELDS and self.num_numbers <= MOST_NUMBERS:
             self.num_fields += 1
+            begin = at
             key, at = _varint(content, at)
             number, kind = key >> 3, key & 7
             end, at = _value_of(content, at, kind)
@@ -140,7 +185,14 @@ class _Counter:
                 self.where = numbers[number]
             elif kind == _LENGTH_DELIMITED and number in messages and end - at > _SMALL_PART:
                 self.count(content[at:end], messages[number])
+            elif kind == _LENGTH_DELIMITED and number in of_bytes:
+                if end - at > _LONG_MESSAGE and number not in seen:
+                    found.append(_Long(of_bytes[number], begin, at, end))
+                elif number in seen:  # of several the last one counts, as the parser knows
+                    found = [each for each in found if each.name != of_bytes[number]]
+                seen.add(number)
             at = end
+        return found[0] if found else None
 
 
 def _value_of(content: memoryview, at: int, kind: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.v1 import admin_pb2, retriever_pb2 as pb
-from retriever.wire.messages import tokens_of
+from retriever.wire.messages import prompt_of, tokens_of
 from retriever.wire.reading import MOST_NUMBERS, read
 
 MANY = list(range(MOST_NUMBERS))
@@ -145,3 +145,40 @@ def test_both_forms_at_once_and_parts_of_ids_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no multiple of 4"):
         tokens_of([], b"\1\0\0", "prompt")
     assert tokens_of([(1 << 32) - 1], b"", "prompt").tolist() == [-1]  # the drafter refuses it
+
+
+@pytest.mark.parametrize("session", ["s", "ab", "abc", "abcd"])  # the bytes begin anywhere
+def test_long_ids_are_read_where_they_were_received(session: str) -> None:
+    ids = np.arange(MOST_NUMBERS, dtype="<i4")
+    sent = pb.OpenSessionRequest(session_id=session, prompt_bytes=ids.tobytes(), group="g")
+    content = sent.SerializeToString()
+    message = read(content, pb.OpenSessionRequest)
+    assert (message.session_id, message.group, list(message.prompt)) == (session, "g", [])
+    assert message.prompt_bytes.obj is content
+    assert prompt_of(message).num_tokens == MOST_NUMBERS
+    assert np.array_equal(prompt_of(message).tokens(), ids)
+
+
+@pytest.mark.parametrize("others", [[b"\1\0\0\0"], [b""], [bytes(4 * MOST_NUMBERS), b"\2\0\0\0"]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_a_field_that_stands_there_twice_the_last_one_counts(
+    others: list[bytes],
+    is_first: bool,  # noqa: FBT001
+) -> None:
+    long = [np.arange(MOST_NUMBERS, dtype="<i4").tobytes()]
+    parts = long + others if is_first else others + long
+    content = b"".join(
+        pb.DraftRequest(context_bytes=each).SerializeToString()
+        if each
+        else bytes([pb.DraftRequest.DESCRIPTOR.fields_by_name["context_bytes"].number << 3 | 2, 0])
+        for each in parts
+    )
+    expected = pb.DraftRequest.FromString(content).context_bytes
+    assert bytes(read(content, pb.DraftRequest).context_bytes) == expected
+
+
+def test_what_follows_long_ids_must_be_a_message_too() -> None:
+    content = pb.DraftRequest(context_bytes=bytes(4 * MOST_NUMBERS)).SerializeToString()
+    for end in (b"\x0f", b"\x0a\xff", b"\xff" * 11):
+        with pytest.raises(InvalidRequestError, match="not a message"):
+            read(content + end, pb.DraftRequest)
