@@ -105,7 +105,7 @@ def _turn_to(databases: Databases, *, has_segments: bool, has_tables: bool) -> N
         empty = PhraseTables.empty(0, whole.tables.tokens2.dtype)
         tables = whole.tables if has_tables else to_kernel(empty)
         _corpora[key] = Corpus(whole.segments if has_segments else [], tables), whole
-    databases.turn_to(_corpora[key][0])
+    databases.set_corpus(_corpora[key][0])
 
 
 def _with_all(_: Databases) -> None:

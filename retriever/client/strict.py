@@ -172,7 +172,7 @@ class Calls(OfOneProcess):
         self._calls = RetrieverServiceStub(self._channel)
 
     def _follow_files(self) -> bool:
-        """Connect anew where files of certificates have changed; return whether they have."""
+        """Connect again where files of certificates have changed; return whether they have."""
         if self._credentials is None or self._credentials.stamp() == self._files:
             return False
         before = self._channel
@@ -181,7 +181,7 @@ class Calls(OfOneProcess):
         return True
 
     def _follow_fork(self) -> None:
-        """Connect anew in a process that was forked off: gRPC's threads stayed in the other."""
+        """Connect again in a process that was forked off: gRPC's threads stayed in the other."""
         if self._pid != os.getpid():
             self._leave_to_parent()
             self._connect()
@@ -355,7 +355,7 @@ class _Told:
     noted: bytes = b""
     is_lost: bool = False
 
-    def untold(self, session: str, new_tokens: bytes) -> bytes:
+    def unsent(self, session: str, new_tokens: bytes) -> bytes:
         """Return a session's new tokens that the service has not noted, as bytes.
 
         Raises:
@@ -375,7 +375,7 @@ class RemoteDrafter(Calls):
     On the wire session names carry a random prefix, so that names of different clients never
     collide. After a step without an answer it is unknown whether the service noted its tokens: the
     session is lost, and drafting for it raises `DrafterUnavailableError` until it is closed and
-    opened again. In a process that is forked off, it connects anew, and sessions that the parent
+    opened again. In a process that is forked off, it connects again, and sessions that the parent
     opened are lost to it.
 
     Args:
@@ -464,7 +464,7 @@ class RemoteDrafter(Calls):
         self._follow_fork()
         told = self._sessions.remove(session)
         with suppress(DrafterUnavailableError):
-            ids = told.untold(session, ids)
+            ids = told.unsent(session, ids)
         message = closing_message(
             self._prefix + session, b"" if told.is_lost else ids, remember=remember
         )
@@ -507,7 +507,7 @@ class RemoteDrafter(Calls):
         with self._lock:
             for request, known, ids in zip(requests, told, new_ids, strict=True):
                 session = request.session
-                add_step(message, request, self._prefix + session, known.untold(session, ids))
+                add_step(message, request, self._prefix + session, known.unsent(session, ids))
             try:
                 response = self._ask(message)
                 self._note(response, message, told, new_ids)

@@ -148,7 +148,7 @@ class Databases:
         if self.predictions is not None:
             self.predictions.clear()
 
-    def turn_to(self, corpus: Corpus) -> None:
+    def set_corpus(self, corpus: Corpus) -> None:
         """Draft from this corpus from now on."""
         if corpus is not self.corpus:
             self.corpus = corpus

@@ -219,7 +219,7 @@ class Gate(aio.ServerInterceptor):
                         method.observer.lifecycle.check(method.name)
                     yield Call(context, self._caller(method, context), method.message, self.aside)
                 except RetrieverError as error:
-                    await abort(context, _told(error))
+                    await abort(context, _for_caller(error))
         except aio.BaseError:
             raise  # gRPC's own: the call has its status, or has ended
         except Exception:
@@ -266,7 +266,7 @@ def _look_again(call: Call) -> None:
         call.caller.check()
 
 
-def _told(error: RetrieverError) -> RetrieverError:
+def _for_caller(error: RetrieverError) -> RetrieverError:
     """Return what a caller is told; the service's own errors are logged alone: they name files."""
     if status_of(error) is not grpc.StatusCode.INTERNAL:
         return error

@@ -266,7 +266,7 @@ class Bindings:
         bound.change(lambda _: _opened_anew(shared, path, opened))
         self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
         with self._lock:
-            self._sessions.turn_to(bound.current.corpus, self._shared.current.corpus, tenant)
+            self._sessions.set_corpus(bound.current.corpus, self._shared.current.corpus, tenant)
         bound.watch(self._refresh_s)
 
     def _find(self, path: Path, tenant: str | None) -> Attached:

@@ -215,7 +215,7 @@ class DrafterState:
         check_session_name(key.name)
         with self.lock:
             self.sessions.add(key, prepared)
-            prepared.databases.turn_to(self.bindings.corpus(prepared.tenant))
+            prepared.databases.set_corpus(self.bindings.corpus(prepared.tenant))
             if not prepared.options.is_alone:
                 self._join(prepared)
 
@@ -255,7 +255,7 @@ class DrafterState:
                 has_gone_on = len(databases.context) != request.length
                 if has_gone_on or not databases.can_suppose(len(outcome)):
                     return
-                databases.turn_to(self.bindings.corpus(session.tenant))
+                databases.set_corpus(self.bindings.corpus(session.tenant))
                 tree = self.predictor.suppose(
                     databases, outcome, request.budget_nodes, request.min_probability
                 )
@@ -509,7 +509,7 @@ class DrafterState:
 
     def grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Draft from databases, with the lock held."""
-        databases.turn_to(self.bindings.corpus(databases.pool.tenant))
+        databases.set_corpus(self.bindings.corpus(databases.pool.tenant))
         return self.predictor.draft(databases, budget, min_probability)
 
     def remembering(

@@ -254,7 +254,7 @@ class RefreshedCorpora:
         self._is_shut_down.set()
         self._unwatch()
         with self._refreshing, self._lock:
-            self._sessions.turn_to(successor.corpus, self._corpora.corpus)
+            self._sessions.set_corpus(successor.corpus, self._corpora.corpus)
 
     def drop_cut(self) -> None:
         """Go on without the indexes that had a file cut while it was drafted from.
@@ -354,7 +354,7 @@ class RefreshedCorpora:
         with self._lock:
             older, self._corpora = self._corpora, newer
             self._indexes = indexes
-            self._sessions.turn_to(newer.corpus, older.corpus)
+            self._sessions.set_corpus(newer.corpus, older.corpus)
         del older  # outside the lock: unused files are unmapped here
 
     def _keep(self, path: Path, error: Exception) -> None:

@@ -197,14 +197,14 @@ class Sessions:
         latest = islice(reversed(self._open.values()), max_sessions)
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
-    def turn_to(self, corpus: Corpus, older: Corpus, tenant: str | None = None) -> None:
+    def set_corpus(self, corpus: Corpus, older: Corpus, tenant: str | None = None) -> None:
         """Move sessions, or those of a tenant, from an older corpus to this one.
 
         The older one can close then.
         """
         for session in self._open.values():
             if session.databases.corpus is older and tenant in {None, session.tenant}:
-                session.databases.turn_to(corpus)
+                session.databases.set_corpus(corpus)
 
     def _make_place(self, tenant: str) -> None:
         """End the session that has been idle longest, where there is no place for one more.

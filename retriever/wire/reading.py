@@ -256,7 +256,7 @@ def _check_reserved(message: Message) -> None:
                 raise InvalidRequestError(
                     f"field {field.field_number} of {message.DESCRIPTOR.name} is no longer in use: "
                     "this client was made for an earlier contract. Install the foredraft of this "
-                    "service, or make stubs anew from `foredraft proto --output DIR`"
+                    "service, or make stubs again from `foredraft proto --output DIR`"
                 )
     for name, is_list in within:
         if is_list:

@@ -97,7 +97,7 @@ class AdminServicer:
             return await self._change(
                 *("EndSessions", request, call),
                 lambda administration: administration.end(wanted, forget=request.forget),
-                _told,
+                _fields_of,
             )
 
     async def ListTenants(
@@ -308,7 +308,7 @@ def _tenant_in(message: Any) -> str | None:
     return message.tenant if message.HasField("tenant") else None
 
 
-def _told(message: Message) -> dict[str, Any]:
+def _fields_of(message: Message) -> dict[str, Any]:
     """Return the fields of a message, for the audit log."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
