@@ -52,6 +52,7 @@ def asked(port: int, path: str) -> tuple[int, str]:
     return answer
 
 
+@pytest.mark.plugin("retriever.plugins.status_page")
 def test_health_metrics_and_page_answer_while_the_state_is_opened(tmp_path: Path) -> None:
     address, web = f"127.0.0.1:{free_port()}", free_port()
     process = opening("--address", address, "--metrics-address", str(web), "--state", str(tmp_path))

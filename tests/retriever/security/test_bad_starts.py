@@ -61,6 +61,7 @@ def test_a_service_does_not_start_with_credentials_that_protect_nothing(
         assert expected in errors
 
 
+@pytest.mark.plugin("retriever.plugins.replication")
 def test_settings_that_are_none_are_named_with_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
     file.write_text(f'max_sesions = "{SECRET}"\n')
@@ -92,6 +93,7 @@ def test_a_password_in_the_place_of_a_url_is_not_shown() -> None:
     assert SECRET not in output
 
 
+@pytest.mark.plugin("retriever.plugins.replay")
 def test_clients_are_told_what_is_wrong_with_them_or_with_the_service(
     tmp_path: Path, authority: Signed
 ) -> None:

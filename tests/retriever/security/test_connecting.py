@@ -288,6 +288,7 @@ def test_credentials_come_from_a_file_or_the_environment(tmp_path: Path) -> None
             Credentials.from_file(file)
 
 
+@pytest.mark.plugin("retriever.plugins.replay")
 def test_the_commands_serve_and_use_a_protected_service(
     tmp_path: Path, authority: Signed, server: Signed
 ) -> None:

@@ -234,6 +234,7 @@ def test_a_client_of_an_earlier_contract_is_told_what_to_do(stub: RetrieverServi
     assert "foredraft proto --output DIR" in (raised.value.details() or "")
 
 
+@pytest.mark.plugin("retriever.plugins.findings")
 def test_the_examples_of_the_contract_are_answered(tmp_path: Path) -> None:
     drafter = EmbeddedDrafter(state=tmp_path)
     with serving(drafter) as address, grpc.insecure_channel(address) as channel:
