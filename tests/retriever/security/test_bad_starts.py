@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from cryptography.x509 import DNSName
 
 from retriever.security.access import add_token
