@@ -134,16 +134,20 @@ class Limits:
         256, "Most tenants whose outputs are in memory at once.", least=1, changes=True
     )
     max_tenant_deletions: int = _limit(
-        60, "Most calls of one tenant that delete data, in a minute.", least=1
+        60, "Most calls of one tenant that delete data, in a minute.", least=1, changes=True
     )
     max_tenant_waiting: int = _limit(
-        256, "Most calls of one tenant under way at once, streams not counted.", least=1
+        256,
+        "Most calls of one tenant under way at once, streams not counted.",
+        least=1,
+        changes=True,
     )
     max_tenant_work: float = _limit(
         math.inf,
         "Most work of one tenant in a second, in nodes: a sequence of a step counts as 16 more, 8 "
         "tokens that are read as one.",
         above=0,
+        changes=True,
     )
 
 

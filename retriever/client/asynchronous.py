@@ -115,6 +115,7 @@ class AsyncLink:
                     asking = pb.GetServerInfoRequest()
                     info = await stub.GetServerInfo(asking, timeout=CONNECT_TIMEOUT_S)
                     check_usable(self._address, info, self._vocabulary)
+                    outage.connected()
                     began_s = time.monotonic()
                     try:
                         await self._converse(channel)

@@ -150,27 +150,38 @@ _TO_MEND: Final = (AccessRefusedError, CredentialsError, VocabularyMismatchError
 class OutageLog:
     """Logs why there is no stream to a service; what a person has to mend as a warning, once.
 
+    A stream that was let in with a token that has been rotated ends with a refusal, and the next
+    attempt shows the new one: the second refusal in a row is the first that somebody has to mend.
+
     Args:
         address: of the service.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._told = ""
+        self._told = self._seen = ""
+        self._is_out = False
 
     def note(self, error: Exception) -> None:
         """Log an error of connecting, or of a stream."""
         reason = error_of(error, self._address) if isinstance(error, grpc.RpcError) else error
         text = str(reason)
-        if isinstance(reason, _TO_MEND) and text != self._told:
+        is_again, self._seen, self._is_out = text == self._seen, text, True
+        if isinstance(reason, _TO_MEND) and is_again and text != self._told:
             self._told = text
             _log.warning("no drafts from %s: %s", self._address, text)
         else:
             _log.info("no draft service at %s: %s", self._address, text)
 
-    def end(self) -> None:
+    def connected(self) -> None:
         """Note that there is a stream."""
-        self._told = ""
+        if self._is_out:
+            self._is_out = False
+            _log.info("drafts from %s again", self._address)
+
+    def end(self) -> None:
+        """Note that a stream has lasted for some time."""
+        self._told = self._seen = ""
 
 
 OpenChannel = Callable[[str], grpc.Channel]
@@ -281,6 +292,7 @@ class Link:
                     stub = RetrieverServiceStub(channel)
                     info = stub.GetServerInfo(asking, timeout=CONNECT_TIMEOUT_S)
                     check_usable(self._address, info, self._vocabulary)
+                    outage.connected()
                     began_s = time.monotonic()
                     try:
                         self._converse(channel)
@@ -289,7 +301,8 @@ class Link:
                             backoff.succeed()
                             outage.end()
             except (grpc.RpcError, RetrieverError) as error:
-                outage.note(error)
+                if not self._is_shut_down.is_set():
+                    outage.note(error)
             self._is_shut_down.wait(backoff.fail())
 
     def _converse(self, channel: grpc.Channel) -> None:

@@ -35,6 +35,7 @@ from retriever.predict.pool import Entry
 _Result = TypeVar("_Result")
 
 _LOGGER: Final = logging.getLogger(__name__)
+_BETWEEN_TOLD_S: Final = 60.0  # of a disk that refuses and takes in turn
 _SYNC_EVERY_S: Final = 1.0  # outputs lost by a power failure, against disk writes
 _SYNCS_PER_SWEEP: Final = 60
 _REWRITE_EVERY_S: Final = 3600.0  # removed bytes stay this long at most; a rewrite copies the file
@@ -75,7 +76,9 @@ class GenerationsLog:
         self._pending: deque[Entry] = deque()
         self._lock = RLock()
         self._sync_lock = Lock()  # taken after the other
-        self._refused = False
+        self._refused = self._is_refusing = False
+        self._refused_now = 0
+        self._told_s = 0.0
         self._unsynced = False
         self._has_removed_bytes = False  # of deleted and expired outputs, in free pages of the file
         self._rewrite_at_s = 0.0
@@ -302,10 +305,13 @@ class GenerationsLog:
             try:
                 self._check_usable()
                 self._unsynced = True
-                return action()
+                done = action()
             except REFUSALS as error:
                 self._refuse(error, num_outputs)
                 return None
+            if num_outputs:
+                self._recover()
+            return done
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
@@ -315,10 +321,25 @@ class GenerationsLog:
 
     def _refuse(self, error: Exception, num_outputs: int = 0) -> None:
         self.failures += num_outputs
-        if not self._refused:
-            self._refused = True
+        self._refused_now += num_outputs
+        if not self._is_refusing:
+            self._refused = self._is_refusing = True
+            self._told_s = time.monotonic()
             _LOGGER.warning(
-                "outputs are not logged in %s: %s; drafting goes on", self._directory, error
+                "outputs cannot be kept in %s: %s; drafts go on from memory, and a restart loses "
+                "them: make room, or mend the disk",
+                self._directory,
+                error,
+            )
+
+    def _recover(self) -> None:
+        """Note that the disk takes outputs again; one that is almost full does so now and then."""
+        if self._is_refusing and time.monotonic() - self._told_s > _BETWEEN_TOLD_S:
+            lost, self._refused_now, self._is_refusing = self._refused_now, 0, False
+            _LOGGER.warning(
+                "outputs are kept in %s again; %d that came meanwhile are in memory alone",
+                self._directory,
+                lost,
             )
 
     def _warn_of_damaged(self, num_records: int, kind: str) -> None:

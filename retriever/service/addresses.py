@@ -77,14 +77,18 @@ def _number_of(group: str) -> int:
 _NO_GROUP: Final = (1 << 32) - 1  # what chown(2) takes for "as it is"
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, setting: str = "--address") -> None:
     """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536.
+
+    Args:
+        address: to listen on.
+        setting: that names it, for messages.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
     """
     if address.startswith(UNIX):
-        _check_socket_is_free(Path(address.removeprefix(UNIX)))
+        _check_socket_is_free(Path(address.removeprefix(UNIX)), setting)
         return
     host, _, port = address.rpartition(":")
     shown = without_password(address)
@@ -98,11 +102,11 @@ def check_address(address: str) -> None:
         socket.create_server((host.strip("[]"), int(port)), family=family).close()
     except OSError as error:
         raise AddressInUseError(
-            f"cannot listen on {shown}: {error.strerror or error}; choose another --address"
+            f"cannot listen on {shown}: {error.strerror or error}; choose another {setting}"
         ) from error
 
 
-def _check_socket_is_free(path: Path) -> None:
+def _check_socket_is_free(path: Path, setting: str) -> None:
     """Refuse a unix socket that somebody serves on: binding would take it away from them."""
     if not path.parent.is_dir():
         raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
@@ -111,14 +115,14 @@ def _check_socket_is_free(path: Path) -> None:
             return
     except OSError as error:
         raise AddressInUseError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --address"
+            f"cannot listen on {path}: {error.strerror or error}; choose another {setting}"
         ) from error
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             return  # left over from a server that is gone
-    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")
+    raise AddressInUseError(f"somebody serves on {path} already: choose another {setting}")
 
 
 def listen(server: aio.Server, address: str, tls: ServerTls | None, access: SocketAccess) -> int:

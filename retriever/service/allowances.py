@@ -48,41 +48,51 @@ class Allowances:
     """What tenants may still ask for.
 
     Args:
-        per_second: units of one tenant; infinity for no limit.
-        held_s: how many seconds' units may have been taken for another to begin.
+        rates: returns what is allowed now: units of one tenant a second, infinity for no limit,
+            and how many seconds' units may have been taken for another to begin.
         limit: the setting that says so.
-        beyond: what a tenant is told that has no more, in words.
+        beyond: what a tenant is told that has no more.
         clock: seconds, rising.
     """
 
     def __init__(
         self,
-        per_second: float,
-        held_s: float,
+        rates: Callable[[], tuple[float, float]],
         limit: str,
         beyond: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_limited = math.isfinite(per_second)
-        self._per_second = per_second
-        self._held_s = held_s
+        self._rates = rates
         self._limit = limit
         self._beyond = beyond
         self._clock = clock
         self._full_again_s: dict[str, float] = {}
 
     @classmethod
-    def of_work(cls, per_second: float, clock: Callable[[], float] = time.monotonic) -> Self:
+    def of_work(
+        cls, per_second: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> Self:
         """Return those of work, in units."""
-        beyond = f"the tenant's work is beyond {per_second:g} units a second"
-        return cls(per_second, 1.0, "max_tenant_work", beyond, clock)
+        beyond = "the tenant asks for more work in a second than it may"
+        return cls(lambda: (per_second(), 1.0), "max_tenant_work", beyond, clock)
 
     @classmethod
-    def of_deletions(cls, per_minute: int, clock: Callable[[], float] = time.monotonic) -> Self:
+    def of_deletions(
+        cls, per_minute: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> Self:
         """Return those of deletions."""
-        beyond = f"a tenant deletes at most {per_minute} times a minute"
-        period_s = _MINUTE_S / per_minute
-        return cls(1 / period_s, _MINUTE_S - period_s, "max_tenant_deletions", beyond, clock)
+
+        def rates() -> tuple[float, float]:
+            period_s = _MINUTE_S / per_minute()
+            return 1 / period_s, _MINUTE_S - period_s
+
+        beyond = "the tenant deletes more often in a minute than it may"
+        return cls(rates, "max_tenant_deletions", beyond, clock)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything may be refused now."""
+        return math.isfinite(self._rates()[0])
 
     def take(self, tenant: str, units: float = 1.0) -> None:
         """Take units from a tenant's allowance.
@@ -90,11 +100,12 @@ class Allowances:
         Raises:
             LimitExceededError: it is used up; the error says how long to wait. Nothing is taken.
         """
-        if not self.is_limited:
+        per_second, held_s = self._rates()
+        if not math.isfinite(per_second):
             return
         now_s = self._clock()
         full_s = max(now_s, self._full_again_s.get(tenant, now_s))
-        wait_s = full_s - now_s - self._held_s
+        wait_s = full_s - now_s - held_s
         if wait_s > _ROUNDING_S:
             raise LimitExceededError(
                 f"{self._beyond}: try again in {wait_s:.3g} s ({self._limit})",
@@ -105,4 +116,4 @@ class Allowances:
             self._full_again_s = {
                 name: at_s for name, at_s in self._full_again_s.items() if at_s > now_s
             }
-        self._full_again_s[tenant] = full_s + units / self._per_second
+        self._full_again_s[tenant] = full_s + units / per_second

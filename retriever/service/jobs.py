@@ -150,8 +150,8 @@ class Jobs:
         self._state = state = drafter.state
         self.uses: TenantUses = state.uses
         self.fair = FairScheduler(self.uses)
-        self.workers = WorkerPools(state.limits, self.uses)
-        self.allowances = Allowances.of_work(state.limits.max_tenant_work)
+        self.workers = WorkerPools(lambda: state.limits.max_tenant_waiting, self.uses)
+        self.allowances = Allowances.of_work(lambda: state.limits.max_tenant_work)
         self.flushing = Flushing(state, self.workers.disk)
         self.ends = RecentEnds()
         self._num_calls: Counter[str] = Counter()

@@ -47,11 +47,13 @@ class Deleting:
     """Admits one deletion at a time, at a limited rate for each tenant.
 
     Args:
-        per_minute: deletions of one tenant: a burst, refilled over a minute.
+        per_minute: returns the deletions of one tenant: a burst, refilled over a minute.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, per_minute: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._allowances = Allowances.of_deletions(per_minute, clock)
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -113,7 +115,7 @@ class RetrieverServicer:
         self._drafter = ServiceFace(drafter.state)
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
         self._jobs = Jobs(self._drafter)
-        self._deleting = Deleting(drafter.limits.max_tenant_deletions)
+        self._deleting = Deleting(lambda: drafter.limits.max_tenant_deletions)
 
     async def aside(self, tenant: str, work: Callable[[], _Result]) -> _Result:
         """Do something that takes long for a tenant in a thread, in turn with others."""

@@ -284,7 +284,9 @@ async def _tell_ready(listening: _Listening, stopped: asyncio.Event) -> None:
     if stopped.is_set():
         return
     print(f"serving on {listening.address}", flush=True)  # noqa: T201
-    log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
+    log_event(
+        _logger, logging.INFO, "serving", "serving: it takes calls", address=listening.address
+    )
 
 
 async def _listen(  # noqa: PLR0913  (what a service consists of)
@@ -318,7 +320,7 @@ async def _listen(  # noqa: PLR0913  (what a service consists of)
 
 async def _drain(drafter: EmbeddedDrafter, observer: ServiceObserver, drain_s: float) -> None:
     sessions = len(drafter.state.sessions)
-    log_event(_logger, logging.INFO, "draining", "no new sessions", sessions=sessions)
+    log_event(_logger, logging.INFO, "draining", "draining: no new sessions", sessions=sessions)
     await observer.lifecycle.drain(lambda: observer.is_idle(drafter), drain_s)
 
 

@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from retriever.errors import LimitExceededError
-from retriever.limits import Limits
 from retriever.sessions.draft_counts import TenantUses
 
 _LEAST_WAIT_S: Final = 0.05  # what a refusal tells to wait: below it, retries would be a load
@@ -52,7 +51,7 @@ class WorkerPool:
     Args:
         name: of its threads.
         num_threads: tenants that are worked for at once.
-        max_waiting: work of one tenant that may be in the pool at once, and be refused.
+        max_waiting: returns how much work of one tenant may be in the pool at once; more is refused.
         uses: gets the time that tenants take.
         computes: whether its work takes processors, and not disks: threads that do yield them to
             the event loop, where the system keeps a priority for each thread (Linux).
@@ -62,7 +61,7 @@ class WorkerPool:
         self,
         name: str,
         num_threads: int,
-        max_waiting: int,
+        max_waiting: Callable[[], int],
         uses: TenantUses,
         *,
         computes: bool = False,
@@ -93,7 +92,7 @@ class WorkerPool:
             LimitExceededError: too much of the tenant's work waits; the error says how long to.
         """
         queue = self._tenants.get(tenant, ())
-        if can_refuse and len(queue) >= self._max_waiting:
+        if can_refuse and len(queue) >= self._max_waiting():
             raise self._refusal(tenant, len(queue))
         work = _Work(do, asyncio.get_running_loop().create_future())
         self._tenants.setdefault(tenant, deque()).append(work)
@@ -178,9 +177,8 @@ class WorkerPools:
         loading: outputs of tenants that are not in memory.
     """
 
-    def __init__(self, limits: Limits, uses: TenantUses) -> None:
+    def __init__(self, most: Callable[[], int], uses: TenantUses) -> None:
         num_reading = min(4, max(2, (os.cpu_count() or 1) - 1))
-        most = limits.max_tenant_waiting
         self.reading = WorkerPool("reading", num_reading, most, uses, computes=True)
         self.explaining = WorkerPool("explaining", 1, most, uses, computes=True)
         self.disk = WorkerPool("disk", 2, most, uses)

@@ -16,6 +16,7 @@ from retriever.errors import InvalidRequestError
 from retriever.operations.settings import CredentialSettings
 from retriever.plugins.admin.administrator import administering, messages as pb
 
+_SMALL: Final = 100_000  # bytes, below which MB would read 0.0
 ADDRESS_VARIABLE: Final = "FOREDRAFT_ADMIN_ADDRESS"
 
 app = CommandLine(
@@ -297,7 +298,7 @@ def reload(
 ) -> None:
     """Read the service's settings file again, and put in force what can change while it runs.
 
-    Limits, idle time, refresh and logging can. Where anything else has changed, it is named and
+    Most limits, refresh and logging can. Where anything else has changed, it is named and
     nothing is put in force.
     """
     request = pb.ReloadSettingsRequest(check_only=check)
@@ -424,7 +425,7 @@ def _cell(value: str | int) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= _SMALL else f"{num_bytes / 1e3:,.1f} kB"
 
 
 def _duration(seconds: float) -> str:

@@ -93,7 +93,10 @@ class AdminServicer:
         with _in_the_contract():
             wanted = _filter_of(request.filter)
             if wanted.is_empty and not request.all:
-                raise InvalidRequestError("which sessions? set something in the filter, or `all`")
+                raise InvalidRequestError(
+                    "which sessions? set something in the filter (--tenant, --name, --idle), or "
+                    "`all` (--all)"
+                )
             return await self._change(
                 *("EndSessions", request, call),
                 lambda administration: administration.end(wanted, forget=request.forget),

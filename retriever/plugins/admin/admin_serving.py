@@ -95,7 +95,7 @@ class AdminPlane:
                     "which says who has the scope admin, or --admin-address unix:PATH"
                 )
             self.protection.check(self.address)
-        check_address(self.address)
+        check_address(self.address, "--admin-address")
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:

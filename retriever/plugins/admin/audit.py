@@ -99,7 +99,10 @@ class AuditLog:
                 f"the end of a change is not in the audit log: {error.strerror or error}",
                 id=ended["id"],
             )
-        log_event(*(_LOGGER, logging.INFO, "audit", "an operator's change has ended"), **ended)
+        is_done = ended["status"] == _OK
+        level = logging.INFO if is_done else logging.WARNING
+        said = "an operator's change was made" if is_done else "an operator's change was refused"
+        log_event(*(_LOGGER, level, "audit", said), **ended)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._path is not None:

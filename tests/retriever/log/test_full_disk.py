@@ -15,7 +15,7 @@ import pytest
 from benchmarks.serving.durability import output_of as output
 from retriever.drafter import DraftRequest
 from retriever.errors import StateError
-from retriever.log import pools
+from retriever.log import generations_log, pools
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.log_store import LogStore
 from retriever.log.options import LogOptions
@@ -45,13 +45,32 @@ def test_a_full_log_stops_logging_and_not_drafting(
         drafter.close("s", output(number)[2:])
     assert 0 < drafter.stats().log_failures < 1000
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "drafting goes on" in caplog.text
+    assert "a restart loses them: make room" in caplog.text
     last = output(999)
     tree = drafter.draft_context(last[:9], 4)
     assert tree.token_ids.tolist() == last[9:13].tolist()
     num_kept = 1000 - drafter.stats().log_failures
     drafter.shut_down()
     assert len(kept_outputs(tmp_path)) == num_kept
+
+
+def test_a_disk_that_takes_outputs_again_is_told_with_what_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generations_log, "_BETWEEN_TOLD_S", 0.0)
+    drafter = EmbeddedDrafter(state=tmp_path)
+    drafter.remember(output(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(LogStore, "append", full)
+        drafter.remember(output(1))
+    drafter.remember(output(2))
+    drafter.shut_down()
+    told = [record.getMessage() for record in caplog.records]
+    assert ["cannot be kept" in each for each in told] == [True, False]
+    assert "1 that came meanwhile are in memory alone" in told[1]
 
 
 def test_callers_are_told_where_their_outputs_are_kept(
@@ -209,7 +228,7 @@ def test_a_directory_that_cannot_be_written_is_read_and_not_logged_to() -> None:
         assert (warm, failures) == ("True", "1")
         warned = [each for each in done.stderr.splitlines() if each.startswith("WARNING")]
         # Another user than the one who compiled them may have no kernels, which is told, too.
-        assert ["outputs are not logged" in each for each in warned if "kernels" not in each] == [
+        assert ["outputs cannot be kept" in each for each in warned if "kernels" not in each] == [
             True
         ]
         assert {path.name: path.read_bytes() for path in state.iterdir()} == before

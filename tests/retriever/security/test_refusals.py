@@ -113,7 +113,7 @@ def test_a_name_of_megabytes_is_answered_in_few_words() -> None:
 
 def test_deletions_take_turns() -> None:
     async def most_at_once() -> int:
-        deleting, running, most = Deleting(60), 0, 0
+        deleting, running, most = Deleting(lambda: 60), 0, 0
 
         async def delete() -> None:
             nonlocal running, most

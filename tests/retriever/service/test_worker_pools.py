@@ -13,7 +13,7 @@ from retriever.sessions.draft_counts import TenantUses
 
 
 def pool(max_waiting: int = 100, num_threads: int = 1) -> WorkerPool:
-    return WorkerPool("test", num_threads, max_waiting, TenantUses())
+    return WorkerPool("test", num_threads, lambda: max_waiting, TenantUses())
 
 
 async def held(of: WorkerPool, gate: threading.Event) -> "asyncio.Task[bool]":

@@ -402,6 +402,7 @@ def test_new_limits_count_from_the_next_request(drafter: EmbeddedDrafter) -> Non
     sorted(
         CHANGEABLE_LIMITS
         - {"idle_session_s", "idle_eviction_s", "max_bytes", "max_tenant_bytes", "max_tenants"}
+        - {"max_tenant_work", "max_tenant_waiting", "max_tenant_deletions"}  # a service's
     ),
 )
 def test_every_limit_that_can_change_counts_at_once(drafter: EmbeddedDrafter, name: str) -> None:
