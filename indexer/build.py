@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.build_report import BuildReport, BuildTally
-from indexer.errors import TokenizerError
+from indexer.errors import FormatVersionError, IndexerError, TokenizerError
 from indexer.format.names import TOKENIZER_FILE, token_dtype
 from indexer.format.output import check_output, new_index_folder, write_file
-from indexer.format.records import Contents, FileRecord, PhrasesRecord
-from indexer.format.snapshots import publish
+from indexer.format.records import (
+    NOT_SCREENED,
+    Contents,
+    FileRecord,
+    PhrasesRecord,
+    ScreeningRecord,
+)
+from indexer.format.snapshots import hold_latest, publish
+from indexer.screening.screen import screened_as
 from indexer.sources import SourceDocument
 from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import (
@@ -25,6 +34,7 @@ from indexer.stages.gathering import (
     chosen_pieces,
     gather_part,
     no_document,
+    no_progress,
     part_tasks,
     planned,
     read_parts,
@@ -49,13 +59,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BuildOptions", "build_from_texts", "build_from_tokens", "build_index"]
 
+_log = getLogger(__name__)
+
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
 def build_index(
     sources: Sequence[Path | str],
     output: Path | str,
-    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
@@ -65,7 +77,8 @@ def build_index(
         sources: files and folders; `-` is standard input.
         output: the index's directory; it appears when it is whole, or not at all.
         tokenizer: of the model whose output is to be drafted: loaded, or a name that
-            `locate_model` understands.
+            `locate_model` understands. None: that of the index that is replaced, else
+            `DEFAULT_MODEL`.
         options: how to build.
         on_progress: called as sources are read, with the counts so far.
 
@@ -77,6 +90,8 @@ def build_index(
         IndexerError: the index cannot be written.
     """
     check_output(Path(output), overwrite=options.overwrite)
+    tokenizer = tokenizer or tokenizer_for(Path(output))
+    options = as_replaced(Path(output), options)
     tally = BuildTally()
     with (
         new_index_folder(
@@ -84,8 +99,11 @@ def build_index(
         ) as folder,
         scratch_folder(folder, READING, kept=options.resume) as scratch,
     ):
+        tell = on_progress or no_progress
+        tell(tally.now("finding sources"))
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
+        tell(tally.now("loading the tokenizer"))
         loaded = loaded_tokenizer(tokenizer)
         options = options.with_template_of(loaded)
         started = time.perf_counter()
@@ -94,17 +112,22 @@ def build_index(
         tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options, kept_as)
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         options.check_dropped(tally)
-        contents = write_index(folder, parts, vocabulary, stored, options, tally, kept_as)
+        screening = options.screen.record
+        contents = write_index(
+            folder, parts, vocabulary, stored, options, tally, kept_as, screening, tell
+        )
     return report_of(output, contents, tally, started)
 
 
 def build_from_texts(
     documents: Iterable[tuple[str, str]],
     output: Path | str,
-    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
     """Index pairs of name and text; see `build_index`. Such a build is not resumed."""
+    tokenizer = tokenizer or tokenizer_for(Path(output))
+    options = as_replaced(Path(output), options)
     tally = BuildTally()
     with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
         loaded = loaded_tokenizer(tokenizer)
@@ -117,7 +140,10 @@ def build_from_texts(
         with scratch_folder(folder, READING) as scratch:
             size, keep = vocabulary.size, options.keep_texts
             parts = [gather_part(tokenised, scratch / "part", size, keep_texts=keep)]
-            contents = write_index(folder, parts, vocabulary, stored, options, tally)
+            screening = options.screen.record
+            contents = write_index(
+                folder, parts, vocabulary, stored, options, tally, screening=screening
+            )
     return report_of(output, contents, tally, started)
 
 
@@ -145,6 +171,57 @@ def build_from_tokens(
         parts = [gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)]
         contents = write_index(folder, parts, vocabulary, None, options, tally)
     return report_of(output, contents, tally, started)
+
+
+def tokenizer_for(output: Path) -> str:
+    """Return the name of the tokenizer of the index at a path, the default where there is none.
+
+    Raises:
+        TokenizerError: there is an index that does not say which tokenizer it has.
+    """
+    try:
+        before = _replaced(output)
+    except FormatVersionError as error:
+        raise TokenizerError(
+            f"{output} is an index of another format, which cannot say here which tokenizer it "
+            "has: name the tokenizer (--tokenizer)"
+        ) from error
+    if before is None or before.tokenizer is None:
+        return DEFAULT_MODEL
+    name = before.vocabulary.name
+    if not name:
+        raise TokenizerError(
+            f"the index at {output} was built with a tokenizer that has no name: name the "
+            "tokenizer (--tokenizer)"
+        )
+    if name != DEFAULT_MODEL:
+        _log.info("the tokenizer is %s, as that of the index that is replaced", name)
+    return name
+
+
+def as_replaced(output: Path, options: BuildOptions) -> BuildOptions:
+    """Return the options, with what the index that is replaced was screened for.
+
+    Raises:
+        IndexerError: a list of phrases was left out of it, and is not named.
+    """
+    with suppress(FormatVersionError):
+        before = _replaced(output)
+        if before is not None:
+            return replace(options, screen=screened_as(before.screening, options.screen, output))
+    return options
+
+
+def _replaced(output: Path) -> Contents | None:
+    """Return what an index holds; `None` where there is none that can be read."""
+    try:
+        held = hold_latest(output)
+    except FormatVersionError:
+        raise
+    except IndexerError:
+        return None
+    with closing(held):
+        return held.contents
 
 
 def report_of(
@@ -185,6 +262,8 @@ def write_index(  # noqa: PLR0913, PLR0917
     options: BuildOptions,
     tally: BuildTally,
     kept_as: str = "",
+    screening: ScreeningRecord = NOT_SCREENED,
+    tell: OnProgress = no_progress,
 ) -> Contents:
     """Write segments and phrases, then the snapshot that makes them an index.
 
@@ -196,15 +275,19 @@ def write_index(  # noqa: PLR0913, PLR0917
         options: how to build.
         tally: counts.
         kept_as: as for `write_segments`.
+        screening: of the documents.
+        tell: is told what is done.
     """
     most = options.segment_tokens(vocabulary.size)
     groups = gather(chosen_pieces(parts, [], options, tally), most)
+    tell(tally.now(SORTING))
     with tally.stage(SORTING):
         segments = write_segments(options.engine, folder, groups, 0, vocabulary.size, kept_as)
     if not segments:
         raise no_document(tally)
     nothing = PhrasesRecord("", (), {})
-    contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer)
+    contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer, screening)
+    tell(tally.now(COUNTING))
     with tally.stage(COUNTING):
         phrases = renewed_phrases(options.engine, folder, 0, contents)
     contents = replace(contents, phrases=phrases)

@@ -262,6 +262,7 @@ class BuildTally:
         num_bytes_found: size of the source files; 0 where documents do not come from files.
         screened: what screening took out; None where nothing was screened for.
         stage_seconds: time of each stage that has ended, by its name.
+        doing: what is done now, for people to read.
     """
 
     num_documents: int = 0
@@ -276,6 +277,12 @@ class BuildTally:
     num_bytes_found: int = 0
     screened: ScreenTally | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    doing: str = ""
+
+    def now(self, doing: str) -> "BuildTally":
+        """Note what is done from now on; return itself."""
+        self.doing = doing
+        return self
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -461,6 +468,8 @@ class ChangeReport:
         remedies: what to do about what was skipped, by reason.
         num_dropped: documents and files that were meant to be read and could not be.
         conversations: that records held, by file and shape.
+        num_replaced: documents in whose place others of their names were added.
+        num_earlier: documents that stay, and of whose names others were added.
     """
 
     path: str
@@ -476,6 +485,8 @@ class ChangeReport:
     remedies: dict[str, str] = field(default_factory=dict)
     num_dropped: int = 0
     conversations: Conversations = field(default_factory=dict)
+    num_replaced: int = 0
+    num_earlier: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the report for machines to read."""
@@ -489,6 +500,8 @@ class ChangeReport:
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
             "dropped": self.num_dropped,
+            "replaced": self.num_replaced,
+            "earlier_versions": self.num_earlier,
             "conversations": list_conversations(self.conversations),
             "screened": self.screened.to_json() if self.screened is not None else None,
         }
@@ -499,6 +512,12 @@ class ChangeReport:
         found = "".join(f"{line}\n" for line in describe_conversations(self.conversations))
         older = f"{self.num_older} snapshot(s) from before are still read: their files go with the "
         screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
+        versions = f"\nreplaced: {self.num_replaced:,} document(s)" if self.num_replaced else ""
+        if self.num_earlier:
+            versions = (
+                f"\n{self.num_earlier:,} document(s) of the same names are still there, with other "
+                "texts: `add --replace` puts new ones in their place, `remove` takes them out"
+            )
         what = f"{self.verb} {self.num_documents:,} documents, {self.num_tokens:,} tokens"
         if self.verb == "merged":
             what = f"{self.num_documents:,} segments fewer"
@@ -507,5 +526,6 @@ class ChangeReport:
             f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
             + (f"\nskipped: {skipped}" if skipped else "")
             + (f"\n{older}next change, or `compact`, after their readers" if self.num_older else "")
+            + versions
             + screened
         )

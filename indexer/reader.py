@@ -50,6 +50,7 @@ class Index:
         num_documents: documents in all segments.
         num_uncounted_tokens: tokens of segments that the phrase tables do not count yet.
         keeps_texts: whether the texts of the documents are kept.
+        screening: what was taken out of them.
         num_bytes: size of the snapshot's file, all segments and the phrase tables on disk.
         is_held: whether copies of all files are held in memory; else they are mapped.
     """
@@ -75,6 +76,7 @@ class Index:
         self.num_documents = sum(record.num_documents for record in contents.segments)
         self.num_uncounted_tokens = contents.num_uncounted_tokens
         self.keeps_texts = contents.keeps_texts
+        self.screening = contents.screening
         folders = [*(record.files for record in contents.segments), contents.phrases.files]
         self.num_bytes = held.num_bytes + sum(
             file.num_bytes for files in folders for file in files.values()

@@ -1,7 +1,7 @@
 """Changing an existing index: adding documents, removing them, merging small segments."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -21,12 +21,16 @@ from indexer.format.names import (
 )
 from indexer.format.opening import check_file
 from indexer.format.records import Contents, SegmentRecord
+from indexer.screening.screen import ScreenOptions, screened_as
 from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import (
+    COUNTING,
     READING,
+    SORTING,
     OnProgress,
     chosen_pieces,
     no_document,
+    no_progress,
     part_tasks,
     planned,
     read_parts,
@@ -35,7 +39,7 @@ from indexer.stages.gathering import (
     write_part,
     write_segments,
 )
-from indexer.stages.parts import Part
+from indexer.stages.parts import Part, kept_runs
 from indexer.stages.segments import Piece, gather
 from indexer.tokenizer import load_core
 
@@ -52,7 +56,9 @@ def add_documents(
 ) -> ChangeReport:
     """Add documents to an index, as new segments; those that it holds already are left out.
 
-    Readers keep the snapshot that they hold until they reopen the index. Texts are kept if the
+    What it holds under the name of an added document, with another text, is replaced or counted;
+    see `BuildOptions.replace`. Documents are screened as those of the index were, at least. Readers
+    keep the snapshot that they hold until they reopen the index. Texts are kept if the
     index keeps its texts. If it holds all documents already, nothing is published.
 
     Args:
@@ -72,6 +78,9 @@ def add_documents(
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder, READING) as scratch:
         contents = writer.contents
         options = replace(options, keep_texts=contents.keeps_texts)
+        options = replace(options, screen=_screen_of(writer, options.screen))
+        tell = on_progress or no_progress
+        tell(tally.now("finding sources"))
         tokenizer = _checked_tokenizer(writer)
         options = _with_template(options, contents.vocabulary.name)
         blocks = planned(sources, options, tally, scratch)
@@ -83,12 +92,22 @@ def add_documents(
         options.check_dropped(tally)
         known = [part.documents().digests for part in _parts_of(writer)]
         pieces = chosen_pieces(parts, known, options, tally)
-        groups = gather(pieces, options.segment_tokens(contents.vocabulary.size))
-        added = _segments(options.engine, writer, groups)
-        segments = (*contents.segments, *added)
+        groups = list(gather(pieces, options.segment_tokens(contents.vocabulary.size)))
+        kept, num_earlier = _without_earlier(writer, pieces)
+        if not options.replace:
+            kept = [Piece(part, ((0, part.num_documents),)) for part in _parts_of(writer)]
+        tell(tally.now(SORTING))
+        segments = _regrouped(
+            options.engine, writer, [*([piece] for piece in kept if piece.runs), *groups]
+        )
+        tell(tally.now(COUNTING))
         _publish(options.engine, writer, replace(contents, segments=segments))
+        added = segments[len(segments) - len(groups) :]
         num_tokens = sum(record.num_tokens for record in added)
-        return _report(path, "added", _num_documents(added), num_tokens, writer, started, tally)
+        report = _report(path, "added", _num_documents(added), num_tokens, writer, started, tally)
+        if options.replace:
+            return replace(report, num_replaced=num_earlier)
+        return replace(report, num_earlier=num_earlier)
 
 
 def remove_documents(
@@ -165,6 +184,23 @@ def _parts_of(writer: IndexWriter) -> list[Part]:
     return [Part.of_segment(folder / each.name, each) for each in writer.contents.segments]
 
 
+def _without_earlier(writer: IndexWriter, added: Sequence[Piece]) -> tuple[list[Piece], int]:
+    """Return what is left of an index without documents of the names of others; count the rest."""
+    names = {
+        table.name_bytes(number)
+        for piece in added
+        for table in (piece.part.documents(),)
+        for begin, end in piece.runs
+        for number in range(begin, end)
+    }
+    pieces, num_earlier = [], 0
+    for part in _parts_of(writer):
+        earlier = part.documents().named(names)
+        num_earlier += int(earlier.sum())
+        pieces.append(Piece(part, tuple(kept_runs(~earlier))))
+    return pieces, num_earlier
+
+
 def _with_template(options: BuildOptions, name: str) -> BuildOptions:
     """Return the options with the chat template of the tokenizer that the index was built with."""
     if not options.needs_template or not name:
@@ -174,6 +210,19 @@ def _with_template(options: BuildOptions, name: str) -> BuildOptions:
     except TokenizerError as error:
         _log.warning("turns of conversations are joined by empty lines: %s", error)
         return options
+
+
+def _screen_of(writer: IndexWriter, asked: ScreenOptions) -> ScreenOptions:
+    """Return how added documents are screened; see `screened_as`."""
+    before = writer.contents.screening
+    asked = screened_as(before, asked, writer.folder)
+    if asked.record != before:
+        _log.warning(
+            "%s holds documents that were not screened so: `foredraft build --from` screens them "
+            "too, where it keeps its texts",
+            writer.folder,
+        )
+    return asked
 
 
 def _checked_tokenizer(writer: IndexWriter) -> Path:
@@ -207,18 +256,23 @@ def _regrouped(
     """Return a segment for each group: the existing one if it equals the group, or a new one."""
     folder = writer.folder / SEGMENTS_FOLDER
     records = {folder / record.name: record for record in writer.contents.segments}
-    new = [group for group in groups if not _is_segment(group)]
+    present = [_segment_of(group, records) for group in groups]
+    new = [group for group, record in zip(groups, present, strict=True) if record is None]
     for group in new:
         for piece in group:
-            _check_sound(piece.part.folder, records[piece.part.folder])
+            if piece.part.folder in records:
+                _check_sound(piece.part.folder, records[piece.part.folder])
     written = iter(_segments(engine, writer, new))
-    return tuple(
-        records[group[0].part.folder] if _is_segment(group) else next(written) for group in groups
-    )
+    return tuple(next(written) if record is None else record for record in present)
 
 
-def _is_segment(group: Sequence[Piece]) -> bool:
-    return len(group) == 1 and group[0].runs == ((0, group[0].part.num_documents),)
+def _segment_of(
+    group: Sequence[Piece], records: Mapping[Path, SegmentRecord]
+) -> SegmentRecord | None:
+    """Return the segment that a group is, whole; `None` if it is none."""
+    if len(group) == 1 and group[0].runs == ((0, group[0].part.num_documents),):
+        return records.get(group[0].part.folder)
+    return None
 
 
 def _check_sound(folder: Path, record: SegmentRecord) -> None:

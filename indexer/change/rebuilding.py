@@ -6,22 +6,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from indexer.build import report_of, store_tokenizer, write_index
+from indexer.build import as_replaced, report_of, store_tokenizer, tokenizer_for, write_index
 from indexer.build_report import BuildReport, BuildTally
 from indexer.errors import SourceError
 from indexer.format.names import SEGMENTS_FOLDER, TEXTS_FILE, TOKENIZER_FILE, token_dtype
 from indexer.format.opening import check_file
 from indexer.format.output import check_output, new_index_folder
-from indexer.format.records import FileRecord
+from indexer.format.records import FileRecord, ScreeningRecord
 from indexer.format.same_folder import from_same_folder
 from indexer.format.snapshots import HeldSnapshot, hold_latest
 from indexer.screening.screen import ScreenOptions
 from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceDocument
 from indexer.stages.build_options import DEFAULTS, BuildOptions
-from indexer.stages.gathering import READING, OnProgress, gather_part, read_parts, scratch_folder
+from indexer.stages.gathering import (
+    READING,
+    OnProgress,
+    gather_part,
+    no_progress,
+    read_parts,
+    scratch_folder,
+)
 from indexer.stages.parts import Part
 from indexer.stages.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
-from indexer.tokenizer import DEFAULT_MODEL, CoreTokenizer, loaded_tokenizer
+from indexer.tokenizer import CoreTokenizer, loaded_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 def build_from_index(
     source: Path | str,
     output: Path | str,
-    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
@@ -50,6 +57,8 @@ def build_from_index(
     """
     source = Path(source)
     check_output(Path(output), overwrite=options.overwrite)
+    tokenizer = tokenizer or tokenizer_for(Path(output))
+    options = as_replaced(Path(output), options)
     held = from_same_folder(source, lambda: hold_latest(source), HeldSnapshot.close)
     try:
         if not held.contents.keeps_texts:
@@ -121,6 +130,8 @@ def _build(  # noqa: PLR0913, PLR0917
     tally.num_bytes_found = sum(record.files[TEXTS_FILE].num_bytes for record in records)
     folder_of_texts = Path(source).resolve() / SEGMENTS_FOLDER
     with new_index_folder(output, overwrite=options.overwrite) as folder:
+        tell = on_progress or no_progress
+        tell(tally.now("loading the tokenizer"))
         loaded = loaded_tokenizer(tokenizer)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
@@ -139,5 +150,11 @@ def _build(  # noqa: PLR0913, PLR0917
             ]
             parts = read_parts(options.engine, tasks, tally, on_progress, retokenise)
             kept = replace(options, deduplicate=False)
-            contents = write_index(folder, parts, vocabulary, stored, kept, tally)
+            before, now = held.contents.screening, options.screen.record
+            screening = ScreeningRecord(
+                before.redacted or now.redacted, now.excluded or before.excluded
+            )
+            contents = write_index(
+                folder, parts, vocabulary, stored, kept, tally, "", screening, tell
+            )
     return report_of(output, contents, tally, started)

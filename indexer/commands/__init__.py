@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from indexer.build import build_index
+from indexer.build import build_index, tokenizer_for
 from indexer.change.choosing import list_documents
 from indexer.change.rebuilding import build_from_index
 from indexer.change.verifying import DEFAULT_SAMPLES, verify_index
@@ -25,7 +25,7 @@ from indexer.commands.command_options import (
     show,
     show_preview,
 )
-from indexer.commands.progress import BuildProgress
+from indexer.commands.progress import BuildProgress, interrupted
 from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
@@ -54,14 +54,15 @@ def build(
         ),
     ] = None,
     tokenizer: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="MODEL",
             rich_help_panel="Index",
             help="The tokenizer of the model that will decode: a hub id, a folder or a .gguf "
-            "file. An index serves models of this tokenizer only.",
+            "file. An index serves models of this tokenizer only. Default: that of the index "
+            f"that is replaced, else {DEFAULT_MODEL}.",
         ),
-    ] = DEFAULT_MODEL,
+    ] = None,
     from_index: Annotated[
         Path | None,
         typer.Option(
@@ -97,12 +98,16 @@ def build(
         if sources is None:
             raise typer.BadParameter("--dry-run is for sources: leave out --from")
         if options.needs_template:
-            options = options.with_template_of(load_core(tokenizer))
+            named = tokenizer or (DEFAULT_MODEL if output is None else tokenizer_for(output))
+            options = options.with_template_of(load_core(named))
         show_preview(sources, options, as_json=as_json)
         return
     if output is None:
         raise typer.BadParameter("say where the index goes", param_hint="'--output' / '-o'")
-    with BuildProgress() as progress:
+    kept = f"{output} is as it was"
+    if built.resume:
+        kept += "; what was read and sorted is kept beside it: the same command goes on with that"
+    with interrupted(kept), BuildProgress() as progress:
         if from_index is not None:
             report = build_from_index(from_index, output, tokenizer, options, progress)
         else:

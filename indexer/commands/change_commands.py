@@ -1,6 +1,7 @@
 """The commands that change an existing index: add, remove, compact."""
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,9 +10,9 @@ from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import ListedDocument, chosen_documents
 from indexer.commands.command_options import (
     SOURCE_HELP,
-    AddedSettings,
     DryRun,
     IndexPath,
+    ReplacedSettings,
     ScreenSettings,
     SegmentSettings,
     SourceSettings,
@@ -20,7 +21,7 @@ from indexer.commands.command_options import (
     show,
     show_preview,
 )
-from indexer.commands.progress import BuildProgress
+from indexer.commands.progress import BuildProgress, interrupted
 from indexer.flags import AsJson, with_flags
 from indexer.stages.build_options import BuildOptions
 
@@ -32,25 +33,26 @@ def add_command(
     *,
     found: SourceSettings,
     screen: ScreenSettings,
-    added: AddedSettings,
+    added: ReplacedSettings,
     work: WorkSettings,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Add documents to an index, while it is read.
 
-    Documents that it holds already are left out, so the same sources may be named again. A text
-    that has changed is added and its earlier version stays, unless that is removed first. The
-    tokenizer is the one that the index was built with. Readers find the new documents when they
-    open the index again.
+    Documents that it holds already are left out, so the same sources may be named again. Of a text
+    that has changed the earlier version stays, unless --replace says otherwise. The tokenizer is
+    the one that the index was built with, and what was screened for (--redact, --exclude-phrases)
+    is screened for again. Readers find the new documents when they open the index again.
 
     For example: foredraft add my.index answers-of-today.jsonl
     """
-    options = build_options(found, screen, added, work)
+    options = replace(build_options(found, screen, added, work), replace=added.replace)
     if dry_run:
         show_preview(sources, options, into=path, as_json=as_json)
         return
-    with BuildProgress() as progress:
+    kept = f"{path} is as it was"
+    with interrupted(kept), BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
     show(report, as_json=as_json)
 

@@ -174,6 +174,19 @@ class AddedSettings(SegmentSettings):
     ] = DEFAULTS.max_dropped_share
 
 
+class ReplacedSettings(AddedSettings):
+    """What becomes of what an index holds already."""
+
+    replace: Annotated[
+        bool,
+        Field(
+            description="Put documents in the place of those that the index holds under the same "
+            "names: new versions of files. Without it both are drafted from, and the report "
+            "counts them."
+        ),
+    ] = DEFAULTS.replace
+
+
 class BuiltSettings(AddedSettings):
     """Further settings of a new index."""
 

@@ -1,29 +1,28 @@
-"""The progress of a build: a bar on a terminal, one line elsewhere."""
+"""The progress of a build: a bar on a terminal, lines elsewhere."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from indexer.build_report import BuildTally
+from indexer.stages.gathering import READING
 
 _INTERVAL_S: Final = 0.1
 """Between two updates: smooth to look at, and far longer than drawing the bar takes."""
+
+_LINES_S: Final = 10.0
+"""Between two lines where there is no terminal."""
 
 _MIB: Final = 2**20
 
 
 class BuildProgress:
-    """Shows the counts of a build on stderr: share done, tokens per second, time remaining.
+    """Shows on stderr what a build does and how far it has come: share, tokens a second, time left.
 
     Used as a context manager, and called with the counts as often as they change.
     """
@@ -33,50 +32,55 @@ class BuildProgress:
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TaskProgressColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
         )
-        self._task: TaskID | None = None
-        self._started = 0.0
-        self._shown = 0.0
-        self._is_sorting = False
+        self._task = self._bar.add_task("beginning", total=None, done="", left="")
+        self._doing = ""
+        self._begun_s = self._shown_s = self._told_s = time.monotonic()
 
     def __call__(self, tally: BuildTally) -> None:
         """Show how far a build has come."""
-        now = time.monotonic()
-        if self._task is None:
-            self._start(tally, now)
-        if self._task is None:
+        now_s = time.monotonic()
+        if tally.doing != self._doing:
+            self._begin(tally, now_s)
+        elif now_s - self._shown_s < _INTERVAL_S:
             return
-        if not self._is_sorting and tally.num_bytes_read >= tally.num_bytes_found:
-            self._begin_sorting()
-        if now - self._shown >= _INTERVAL_S:
-            self._shown = now
-            tokens_per_s = tally.num_tokens / max(now - self._started, _INTERVAL_S)
-            rate = f"{tokens_per_s:,.0f} tokens/s"
-            self._bar.update(self._task, completed=tally.num_bytes_read, rate=rate)
-
-    def _begin_sorting(self) -> None:
-        """Show that all is read; the time of sorting the last segment is unknown."""
-        self._is_sorting = True
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        self._task = self._bar.add_task("sorting the last segment", total=None, rate="")
-
-    def _start(self, tally: BuildTally, now: float) -> None:
-        if self._started:
-            return
-        self._started = now
+        self._shown_s = now_s
+        total = tally.num_bytes_found if self._counts_bytes(tally) else None
+        done = ""
+        if total:
+            rate = tally.num_tokens / max(now_s - self._begun_s, _INTERVAL_S)
+            share = min(1.0, tally.num_bytes_read / total)
+            done = f"{share:4.0%} {rate:,.0f} tokens/s"
         if self._console.is_terminal:
-            self._task = self._bar.add_task("indexing", total=tally.num_bytes_found, rate="")
-            self._bar.start()
+            left = "left" if total else ""
+            completed = tally.num_bytes_read if total else 0
+            self._bar.update(self._task, total=total, completed=completed, done=done, left=left)
+        elif done and now_s - self._told_s >= _LINES_S:
+            self._told_s = now_s
+            self._console.print(f"{tally.doing}: {done.strip()}")
+
+    def _begin(self, tally: BuildTally, now_s: float) -> None:
+        """Say what is done now."""
+        self._doing, self._begun_s, self._told_s = tally.doing, now_s, now_s
+        size = f" {_size(tally.num_bytes_found)}" if self._counts_bytes(tally) else ""
+        if self._console.is_terminal:
+            self._bar.reset(self._task, description=f"{tally.doing}{size}")
         else:
-            self._console.print(f"indexing {tally.num_bytes_found / _MIB:.1f} MiB of source files")
+            self._console.print(f"{tally.doing}{size}")
+
+    @staticmethod
+    def _counts_bytes(tally: BuildTally) -> bool:
+        return tally.doing == READING and tally.num_bytes_found > 0
 
     def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
         return self
 
     def __exit__(
@@ -85,5 +89,19 @@ class BuildProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
+        if self._console.is_terminal:
             self._bar.stop()
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes >= _MIB else f"{num_bytes / 1024:,.1f} KiB"
+
+
+@contextmanager
+def interrupted(kept: str) -> Iterator[None]:
+    """Say what is left where Ctrl-C ends the block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"interrupted: {kept}", highlight=False, soft_wrap=True)
+        raise

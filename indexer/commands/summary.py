@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from indexer.format.names import FORMAT_VERSION
 from indexer.format.phrase_tables import COUNT_SCALE
+from indexer.format.records import ScreeningRecord
 from indexer.reader import Index, Segment
 from indexer.tokenizer import Vocabulary
 
@@ -41,6 +42,7 @@ class Summary:
         num_documents: documents.
         segments: each of them.
         keeps_texts: whether the texts are kept.
+        screening: what was taken out of its documents.
         licences: how many documents have each licence; an empty one is an unknown one.
         num_bytes: size on disk.
         num_ngrams: entries of the phrase tables, of n-grams of 2, 3 and 4 tokens.
@@ -57,6 +59,7 @@ class Summary:
     num_documents: int
     segments: tuple[SegmentSummary, ...]
     keeps_texts: bool
+    screening: ScreeningRecord
     licences: dict[str, int]
     num_bytes: int
     num_ngrams: tuple[int, ...]
@@ -75,6 +78,8 @@ class Summary:
             "documents": self.num_documents,
             "licences": self.licences,
             "keeps_texts": self.keeps_texts,
+            "redacted": self.screening.redacted,
+            "excluded_phrases": self.screening.excluded or None,
             "segments": [segment.to_json() for segment in self.segments],
             "bytes": self.num_bytes,
             "phrases": {
@@ -102,6 +107,7 @@ class Summary:
             f"documents    {self.num_documents:,}",
             *(f"  {number:>10,} {licence or 'of unknown licence'}" for licence, number in licences),
             f"texts        {'kept' if self.keeps_texts else 'not kept'}",
+            f"screened     {self._screened()}",
             f"tokens       {self.num_tokens:,} in {len(self.segments)} segment(s)",
             *(
                 f"  {each.name}   {each.num_tokens:,} of {each.num_documents:,} document(s)"
@@ -116,6 +122,11 @@ class Summary:
             f"fingerprint  {self.vocabulary.fingerprint}",
         ]
         return "\n".join(lines)
+
+    def _screened(self) -> str:
+        parts = ["secrets are replaced"] if self.screening.redacted else []
+        parts += ["a list of phrases is left out"] if self.screening.excluded else []
+        return ", ".join(parts) or "for nothing"
 
     def _changed(self) -> str:
         """Return when the index was changed last, in the local time zone, as ISO 8601 has it."""
@@ -142,6 +153,7 @@ def summarise(path: Path | str) -> Summary:
             num_documents=index.num_documents,
             segments=tuple(_segment(segment) for segment in index.segments),
             keeps_texts=index.keeps_texts,
+            screening=index.screening,
             licences=_licences(index),
             num_bytes=index.num_bytes,
             num_ngrams=index.phrases.num_entries[1:],

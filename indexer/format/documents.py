@@ -1,7 +1,7 @@
 """The document table of a segment: where each document begins, its name, licence and digest."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -82,16 +82,30 @@ class DocumentTable:
             raise DamagedIndexError(f"document {number} has a licence that is not listed")
         return Document(self.name(number), self.licences[licence], int(self.starts[number]))
 
+    def named(self, names: Collection[bytes]) -> NDArray[np.bool_]:
+        """Return bool[d], which documents have one of some names, in UTF-8."""
+        found = np.zeros(len(self), np.bool_)
+        ends = self.name_ends.astype(np.int64)
+        begins = np.concatenate([[0], ends[:-1]])
+        lengths = np.array(sorted({len(name) for name in names}), np.int64)
+        for number in np.flatnonzero(np.isin(ends - begins, lengths)).tolist():
+            found[number] = self.names[begins[number] : ends[number]].tobytes() in names
+        return found
+
     def name(self, number: int) -> str:
         """Return the name of a document; raises as `document` does."""
+        try:
+            return self.name_bytes(number).decode("utf-8", _NAME_ERRORS)
+        except UnicodeDecodeError as error:
+            raise DamagedIndexError(f"the name of document {number} is not UTF-8") from error
+
+    def name_bytes(self, number: int) -> bytes:
+        """Return the name of a document in UTF-8; raises as `document` does."""
         begin = int(self.name_ends[number - 1]) if number else 0
         end = int(self.name_ends[number])
         if not begin <= end <= len(self.names):
             raise DamagedIndexError(f"the name of document {number} lies outside of the names")
-        try:
-            return bytes(self.names[begin:end]).decode("utf-8", _NAME_ERRORS)
-        except UnicodeDecodeError as error:
-            raise DamagedIndexError(f"the name of document {number} is not UTF-8") from error
+        return self.names[begin:end].tobytes()
 
     def count_licences(self) -> dict[str, int]:
         """Return how many documents have each licence; raises as `document` does."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 
 CATALOG_FOLDER: Final = "catalog"
 LOCK_FILE: Final = "writer.lock"

@@ -135,10 +135,16 @@ def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
 
     Raises:
         OSError: the disk refuses.
+        IndexBusyError: another build of the same output is under way.
     """
     adopted = _adopt(output) if resume else None
     _remove_leftovers(output)
+    if adopted is None:
+        _check_alone(output)
     place, lock = adopted or _claim(output)
+    with suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(_note("build")).encode(), 0)
     keeps = resume
     try:
         place.folder.mkdir(exist_ok=adopted is not None)
@@ -192,6 +198,24 @@ def _leftovers(output: Path) -> Iterator[_Workplace]:
     for path in sorted(output.parent.iterdir()):
         if match := pattern.fullmatch(path.name):
             yield _Workplace.of(output, match[1])
+
+
+def _check_alone(output: Path) -> None:
+    """Refuse to build beside another build of the same output: one of both would be in vain."""
+    for place in _leftovers(output):
+        with suppress(FileNotFoundError):  # it has ended
+            lock = os.open(place.lock, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise IndexBusyError(
+                    f"{output} is being built by {_holder(lock)}: wait until it is done, or name "
+                    "another folder"
+                ) from error
+            except OSError:
+                continue  # no locks here
+            finally:
+                os.close(lock)
 
 
 def _remove_leftovers(output: Path) -> None:

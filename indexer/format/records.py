@@ -144,6 +144,31 @@ class PhrasesRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ScreeningRecord:
+    """What was taken out of the documents of an index, all of them.
+
+    Attributes:
+        redacted: whether secrets were replaced.
+        excluded: a checksum of the phrases that were left out, and of how; empty if none were.
+    """
+
+    redacted: bool = False
+    excluded: str = ""
+
+    def encode(self) -> dict[str, Any]:
+        """Return what stands in the JSON of the record."""
+        return {"excluded": self.excluded, "redacted": self.redacted}
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        return cls(bool(value["redacted"]), str(value["excluded"]))
+
+
+NOT_SCREENED: Final = ScreeningRecord()
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
     """The contents that one snapshot publishes.
 
@@ -153,6 +178,7 @@ class Contents:
         phrases: their phrase tables.
         next_segment: number of the next segment to be written: names are never used twice.
         tokenizer: the stored tokenizer; None for an index that was built of token ids.
+        screening: of its documents.
     """
 
     vocabulary: Vocabulary
@@ -160,6 +186,7 @@ class Contents:
     phrases: PhrasesRecord
     next_segment: int
     tokenizer: FileRecord | None = None
+    screening: ScreeningRecord = NOT_SCREENED
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +209,7 @@ class Contents:
         return {
             "next_segment": self.next_segment,
             "phrases": self.phrases.encode(),
+            "screening": self.screening.encode(),
             "segments": [record.encode() for record in self.segments],
             "tokenizer": self.tokenizer.encode() if self.tokenizer else None,
             "vocabulary": {
@@ -209,6 +237,7 @@ class Contents:
             PhrasesRecord.decode(value["phrases"]),
             int(value["next_segment"]),
             FileRecord.decode(tokenizer) if tokenizer else None,
+            ScreeningRecord.decode(value["screening"]),
         )
 
 

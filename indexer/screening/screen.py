@@ -1,13 +1,19 @@
 """Screening one document: excluded phrases keep it out, or lines of it; secrets are replaced."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from logging import getLogger
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from indexer.build_report import ScreenTally
+from indexer.errors import IndexerError
+from indexer.format.records import ScreeningRecord, checksum_of
 from indexer.screening.exclusion import ExcludedPhrases, Hits, PhraseFinder, spans_of
 from indexer.screening.redaction import Secret, SecretFinder, redacted
+
+_log = getLogger(__name__)
 
 EXCLUDED: Final = "excluded phrase"
 WITHHELD: Final = "(a name with an excluded phrase)"
@@ -42,8 +48,38 @@ class ScreenOptions:
         """Whether anything is screened for."""
         return self.phrases is not None or self.redact
 
+    @property
+    def record(self) -> ScreeningRecord:
+        """What an index of documents that were so screened says of itself; no phrase is in it."""
+        if self.phrases is None:
+            return ScreeningRecord(self.redact)
+        how = [*sorted(self.phrases.texts), str(self.scope), str(self.ignore_case)]
+        return ScreeningRecord(self.redact, checksum_of("\n".join(how).encode()))
+
 
 NO_SCREENING: Final = ScreenOptions()
+
+
+def screened_as(before: ScreeningRecord, asked: ScreenOptions, index: Path) -> ScreenOptions:
+    """Return how documents of an index are screened: as those that were there before, at least.
+
+    Args:
+        before: of these.
+        asked: of those that come.
+        index: its folder, for messages.
+
+    Raises:
+        IndexerError: a list of phrases was left out before, and is not named.
+    """
+    if before.redacted and not asked.redact:
+        _log.info("%s was built with --redact: so is what comes now", index)
+        asked = replace(asked, redact=True)
+    if before.excluded and asked.record.excluded != before.excluded:
+        raise IndexerError(
+            f"{index} was built without what a list of phrases names: give the same "
+            "--exclude-phrases, --exclude-scope and --exclude-ignore-case, or use another folder"
+        )
+    return asked
 
 
 class Screened(NamedTuple):

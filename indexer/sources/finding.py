@@ -214,7 +214,7 @@ class Walk:
 
 def _is_index(folder: Path) -> bool:
     """Return whether a folder is an index: none is a source."""
-    return (folder / CATALOG_FOLDER).is_dir() and (folder / SEGMENTS_FOLDER).is_dir()
+    return all(map(os.path.isdir, (folder / CATALOG_FOLDER, folder / SEGMENTS_FOLDER)))
 
 
 class Finder:
@@ -272,7 +272,7 @@ class Finder:
         objection = self._patterns.objection(relative)
         if objection is None and form is None:
             objection = _UNKNOWN_SUFFIX
-        if objection is None and path.is_symlink():
+        if objection is None and os.path.islink(path):  # noqa: PTH114  (a closed folder is no error here)
             objection = _SYMBOLIC_LINK
         if objection is not None:
             self._tally.skip(objection, name_of(path), _REMEDIES.get(objection, ""))

@@ -134,7 +134,7 @@ class LicenceFiles:
         if is_saved_dataset(names):
             return _licence_of_dataset(folder)
         named = [folder / name for name in names if _is_licence_file(name)]
-        texts = [path for path in named if path.is_file()]
+        texts = [path for path in named if os.path.isfile(path)]  # noqa: PTH113  (a closed one is none)
         if not texts:
             return None
         return ", ".join(dict.fromkeys(filter(None, map(self._recognise, texts))))

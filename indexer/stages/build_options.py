@@ -45,6 +45,8 @@ class BuildOptions:
             `MAX_POSITIONS`, beyond which positions do not fit the format.
         overwrite: replace an index that is at the output path already.
         deduplicate: leave out documents that are equal to one before.
+        replace: documents that are added take the place of those of the same name, such as earlier
+            versions of a file; without it these stay, and are counted.
         keep_texts: store the texts as well, so that the index can be built for another tokenizer.
         max_dropped_share: the build fails if more than this share of the records and files could
             not be read, from 0 to 1; None if any share will do. What a rule passes over does not
@@ -65,6 +67,7 @@ class BuildOptions:
     max_segment_tokens: int = MAX_SEGMENT_TOKENS
     overwrite: bool = False
     deduplicate: bool = True
+    replace: bool = False
     keep_texts: bool = False
     max_dropped_share: float | None = None
     screen: ScreenOptions = NO_SCREENING

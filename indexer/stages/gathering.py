@@ -7,10 +7,12 @@ may run them anywhere.
 
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
@@ -107,7 +109,8 @@ def write_part(task: PartTask) -> tuple[Part, BuildTally]:
     dtype = token_dtype(task.vocabulary_size)
     tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
     folder = own_folder(task.folder, task.key)
-    part = gather_part(tokenised, folder, task.vocabulary_size, keep_texts=task.keep_texts)
+    counted = _counting(tokenised, task.folder, tally)
+    part = gather_part(counted, folder, task.vocabulary_size, keep_texts=task.keep_texts)
     if task.key:
         result = {"part": part.encode(), "tally": tally.encode()}
         keep_result(task.folder, folder, task.key, result)
@@ -312,10 +315,23 @@ def _num_tokens(piece: Piece) -> int:
 
 
 OnProgress = Callable[[BuildTally], None]
+"""Called with the counts so far, of which `doing` says what is done now."""
+
+
+def no_progress(tally: BuildTally) -> None:
+    """Show nothing."""
+    del tally
 
 
 class ReadingTask(Protocol):
-    """A task that writes a part."""
+    """A task that writes a part.
+
+    Attributes:
+        folder: of the part.
+    """
+
+    @property
+    def folder(self) -> Path: ...  # noqa: D102  (see above)
 
     @property
     def memory_bytes(self) -> int:
@@ -398,19 +414,90 @@ def read_parts(
     write: Callable[[_Task], tuple[Part, BuildTally]],
 ) -> list[Part]:
     """Read and tokenise all sources, each task as `write` does; count."""
-    if on_progress is not None:
-        on_progress(tally)
     parts = []
     need = max((task.memory_bytes for task in tasks), default=0)
-    with tally.stage(READING):
-        for part, counted in engine.map(write, tasks, need):
+    with tally.stage(READING), _watching(tasks, tally.now(READING), on_progress) as finish:
+        for task, (part, counted) in zip(tasks, engine.map(write, tasks, need), strict=True):
+            finish(task)
             tally.merge(counted)
             tally.num_documents += part.num_documents
             tally.num_tokens += part.num_tokens
             parts.append(part)
-            if on_progress is not None:
-                on_progress(tally)
     return parts
+
+
+_LOOK_S: Final = 0.25  # between two looks at how far tasks have come
+_Counts = tuple[int, int]
+
+
+def _counting(
+    documents: Iterable[TokenisedDocument], folder: Path, tally: BuildTally
+) -> Iterator[TokenisedDocument]:
+    """Yield documents, and note now and then how many bytes and tokens have come."""
+    num_tokens, noted_s = 0, time.monotonic()
+    for document in documents:
+        num_tokens += len(document.tokens)
+        if time.monotonic() - noted_s > _LOOK_S:
+            noted_s = time.monotonic()
+            with suppress(OSError):  # it is for show
+                _note_of(folder).write_text(f"{tally.num_bytes_read} {num_tokens}")
+        yield document
+
+
+def _noted(folder: Path) -> _Counts:
+    with suppress(OSError, ValueError):
+        num_bytes, num_tokens = map(int, _note_of(folder).read_text().split())
+        return num_bytes, num_tokens
+    return 0, 0
+
+
+def _note_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.counts")
+
+
+@contextmanager
+def _watching(
+    tasks: Sequence[_Task], tally: BuildTally, on_progress: OnProgress | None
+) -> Iterator[Callable[[_Task], None]]:
+    """Show how far tasks have come while they run, those in other processes, too.
+
+    Args:
+        tasks: that are going to run.
+        tally: has the counts of those that are done.
+        on_progress: is told.
+
+    Yields:
+        What to call once a task is done.
+    """
+    if on_progress is None:
+        yield lambda _: None
+        return
+    running, ended = dict.fromkeys(task.folder for task in tasks), Event()
+    shown = [0, 0]
+
+    def show() -> None:
+        while not ended.wait(_LOOK_S):
+            counts = [_noted(folder) for folder in list(running)]
+            partly = replace(tally)
+            for at, name in enumerate(("num_bytes_read", "num_tokens")):
+                now = getattr(tally, name) + sum(each[at] for each in counts)
+                shown[at] = max(shown[at], now)  # between a task's end and its counts
+                setattr(partly, name, shown[at])
+            on_progress(partly)
+
+    def finish(task: _Task) -> None:
+        running.pop(task.folder, None)
+        _note_of(task.folder).unlink(missing_ok=True)
+
+    on_progress(tally)
+    thread = Thread(target=show, name="foredraft-progress", daemon=True)
+    thread.start()
+    try:
+        yield finish
+    finally:
+        ended.set()
+        thread.join()
+        on_progress(tally)
 
 
 def chosen_pieces(

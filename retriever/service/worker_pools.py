@@ -51,7 +51,7 @@ class WorkerPool:
     Args:
         name: of its threads.
         num_threads: tenants that are worked for at once.
-        max_waiting: returns how much work of one tenant may be in the pool at once; more is refused.
+        max_waiting: returns how much work of one tenant may be in the pool at once.
         uses: gets the time that tenants take.
         computes: whether its work takes processors, and not disks: threads that do yield them to
             the event loop, where the system keeps a priority for each thread (Linux).

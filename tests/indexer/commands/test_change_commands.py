@@ -36,7 +36,7 @@ def test_add_reports_what_it_did_and_shows_that_it_moves(
         r"skipped: 1 exact duplicate \(first: \S+c\.jsonl:2\)\n",
         out,
     )
-    assert err == "indexing 0.0 MiB of source files\n"
+    assert err == "finding sources\nreading 0.0 KiB\nsorting\ncounting\n"
 
     arguments = ("add", built, tmp_path / "c.jsonl", "--field", "body", "--keep-duplicates")
     status, out, _ = cli(*arguments, "--max-document-bytes", 5, "--segment-tokens", 1, "--json")
@@ -52,6 +52,8 @@ def test_add_reports_what_it_did_and_shows_that_it_moves(
         "skipped": {"too large": 1},
         "skipped_places": {"too large": f"{tmp_path}/c.jsonl:2"},
         "dropped": 1,
+        "replaced": 0,
+        "earlier_versions": 1,
         "conversations": [],
         "screened": None,
     }
@@ -132,7 +134,7 @@ def test_build_from_an_index_needs_no_sources(
     arguments = ("-o", tmp_path / "x", "--tokenizer", tokenizer_folder)
     status, out, err = cli("build", "--from", built, *arguments)
     assert (status, "2 documents, 191 tokens" in out) == (0, True)
-    assert err == "indexing 0.0 MiB of source files\n"
+    assert err == "loading the tokenizer\nreading 0.1 KiB\nsorting\ncounting\n"
     assert cli("documents", tmp_path / "x") == cli("documents", built)
     for sources in ([source, "--from", built], []):
         status, out, err = cli("build", *sources, *arguments, "--overwrite")

@@ -42,7 +42,8 @@ def test_build_reports_what_it_did(
     assert status == 0
     assert "1 documents, 11 tokens in 1 segment(s)" in out
     assert "skipped: 1 not text" in out
-    assert err == "indexing 0.0 MiB of source files\n"
+    done = "finding sources\nloading the tokenizer\nreading 0.0 KiB\nsorting\ncounting\n"
+    assert err == done
 
     status, out, err = cli("build", source, "--output", tmp_path / "x", *options, "--json")
     report = json.loads(out)
@@ -163,7 +164,9 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     }
     assert summary == {
         "path": str(built),
-        "format_version": 3,
+        "format_version": 4,
+        "redacted": False,
+        "excluded_phrases": None,
         "snapshot": 0,
         "tokens": 11,
         "documents": 1,
@@ -217,7 +220,7 @@ def test_errors_are_one_line_on_stderr_before_a_tokenizer_is_loaded(
     ]:
         status, out, err = cli(*arguments)
         assert (status, out) == (1, "")
-        assert re.fullmatch(r"error: [^\n]+\n", err)
+        assert re.fullmatch(r"(finding sources\n(loading the tokenizer\n)?)?error: [^\n]+\n", err)
     assert not (tmp_path / "x").exists()
 
 

@@ -1,11 +1,17 @@
 import io
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from indexer.build import build_index
 from indexer.build_report import BuildTally
-from indexer.commands.progress import BuildProgress
+from indexer.commands.progress import BuildProgress, interrupted
+from indexer.stages import gathering
+from indexer.tokenizer import DEFAULT_MODEL
 
 
 @pytest.fixture
@@ -28,15 +34,46 @@ def shown_next(screen: io.StringIO, wanted: str) -> str:
     return drawn
 
 
-def test_a_share_is_shown_while_reading_and_none_while_sorting(screen: io.StringIO) -> None:
+def test_what_is_done_is_shown_from_the_first_and_a_share_while_reading(
+    screen: io.StringIO,
+) -> None:
     tally = BuildTally(num_bytes_found=100, num_bytes_read=30)
     with BuildProgress() as progress:
-        progress(tally)
-        assert "indexing" in shown_next(screen, "30%")
-        tally.num_bytes_read = 100
-        progress(tally)
-        progress(tally)
+        progress(tally.now("finding sources"))
+        shown_next(screen, "finding sources")
+        progress(tally.now("reading"))
+        assert "reading 0.1 KiB" in shown_next(screen, "30%")
+        progress(tally.now("sorting"))
         shown_next(screen, "sorting")
         drawn = shown_next(screen, "sorting")
-        assert "indexing" not in drawn
+        assert "reading" not in drawn
         assert "%" not in drawn
+
+
+def test_tasks_that_are_under_way_count_as_far_as_they_have_come(tmp_path: Path) -> None:
+    """Of one block that takes long, in this process or another, the share rises all the same."""
+    shown: list[tuple[int, int]] = []
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text("some words " * 5_000)
+    with monkeypatched_look(0.01):
+        build_index(
+            [tmp_path],
+            tmp_path / "index",
+            DEFAULT_MODEL,
+            on_progress=lambda tally: shown.append((tally.num_bytes_read, tally.num_tokens)),
+        )
+    assert shown == sorted(shown)
+    assert len(set(shown)) > 3
+
+
+@contextmanager
+def monkeypatched_look(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gathering, "_LOOK_S", seconds)
+        yield
+
+
+def test_ctrl_c_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), interrupted("my.index is as it was"):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "interrupted: my.index is as it was\n"

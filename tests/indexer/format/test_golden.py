@@ -10,7 +10,7 @@ from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
 from tests.indexer.stages.phrase_reading import successors
 
-GOLDEN = Path(__file__).parents[2] / "data" / "format_v3.json"
+GOLDEN = Path(__file__).parents[2] / "data" / "format_v4.json"
 CASES = json.loads(GOLDEN.read_text("utf-8"))
 
 

@@ -1,6 +1,7 @@
 import ctypes
 import errno
 import fcntl
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.change.verifying import verify_index
-from indexer.errors import IndexerError, IndexExistsError
+from indexer.errors import IndexBusyError, IndexerError, IndexExistsError
 from indexer.reader import Index, Vocabulary
 from tests.indexer.index_files import contents_but_lock
 from tests.retriever.warm_interpreter import start
@@ -184,7 +185,7 @@ def test_a_killed_build_leaves_what_was_there_and_the_next_one_cleans_up(
     assert verify_index(path).findings == ()
 
 
-def test_of_two_builds_at_once_neither_removes_the_others_work(
+def test_of_two_builds_at_once_the_second_is_refused_before_it_works(
     tmp_path: Path, vocabulary: Vocabulary, documents_of: DocumentsOf
 ) -> None:
     path = tmp_path / "index"
@@ -195,23 +196,18 @@ def test_of_two_builds_at_once_neither_removes_the_others_work(
         assert go_on.wait(60)
         yield "slow", [1]
 
-    failures: list[Exception] = []
-
     def build_slowly() -> None:
-        try:
-            build_from_tokens(documents(), path, vocabulary)
-        except IndexExistsError as error:
-            failures.append(error)
+        build_from_tokens(documents(), path, vocabulary)
 
     thread = threading.Thread(target=build_slowly)
     thread.start()
     assert begun.wait(60)
-    build_from_tokens([("quick", [2])], path, vocabulary)
+    with pytest.raises(IndexBusyError, match=rf"is being built by process {os.getpid()} on"):
+        build_from_tokens([("quick", [2])], path, vocabulary)
     go_on.set()
     thread.join()
-    assert len(failures) == 1
     with Index.open(path) as index:
-        assert documents_of(index) == [("quick", [2])]
+        assert documents_of(index) == [("slow", [1])]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -227,7 +223,8 @@ def test_an_index_published_at_the_last_moment_is_not_replaced_unasked(
     def rename_second(folder: Path, target: Path) -> Path:
         if target == path:
             monkeypatch.undo()
-            build_from_tokens([("first", [1])], path, vocabulary)
+            build_from_tokens([("first", [1])], tmp_path / "other", vocabulary)
+            (tmp_path / "other").rename(path)
         return rename(folder, target)
 
     monkeypatch.setattr(Path, "rename", rename_second)

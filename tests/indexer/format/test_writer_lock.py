@@ -154,7 +154,8 @@ def test_an_index_that_appears_while_another_is_built_is_not_replaced_under_its_
 
     def documents() -> Iterator[tuple[str, list[int]]]:
         if next(building, False):
-            build_from_tokens([("quick", [2])], path, vocabulary)
+            build_from_tokens([("quick", [2])], tmp_path / "other", vocabulary)
+            (tmp_path / "other").rename(path)
         yield "slow", [1]
 
     with writing_after(path, documents()) as rest, pytest.raises(IndexBusyError):

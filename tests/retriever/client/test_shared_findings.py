@@ -34,6 +34,8 @@ from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.findings import MODEL, OTHER, all_of, findings, rows
 from tests.retriever.security.in_process import serving
 
+pytestmark = pytest.mark.plugin("retriever.plugins.findings")
+
 
 def test_decoders_share_through_a_service_that_restarts(tmp_path: Path, index: Path) -> None:
     options = ("--index", str(index), "--state", str(tmp_path), "--address", "127.0.0.1:0")

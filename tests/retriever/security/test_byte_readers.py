@@ -64,6 +64,7 @@ def test_seeds_are_borne_whole_and_damaged(
         all_readers[name](damaged(chance.choice(seeds()[name]), chance))
 
 
+@pytest.mark.plugin("retriever.plugins.findings")
 def test_every_call_is_reached_by_a_seed(service: CalledService) -> None:
     made = [call for seed in seeds()["calls"] for call in calls_in(seed)]
     assert {call.method for call in made} == set(METHODS)
