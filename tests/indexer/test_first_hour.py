@@ -188,16 +188,11 @@ def test_a_folder_that_cannot_be_read_is_skipped_and_named(tmp_path: Path, cli: 
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
-    tmp_path: Path,
-    resume: bool,  # noqa: FBT001
-) -> None:
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     for number in range(40):
         text = "".join(f"{number} and {each} are words\n" for each in range(30_000))
         (tmp_path / f"{number}.txt").write_text(text)
-    options = ["--resume"] if resume else []
-    command = [sys.executable, "-m", "foredraft", "build", str(tmp_path), "-o", "index", *options]
+    command = [sys.executable, "-m", "foredraft", "build", str(tmp_path), "-o", "index", "--resume"]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -213,5 +208,5 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
     lines.close()
     assert process.wait(60) == 130
     assert "interrupted: index is as it was" in said
-    assert ("the same command goes on with that" in said) is resume
+    assert "the same command goes on with that" in said
     assert not (tmp_path / "index").exists()

@@ -213,6 +213,7 @@ def test_a_flood_of_metrics_keeps_no_probe_waiting(web: Web) -> None:
             assert each.recv(15) == b"HTTP/1.1 200 OK"
 
 
+@pytest.mark.faults
 def test_a_thousand_who_ask_at_once_keep_no_probe_waiting(web: Web) -> None:
     """As many as may be are answered, and the others are cut; in between, probes are answered."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

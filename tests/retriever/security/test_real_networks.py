@@ -403,7 +403,7 @@ def test_a_stream_outlives_the_certificate_that_it_began_with(
     """New connections are refused until the file is renewed; those that are open go on."""
     monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
     authority = signed(tmp_path, "authority")
-    short = signed(tmp_path, "leaf", authority, hours=(-1, 5 / 3600))
+    short = signed(tmp_path, "leaf", authority, hours=(-1, 3 / 3600))
     protection = Protection.of(ProtectionFiles(short.certificate, short.key))
     shown = Credentials(authority.certificate)
     with (
@@ -413,7 +413,7 @@ def test_a_stream_outlives_the_certificate_that_it_began_with(
         remote.open("s", [1, 2])
         remote.draft(step(3))
         expires_s = short.x509.not_valid_after_utc.timestamp()
-        assert wait_until(lambda: time.time() > expires_s + 1, 20)
+        assert wait_until(lambda: time.time() > expires_s, 20)
         remote.draft(step(4))
         with (
             RemoteDrafter(address, credentials=shown, timeout_s=5) as late,
