@@ -44,7 +44,8 @@ def _indexes(folder: Path) -> None:
     rng, vocabulary = np.random.default_rng(1), Vocabulary(_VOCABULARY, "0" * 64)
     for name, num_tokens in (("small", 100_000), ("large", _TOKENS)):
         documents = rng.zipf(1.3, (num_tokens // 1000, 1000)) % _VOCABULARY
-        build_from_tokens(iter(documents.astype(np.int32)), folder / name, vocabulary)
+        named = ((str(at), each) for at, each in enumerate(documents.astype(np.int32)))
+        build_from_tokens(named, folder / name, vocabulary)
 
 
 def _access(folder: Path, num_tenants: int) -> list[str]:
