@@ -170,7 +170,7 @@ def test_options_stand_below_the_title_of_their_group(
     assert "--json " in sections["Output"]
 
 
-@pytest.mark.plugin("decoder.plugins.bench")
+@pytest.mark.plugin("decoder.plugins.bench", "retriever.plugins.replay")
 def test_help_names_what_is_measured_where_nothing_is_named() -> None:
     bench = {option.name: option.help for option in ALL["bench"].params}
     assert f"Default: {', '.join(DEFAULT)}." in bench["contender"]
