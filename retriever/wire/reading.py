@@ -60,7 +60,7 @@ def read(content: bytes, message: type[Message]) -> Any:
     except DecodeError as error:
         raise InvalidRequestError(_NO_MESSAGE) from error
     _check_reserved(parsed)
-    return parsed if long is None else _InPlace(parsed, long.name, content, long)
+    return parsed if long is None else _InPlace(parsed, content, long)
 
 
 class _Long(NamedTuple):
@@ -85,9 +85,9 @@ class _InPlace:
 
     __slots__ = ("_content", "_message", "_name")
 
-    def __init__(self, message: Message, name: str, content: bytes, long: _Long) -> None:
+    def __init__(self, message: Message, content: bytes, long: _Long) -> None:
         self._message = message
-        self._name = name
+        self._name = long.name
         self._content = memoryview(content)[long.begin : long.end]
 
     def __getattr__(self, name: str) -> Any:

@@ -100,7 +100,11 @@ class AdminServicer:
             return await self._change(
                 *("EndSessions", request, call),
                 lambda administration: administration.end(wanted, forget=request.forget),
-                _fields_of,
+                lambda ended: {
+                    "num_ended": ended.num_ended,
+                    "num_kept": ended.num_kept,
+                    "num_not_on_disk": ended.num_not_on_disk,
+                },
             )
 
     async def ListTenants(
@@ -309,11 +313,6 @@ def _filter_of(message: pb.SessionFilter) -> SessionFilter:
 
 def _tenant_in(message: Any) -> str | None:
     return message.tenant if message.HasField("tenant") else None
-
-
-def _fields_of(message: Message) -> dict[str, Any]:
-    """Return the fields of a message, for the audit log."""
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _index_info(attached: Attached) -> pb.AttachedIndex:
