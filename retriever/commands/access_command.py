@@ -1,14 +1,17 @@
 """The commands that say who may use a service: tokens and certificates, each for a tenant."""
 
+import json
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from indexer.flags import CommandLine
+from indexer.flags import AsJson, CommandLine
 from retriever.commands.options import clear_errors
 from retriever.security.access import (
+    Access,
     Grant,
     Scope,
     add_certificate,
@@ -97,19 +100,30 @@ def let_in(
 
 @app.command("list")
 @clear_errors()
-def list_credentials(access: File) -> None:
+def list_credentials(access: File, as_json: AsJson = False) -> None:
     """Show whose credentials are in the file, and what they are for; no secret is in it."""
-    found = read_access(access, by_operator=True)
-    for name, (_, grant) in found.tokens.items():
-        print(f"token {name}\t{_shown(grant, name)}")
-    for identity, grant in found.certificates.items():
-        print(f"certificate {identity}\t{_shown(grant, identity)}")
+    rows = [*_rows(read_access(access, by_operator=True))]
+    if as_json:
+        print(json.dumps(rows, ensure_ascii=False))
+        return
+    for row in ({key: key.upper() for key in rows[0]}, *rows) if rows else ():
+        print("\t".join(row.values()))
 
 
-def _shown(grant: Grant, own: str) -> str:
-    scopes = ",".join(scope for scope in Scope if scope in grant.scopes)
-    name = f"\t{grant.name}" if grant.name != own else ""
-    return f"{grant.tenant}\t{scopes}{name}"
+def _rows(access: Access) -> Iterator[dict[str, str]]:
+    """Yield the row of each credential."""
+    tokens = ((name, grant) for name, (_, grant) in access.tokens.items())
+    kinds = {"token": tokens, "certificate": access.certificates.items()}
+    for kind, grants in kinds.items():
+        for credential, grant in grants:
+            yield {
+                "kind": kind,
+                "credential": credential,
+                "tenant": grant.tenant,
+                "scopes": ",".join(scope for scope in Scope if scope in grant.scopes),
+                "added": grant.added,
+                "name": grant.name if grant.name != credential else "",
+            }
 
 
 @app.command("scopes")

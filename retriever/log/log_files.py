@@ -62,8 +62,9 @@ class LogFiles:
         """Lock the directory for this process; create it if missing.
 
         Raises:
-            StateError: another drafter uses it, or it cannot be created.
+            StateError: another drafter uses it, it cannot be created, or it is a folder of copies.
         """
+        _check_holds_no_copies(directory)
         self.data = directory / DATA_NAME
         self._seal = directory / SEAL_NAME
         self._copies = "generations.copy-"
@@ -174,6 +175,23 @@ def _open_lock(path: Path) -> tuple[int, bool]:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return os.getpid(), status.st_dev, status.st_ino
+
+
+def _check_holds_no_copies(directory: Path) -> None:
+    """Check that a directory without a log has no directories with one.
+
+    Raises:
+        StateError: it has: a drafter would start empty beside what it is meant to start from.
+    """
+    with _refusals(directory):
+        if (directory / DATA_NAME).exists():
+            return
+        copies = sorted(path.parent.name for path in directory.glob(f"*/{DATA_NAME}"))
+    if copies:
+        raise StateError(
+            f"{directory} is no state directory, it holds {len(copies)}: name one of them, the "
+            f"last is {copies[-1]}, or an empty directory"
+        )
 
 
 def _in_use(directory: Path) -> StateError:

@@ -8,8 +8,8 @@ with a salt, so that a leaked file admits no caller.
 A line is a JSON object: `{"tenant": NAME, "token": HASH, "scopes": [SCOPE, …]}`, or with
 `"certificate": IDENTITY` in the place of the token. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or
 `IP:…` for a subject's alternative name, or `CN:…` for its common name. `"scopes"` says what it may
-do, `"name": NAME` is what logs call it. A line whose only scope is `admin` needs no tenant. Empty
-lines and those that begin with `#` are ignored.
+do, `"name": NAME` is what logs call it, `"added": DAY` when it was made, as `2026-11-28`. A line
+whose only scope is `admin` needs no tenant. Empty lines and those that begin with `#` are ignored.
 """
 
 import hmac
@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
@@ -120,16 +121,19 @@ class Grant:
         name: of the credential, for logs: its own, else the token's name or the identity.
         tenant: that it acts for; "" for one that administers and has none.
         scopes: what for.
+        added: the day when it was made, as `2026-11-28`; "" where its line does not say.
     """
 
     name: str
     tenant: str
     scopes: frozenset[Scope]
+    added: str = ""
 
 
 _IDENTITY: Final = re.compile(r"(URI|DNS|EMAIL|IP|CN):.+", re.DOTALL)
 _NAME: Final = re.compile(r"(?![0-9a-f]{16}$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_KEYS: Final = frozenset({"tenant", "token", "certificate", "scopes", "name"})
+_DAY: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_KEYS: Final = frozenset({"tenant", "token", "certificate", "scopes", "name", "added"})
 _NO_IDENTITY: Final = "is no identity: write DNS:…, URI:…, EMAIL:…, IP:… or CN:…"
 
 
@@ -257,6 +261,7 @@ def _add(path: Path, record: dict[str, Any], grant: Grant) -> None:
     record |= {"tenant": grant.tenant} if grant.tenant else {}
     record |= {"name": grant.name} if grant.name else {}
     record["scopes"] = sorted(grant.scopes)
+    record["added"] = f"{datetime.now(UTC):%Y-%m-%d}"
     line = _line_of(record)
     name = record.get("certificate") or record["token"].partition(":")[0]
     try:
@@ -369,7 +374,7 @@ def _grant_of(record: dict[str, Any]) -> Grant:
     """Return what a line grants.
 
     Raises:
-        ValueError: name, tenant or scopes are wrong.
+        ValueError: name, tenant, scopes or day are wrong.
         InvalidRequestError: the tenant's name is.
     """
     scopes = _scopes_of(record)
@@ -383,7 +388,10 @@ def _grant_of(record: dict[str, Any]) -> Grant:
             "like a token's"
         )
     name = name or record.get("certificate") or record.get("token", "").partition(":")[0]
-    return Grant(name, record.get("tenant", ""), scopes)
+    added = record.get("added", "")
+    if added and _DAY.fullmatch(added) is None:
+        raise ValueError(f'"added" is {added[:64]!r}: it must be a day like 2026-11-28')
+    return Grant(name, record.get("tenant", ""), scopes, added)
 
 
 def _scopes_of(record: dict[str, Any]) -> frozenset[Scope]:

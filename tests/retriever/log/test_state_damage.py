@@ -293,3 +293,13 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StateError, match="version 02, and this is version 1: remove"):
         GenerationsLog(tmp_path)
+
+
+def test_a_directory_of_copies_is_no_state_directory(tmp_path: Path) -> None:
+    for day in ("27", "28"):
+        fill(tmp_path / day)
+    (tmp_path / "notes.txt").write_text("which is which")
+    with pytest.raises(StateError, match="holds 2: name one of them, the last is 28"):
+        GenerationsLog(tmp_path)
+    assert names_in(tmp_path) == ["27", "28", "notes.txt"]
+    assert kept(tmp_path / "28") == list(range(NUM_OUTPUTS))

@@ -3,6 +3,7 @@
 import hmac
 import json
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -144,10 +145,13 @@ def test_the_command_line_makes_lists_and_revokes(access: Path) -> None:
     assert grant.tenant == "acme"
     assert run("certificate", "acme", "URI:spiffe://acme/engine").endswith("acts for acme")
     name = tokens.name_of(token) or ""
-    assert run("list").splitlines() == [
-        f"token {name}\tacme\tdraft",
-        "certificate URI:spiffe://acme/engine\tacme\tdraft",
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    assert [line.split("\t") for line in run("list").splitlines()] == [
+        ["KIND", "CREDENTIAL", "TENANT", "SCOPES", "ADDED", "NAME"],
+        ["token", name, "acme", "draft", today, ""],
+        ["certificate", "URI:spiffe://acme/engine", "acme", "draft", today],
     ]
+    assert json.loads(run("list", "--json"))[0]["credential"] == name
     for gone in (name, "URI:spiffe://acme/engine"):
         assert run("revoke", gone) == f"{gone} acts for acme no longer"
     assert access.read_text() == ""
