@@ -438,7 +438,9 @@ class Generation:
             path, times = row.path[: len(row.tokens)], self._clock.split()
             num_sequences = max(row.num_verified, 1)
             self._watch.observer(
-                ObservedPass(row.drafted, row.tree, path, row.tokens, times, num_sequences)
+                ObservedPass(
+                    row.drafted, row.tree, path, row.tokens, times, num_sequences, row.pass_width
+                )
             )
 
     def fail(self, error: Exception) -> None:
@@ -499,6 +501,7 @@ class _Row:
         tokens: that the pass brought.
         learn_s: seconds in which its drafter learned from the pass.
         num_verified: sequences of which the pass verified trees.
+        pass_width: tokens in the pass, of all its sequences.
     """
 
     generation: Generation
@@ -514,6 +517,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     learn_s: float = 0.0
     num_verified: int = 0
+    pass_width: int = 1
 
     @property
     def is_verified(self) -> bool:
@@ -872,7 +876,7 @@ def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: floa
     width = sum(row.width for row in rows)
     host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)
     for row in rows:
-        row.num_verified = num_drafted
+        row.num_verified, row.pass_width = num_drafted, width
         statistics = row.generation.statistics
         drafted_s = row.learn_s + (draft_s / num_drafted if row.is_verified else 0.0)
         passed_s = target_s * row.width / width

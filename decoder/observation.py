@@ -216,9 +216,9 @@ class Statistics:
             self.total_s += seconds
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,11 @@ class Times:
     target_s: float
     host_s: float
 
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.draft_s + self.target_s + self.host_s
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedPass:
@@ -248,6 +253,7 @@ class ObservedPass:
             ended before.
         times: where the pass spent its time; of a pass that served others, too, its share.
         num_sequences: whose trees the pass verified.
+        width: tokens in the pass, of all its sequences.
     """
 
     drafted: DraftTree
@@ -256,6 +262,7 @@ class ObservedPass:
     tokens: list[int]
     times: Times
     num_sequences: int = 1
+    width: int = 1
 
 
 Observer = Callable[[ObservedPass], object]

@@ -4,10 +4,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from decoder.budget.budget import Budget, MeasuredBudget
-from decoder.observation import ObservedPass, Observer
+from decoder.observation import ObservedPass, Observer, counted
 
-_TELLING_PASSES: Final = 64
-"""Passes from which on an estimate may say no: with fewer, noise dominates."""
+_TELLING_PASSES: Final = 16
+"""Passes from which on an estimate has a range: with fewer, one slow pass decides it."""
+
+_MOST_OFF: Final = 2.0
+"""How many times as long, or as short, passes may take as when costs were measured. A busy machine
+changes which widths are expensive, not only how long passes take."""
+
+_SIGMAS: Final = 2.0
+"""Standard errors to either side of an estimate: nineteen in twenty such ranges hold the truth."""
 
 UNKNOWN: Final = (
     "what drafts are worth here is not known yet: no pass was made behind the prompt's own"
@@ -18,10 +25,17 @@ UNKNOWN: Final = (
 class Speedup:
     """Seconds of one answer, or of many, with drafts and without.
 
+    An estimate takes of measured costs only what a plain pass takes in proportion to a wider one:
+    what else a machine does slows both. So it never exceeds the tokens of a pass.
+
     Attributes:
         own_s: seconds with drafts, the prompt's pass included.
         plain_s: seconds that the same tokens take without drafts, estimated or measured.
         num_passes: passes behind the prompts' own; without any nothing is known.
+        passes_s: seconds that these took in the target.
+        measured_s: seconds that such passes took when their costs were measured.
+        products: sums over these passes of plain², plain x own and own² seconds: how much they
+            vary.
         num_compared: answers that were decoded plainly, too.
         num_different: those of them whose tokens differ.
         first_difference: the first token that differs, from 1, in the first such answer.
@@ -30,22 +44,45 @@ class Speedup:
     own_s: float = 0.0
     plain_s: float = 0.0
     num_passes: int = 0
+    passes_s: float = 0.0
+    measured_s: float = 0.0
+    products: tuple[float, float, float] = (0.0, 0.0, 0.0)
     num_compared: int = 0
     num_different: int = 0
     first_difference: int | None = None
 
     @property
     def times_plain(self) -> float | None:
-        """How many times as fast as plain decoding; `None` where that is not known yet."""
+        """How many times as fast as plain decoding; `None` where that is not known, or not now."""
         is_known = self.num_passes > 0 and self.own_s > 0 and self.plain_s > 0
-        return self.plain_s / self.own_s if is_known else None
+        return self.plain_s / self.own_s if is_known and not self._is_off else None
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """Between which bounds an estimate lies; `None` for a measurement, or of few passes."""
+        times = self.times_plain
+        if times is None or self.num_compared or self.num_passes < _TELLING_PASSES:
+            return None
+        plain, both, own = self.products
+        deviation = max(plain - 2 * times * both + times * times * own, 0.0) ** 0.5
+        off = _SIGMAS * deviation / self.own_s
+        return max(times - off, 0.0), times + off
+
+    @property
+    def _off(self) -> float:
+        """How many times as long passes take now as when costs were measured."""
+        return self.passes_s / self.measured_s if self.measured_s else 1.0
+
+    @property
+    def _is_off(self) -> bool:
+        return not self.num_compared and not 1 / _MOST_OFF <= self._off <= _MOST_OFF
 
     def observer(self, budget: Budget, num_prompt: int) -> Observer:
         """Return what adds the passes of an answer, as an estimate.
 
-        Each token would have taken a plain pass, at what the budget knows of its cost by now; the
-        prompt's pass is the same in both. A budget that does not measure knows no cost: nothing is
-        added then.
+        Each token would have taken a plain pass, at what the budget knows by now of its cost beside
+        that of the pass that was made; the prompt's pass is the same in both. A budget that does
+        not measure knows no cost: nothing is added then.
 
         Args:
             budget: of the decoder.
@@ -59,19 +96,39 @@ class Speedup:
 
         def observe(step: ObservedPass) -> None:
             nonlocal context, is_first
-            times = step.times
-            self.own_s += times.draft_s + times.target_s + times.host_s
             if is_first:
-                self.plain_s += times.target_s
                 is_first = False
+                self.own_s += step.times.total_s
+                self.plain_s += step.times.target_s
             else:
-                others = step.num_sequences  # a plain pass serves as many
-                plain_s = float(costs.table_to(others, context)[others - 1]) / others
-                self.plain_s += len(step.tokens) * plain_s
-                self.num_passes += 1
+                table = costs.table_to(step.width, context)
+                self._add(step, float(table[step.num_sequences - 1]), float(table[-1]), costs.load)
             context += len(step.tokens)
 
         return observe
+
+    def _add(self, step: ObservedPass, plain_s: float, wide_s: float, load: float) -> None:
+        """Add a pass.
+
+        Args:
+            step: the pass, as one of its sequences saw it.
+            plain_s: what a plain pass over all its sequences takes, as far as is known.
+            wide_s: what one of its width takes.
+            load: how many times as long passes take now as when costs were measured.
+        """
+        whole_s = step.times.target_s * step.width / (1 + len(step.tree))
+        share_s = whole_s * plain_s / wide_s / step.num_sequences  # a plain pass serves as many
+        plain, own = len(step.tokens) * share_s, step.times.total_s
+        self.plain_s += plain
+        self.own_s += own
+        self.num_passes += 1
+        self.passes_s += whole_s
+        self.measured_s += wide_s / load
+        self._vary(plain * plain, plain * own, own * own)
+
+    def _vary(self, *products: float) -> None:
+        plain, both, own = map(float.__add__, self.products, products)
+        self.products = plain, both, own
 
     def add(self, other: "Speedup") -> None:
         """Add the seconds of other answers."""
@@ -80,6 +137,9 @@ class Speedup:
         self.own_s += other.own_s
         self.plain_s += other.plain_s
         self.num_passes += other.num_passes
+        self.passes_s += other.passes_s
+        self.measured_s += other.measured_s
+        self._vary(*other.products)
         self.num_compared += other.num_compared
         self.num_different += other.num_different
 
@@ -88,6 +148,8 @@ class Speedup:
         is_measured = self.num_compared > 0
         return {
             "times_plain": self.times_plain,
+            "range": self.range,
+            "times_as_measured": self._off,
             "plain_seconds": self.plain_s,
             "is_measured": is_measured,
             "is_identical": self.num_different == 0 if is_measured else None,
@@ -97,18 +159,30 @@ class Speedup:
         """Return a line for people to read."""
         times = self.times_plain
         if times is None:
-            return UNKNOWN
-        useless = self._useless() if times < 1 else ""
+            return self._doubt() if self._is_off else UNKNOWN
         gain = f"{times:.1f}x plain decoding on this machine"
         if not self.num_compared:
-            return f"{gain}, estimated from measured passes{useless}"
+            return f"{gain}{self._surety()}"
+        useless = ": drafts do not pay here" if times < 1 else ""
         seconds = f"{self.own_s:.2f} s against {self.plain_s:.2f} s without drafts"
         return f"{gain}, measured{useless}: {seconds}; {self._identity()}"
 
-    def _useless(self) -> str:
-        if not self.num_compared and self.num_passes < _TELLING_PASSES:
-            return ": too few passes to say whether drafts pay"
-        return ": drafts do not pay here"
+    def _surety(self) -> str:
+        """Return how sure an estimate is, and what it says of drafts that do not pay."""
+        passes = counted(self.num_passes, "pass", "passes")
+        if self.range is None:
+            return f", by a rough estimate from {passes}"
+        low, high = self.range
+        useless = ": drafts do not pay here" if high < 1 else ""
+        return f" ({low:.1f} to {high:.1f}), estimated from {passes}{useless}"
+
+    def _doubt(self) -> str:
+        """Return why an estimate is withheld."""
+        return (
+            f"what drafts are worth here is not known now: passes take {self._off:.2g} times as "
+            "long as when their costs were measured, as where other work has come or gone "
+            "(`--compare` measures it)"
+        )
 
     def _identity(self) -> str:
         if not self.num_different:

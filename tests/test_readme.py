@@ -1,6 +1,7 @@
 """The commands of the README and of the docs run as they are written, in order."""
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,11 +65,12 @@ def run_block(language: str, text: str, services: list["subprocess.Popen[str]"])
         yield run([sys.executable, "-W", "error", "-c", text], services)
         return
     for line in text.splitlines():
-        source, _, command = line.rpartition(" | ")
-        given = subprocess.check_output(source.split(), cwd=ROOT, text=True) if source else ""
-        words = re.findall(r'"[^"]*"|\S+', command)
-        assert words[0] == "foredraft"
-        yield run([sys.executable, "-m", *(word.strip('"') for word in words)], services, given)
+        given = ""
+        for command in line.split(" | "):
+            words = shlex.split(command)
+            program = [sys.executable, "-m"] if words[0] == "foredraft" else []
+            given = run([*program, *words], services, given)
+        yield given
 
 
 @pytest.mark.programs
@@ -96,12 +98,16 @@ def shown_output() -> list[str]:
     return str(output).splitlines()
 
 
+# Where the machine got other work since costs were measured, it isn't known.
+WORTH = re.compile(r"[\d.]+x plain decoding|what drafts are worth here is not known now")
+
+
 def in_shape(lines: list[str], shown: list[str]) -> bool:
     """Whether a program says as much, and of as much gain, as what is shown."""
     tokens = [
         re.search(r"^(\d+) tokens, .* ([\d.]+) tokens per pass", each[0]) for each in (lines, shown)
     ]
-    worth = [re.search(r"^[\d.]+x plain decoding", each[1]) for each in (lines, shown)]
+    worth = [WORTH.match(each[1]) for each in (lines, shown)]
     assert all(tokens), (lines, shown)
     assert all(worth), (lines, shown)
     printed, expected = (each.groups() for each in tokens if each)

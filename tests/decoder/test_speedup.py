@@ -1,7 +1,9 @@
 """What drafts were worth: an estimate from measured passes, or a comparison by the clock."""
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from decoder.budget.budget import MeasuredBudget
@@ -21,40 +23,94 @@ from tests.decoder.decoding import ScriptedDrafter, at_random, decoder_with, not
 PROMPT = "abcabc"
 
 
-def seen(num_tokens: int, target_s: float) -> ObservedPass:
-    tree = DraftTree.empty()
+COSTS = CostSurface.flat((1, 8), (2.0, 3.2))
+
+
+def seen(num_tokens: int, target_s: float, num_nodes: int = 0) -> ObservedPass:
+    nodes = np.arange(num_nodes, dtype=np.int32)
+    chances, sources = np.zeros(num_nodes, np.float32), np.zeros(num_nodes, np.uint8)
+    tree = DraftTree(nodes, nodes - 1, chances, sources)
     return ObservedPass(
-        tree, tree, tree.parents.astype("int64"), [1] * num_tokens, Times(0.25, target_s, 0.25)
+        tree,
+        tree,
+        np.empty(0, np.int64),
+        [1] * num_tokens,
+        Times(0.25, target_s, 0.25),
+        width=1 + num_nodes,
     )
+
+
+def observed(*passes: ObservedPass) -> Speedup:
+    """What is found in an answer to a prompt of 100 tokens that took seven seconds to read."""
+    speedup = Speedup()
+    observe = speedup.observer(MeasuredBudget(COSTS), 100)
+    observe(seen(0, 7.0))
+    for each in passes:
+        observe(each)
+    return speedup
 
 
 def test_plain_decoding_would_take_a_plain_pass_for_each_token() -> None:
-    costs = CostSurface((0, 100), (1, 8), ((1.0, 1.0), (2.0, 2.0)))
-    speedup = Speedup()
-    observe = speedup.observer(MeasuredBudget(costs), 100)
-    observe(seen(1, 7.0))  # the prompt's own pass, which takes the same without drafts
-    assert speedup.times_plain is None
-    assert speedup.summary() == UNKNOWN
-    observe(seen(5, 2.0))
-    # Behind 101 tokens a plain pass takes 2.01 s.
-    assert speedup.plain_s == pytest.approx(7 + 5 * 2.01)
-    assert speedup.own_s == pytest.approx(7.5 + 2.5)
+    assert observed().times_plain is None
+    assert observed().summary() == UNKNOWN
+    speedup = observed(seen(5, 3.0, num_nodes=7))
+    # A plain pass takes 1/1.6 of one of eight tokens.
+    assert speedup.plain_s == pytest.approx(7 + 5 * 3.0 / 1.6)
+    assert speedup.own_s == pytest.approx(7.5 + 3.5)
+    assert speedup.range is None
     assert (
-        speedup.summary() == "1.7x plain decoding on this machine, estimated from measured passes"
+        speedup.summary() == "1.5x plain decoding on this machine, by a rough estimate from 1 pass"
     )
-    for _ in range(9):
-        observe(seen(1, 9.0))
-    assert speedup.summary().endswith("measured passes: too few passes to say whether drafts pay")
-    for _ in range(60):
-        observe(seen(1, 9.0))
-    assert speedup.summary().endswith("measured passes: drafts do not pay here")
+
+
+def test_an_estimate_says_how_sure_it_is() -> None:
+    gains = [seen(5, 3.2, 7), seen(1, 2.0)]
+    few, many = observed(*gains * 8), observed(*gains * 80)
+    assert few.range is not None
+    assert many.range is not None
+    assert few.times_plain is not None
+    assert few.range[0] < few.times_plain < few.range[1]
+    spread, narrower = (high - low for low, high in (few.range, many.range))
+    assert narrower < spread / 2.5
+    assert re.fullmatch(
+        r"(.*)x plain decoding on this machine \(.* to .*\), estimated from 160 passes",
+        many.summary(),
+    )
+    assert few.report()["range"] == few.range
+    useless = observed(*[seen(1, 3.2, 7)] * 40)
+    assert useless.summary().endswith("estimated from 40 passes: drafts do not pay here")
+
+
+@pytest.mark.parametrize("load", [1 / 1.9, 1.9])
+def test_what_slows_all_passes_alike_changes_no_estimate(load: float) -> None:
+    free = Times(0.0, 3.2 * load, 0.0)
+    speedup = observed(*[replace(seen(3, 1.0, 7), times=free)] * 20)
+    speedup.own_s -= 7.5
+    speedup.plain_s -= 7.0
+    assert speedup.times_plain == pytest.approx(3 / 1.6, rel=0.02)
+
+
+@pytest.mark.parametrize("times", [1 / 20, 1 / 3, 3.0, 20.0])
+def test_an_estimate_is_withheld_where_costs_no_longer_hold(times: float) -> None:
+    """Costs of another load once said 24.9 times, of 1.28 tokens a pass, and 0.2 times."""
+    speedup = observed(*[seen(1, 2.0 * times), seen(2, 3.2 * times, 7)] * 20)
+    assert speedup.times_plain is None
+    assert speedup.range is None
+    assert speedup.report()["times_plain"] is None
+    assert speedup.summary().startswith("what drafts are worth here is not known now: passes take")
+
+
+@pytest.mark.parametrize("target_s", [0.3, 1.0, 3.0, 9.0])
+def test_no_more_is_gained_than_a_pass_brings(target_s: float) -> None:
+    speedup = observed(*[seen(1, target_s, 7), seen(1, target_s), seen(2, target_s, 3)] * 4)
+    assert (speedup.plain_s - 7) / (speedup.own_s - 7.5) <= 4 / 3
 
 
 def test_beside_others_a_token_would_take_its_share_of_a_plain_pass() -> None:
     speedup = Speedup()
     observe = speedup.observer(MeasuredBudget(CostSurface.flat((1, 4), (1.0, 2.0))), 100)
     observe(seen(1, 7.0))
-    observe(replace(seen(3, 1.0), num_sequences=4))
+    observe(replace(seen(3, 0.5), num_sequences=4, width=4))  # its share of two seconds
     assert speedup.plain_s == pytest.approx(7 + 3 * 2.0 / 4)
 
 

@@ -1,5 +1,6 @@
 """Running the decoder's commands in the process of a test."""
 
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -8,6 +9,11 @@ from typing import NoReturn
 import pytest
 
 from foredraft.program import commands
+
+WORTH = re.compile(
+    r"[\d.]+x plain decoding on this machine|what drafts are worth here is not known"
+)
+"""How the last line begins: of passes of microseconds nobody knows if their costs still hold."""
 
 PROMPT = "abcabc"
 

@@ -28,7 +28,7 @@ from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.drafter import DEFAULT, SequenceOptions
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.decoder.commands.command_line import PROMPT, generate, never, run
+from tests.decoder.commands.command_line import PROMPT, WORTH, generate, never, run
 from tests.decoder.decoding import plainly
 
 pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
@@ -370,7 +370,7 @@ def test_generate_ends_with_what_drafts_were_worth(
     arguments = ("--prompt", PROMPT, "--max-new-tokens", "20")
     assert generate(monkeypatch, model_directory, *arguments) == 0
     plain = capsys.readouterr()
-    assert "x plain decoding on this machine, estimated from measured" in plain.err.splitlines()[-1]
+    assert WORTH.match(plain.err.splitlines()[-1])
     assert generate(monkeypatch, model_directory, *arguments, "--compare", "--colour=always") == 0
     compared = capsys.readouterr()
     assert re.sub("\x1b\\[[0-9;]*m", "", compared.out) == plain.out

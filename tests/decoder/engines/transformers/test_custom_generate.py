@@ -86,15 +86,16 @@ def test_what_drafts_were_worth_is_known_where_passes_were_measured() -> None:
     costs = CostSurface((0, 64), (1, 64), ((1.0, 1.0), (1.0, 1.0)))  # s, far above these passes'
     plugin = Foredraft(model, drafter, budget=MeasuredBudget(costs))
     generated(model, prompt, do_sample=False, custom_generate=plugin)
-    times = plugin.speedup.times_plain
-    assert times is not None
-    assert times > 1
-    passes = plugin.speedup.num_passes
+    speedup = plugin.speedup
+    most = plugin.statistics.num_tokens / speedup.num_passes
+    assert 0 < speedup.plain_s < most * speedup.own_s
+    assert speedup.times_plain is None  # passes do not take what is said to have been measured
+    passes = speedup.num_passes
     generated(model, prompt, do_sample=False, custom_generate=plugin)
-    assert plugin.speedup.num_passes > passes
+    assert speedup.num_passes > passes
     unmeasured = foredraft(model, drafter)
     generated(model, prompt, do_sample=False, custom_generate=unmeasured)
-    assert unmeasured.speedup.times_plain is None
+    assert unmeasured.speedup.num_passes == 0
 
 
 def test_what_a_generation_config_says_holds() -> None:
