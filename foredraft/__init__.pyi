@@ -45,6 +45,7 @@ from decoder.stopping import (
 from foredraft import errors as errors
 from indexer.build import (
     BuildOptions as BuildOptions,
+    build_from_index as build_from_index,
     build_from_texts as build_from_texts,
     build_from_tokens as build_from_tokens,
     build_index as build_index,
@@ -58,7 +59,6 @@ from indexer.change.choosing import (
     Choice as Choice,
     list_documents as list_documents,
 )
-from indexer.change.rebuilding import build_from_index as build_from_index
 from indexer.change.verifying import verify_index as verify_index
 from indexer.reader import Index as Index
 from indexer.sources import SourceOptions as SourceOptions

@@ -1,8 +1,8 @@
 """Building an index: sources to parts, parts to segments, segments to a published snapshot."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.build_report import BuildReport, BuildTally
-from indexer.errors import FormatVersionError, IndexerError, TokenizerError
-from indexer.format.names import TOKENIZER_FILE, token_dtype
+from indexer.engines import Serial
+from indexer.errors import FormatVersionError, IndexerError, SourceError, TokenizerError
+from indexer.format.names import SEGMENTS_FOLDER, TEXTS_FILE, TOKENIZER_FILE, token_dtype
 from indexer.format.output import check_output, new_index_folder, write_file
 from indexer.format.records import (
     NOT_SCREENED,
@@ -22,30 +23,24 @@ from indexer.format.records import (
     PhrasesRecord,
     ScreeningRecord,
 )
-from indexer.format.snapshots import hold_latest, publish
-from indexer.screening.screen import screened_as
-from indexer.sources import SourceDocument
+from indexer.format.same_folder import from_same_folder
+from indexer.format.snapshots import HeldSnapshot, hold_latest, publish
 from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import (
-    COUNTING,
     READING,
-    SORTING,
+    Block,
+    Building,
     OnProgress,
-    chosen_pieces,
     gather_part,
     no_document,
     no_progress,
-    part_tasks,
     planned,
-    read_parts,
-    renewed_phrases,
     scratch_folder,
-    write_part,
-    write_segments,
 )
-from indexer.stages.parts import Part, TokenisedDocument
+from indexer.stages.parts import GivenTexts, KeptTexts, Part, TokenisedDocument
+from indexer.stages.screening import record_of, screened_as
 from indexer.stages.segments import gather
-from indexer.stages.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
+from indexer.stages.tokenise import EMPTY, stored_form
 from indexer.tokenizer import (
     DEFAULT_MODEL,
     CoreTokenizer,
@@ -57,11 +52,20 @@ from indexer.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BuildOptions", "build_from_texts", "build_from_tokens", "build_index"]
+__all__ = [
+    "BuildOptions",
+    "build_from_index",
+    "build_from_texts",
+    "build_from_tokens",
+    "build_index",
+]
 
 _log = getLogger(__name__)
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+
+_Find = Callable[[Path, BuildTally], Sequence[Block]]
+"""Returns the blocks of documents to read, given a folder for what they need, and counts."""
 
 
 def build_index(
@@ -89,34 +93,11 @@ def build_index(
         IndexExistsError: the output path is taken.
         IndexerError: the index cannot be written.
     """
-    check_output(Path(output), overwrite=options.overwrite)
-    tokenizer = tokenizer or tokenizer_for(Path(output))
-    options = as_replaced(Path(output), options)
-    tally = BuildTally()
-    with (
-        new_index_folder(
-            Path(output), overwrite=options.overwrite, resume=options.resume
-        ) as folder,
-        scratch_folder(folder, READING, kept=options.resume) as scratch,
-    ):
-        tell = on_progress or no_progress
-        tell(tally.now("finding sources"))
-        blocks = planned(sources, options, tally, scratch)
-        options = options.for_blocks(len(blocks))
-        tell(tally.now("loading the tokenizer"))
-        loaded = loaded_tokenizer(tokenizer)
-        options = options.with_template_of(loaded)
-        started = time.perf_counter()
-        vocabulary, stored = store_tokenizer(loaded, folder)
-        kept_as = stored.checksum if options.resume else ""
-        tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options, kept_as)
-        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
-        options.check_dropped(tally)
-        screening = options.screen.record
-        contents = write_index(
-            folder, parts, vocabulary, stored, options, tally, kept_as, screening, tell
-        )
-    return report_of(output, contents, tally, started)
+
+    def find(scratch: Path, tally: BuildTally) -> Sequence[Block]:
+        return planned(sources, options, tally, scratch)
+
+    return _build(output, tokenizer, options, on_progress or no_progress, find)
 
 
 def build_from_texts(
@@ -125,26 +106,54 @@ def build_from_texts(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and text; see `build_index`. Such a build is not resumed."""
-    tokenizer = tokenizer or tokenizer_for(Path(output))
-    options = as_replaced(Path(output), options)
-    tally = BuildTally()
-    with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
-        loaded = loaded_tokenizer(tokenizer)
-        started = time.perf_counter()
-        vocabulary, stored = store_tokenizer(loaded, folder)
-        named = (SourceDocument(name, "", text) for name, text in documents)
-        usable = usable_texts(named, options.sources.max_document_bytes, tally, options.screen)
-        encoder = stored_encoder(folder / TOKENIZER_FILE)
-        tokenised = tokenise(usable, encoder, token_dtype(vocabulary.size), tally)
-        with scratch_folder(folder, READING) as scratch:
-            size, keep = vocabulary.size, options.keep_texts
-            parts = [gather_part(tokenised, scratch / "part", size, keep_texts=keep)]
-            screening = options.screen.record
-            contents = write_index(
-                folder, parts, vocabulary, stored, options, tally, screening=screening
+    """Index pairs of name and text, read in this process; see `build_index`. Never resumed."""
+    here = replace(options, engine=Serial(options.engine.memory_bytes), resume=False)
+    return _build(output, tokenizer, here, no_progress, lambda *_: [GivenTexts(documents)])
+
+
+def build_from_index(
+    source: Path | str,
+    output: Path | str,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
+    options: BuildOptions = DEFAULTS,
+    on_progress: OnProgress | None = None,
+) -> BuildReport:
+    """Build all documents of an index again, with their names and licences.
+
+    Args:
+        source: the directory of an index that keeps its texts.
+        output: as for `build_index`; may be the same.
+        tokenizer: as for `build_index`.
+        options: as for `build_index`. Documents of any length are taken, and repeated ones as
+            often as the index has them. Never resumed.
+        on_progress: as for `build_index`.
+
+    Raises:
+        SourceError: the index does not keep its texts.
+        IndexerError: the index at `source` cannot be read; otherwise as `build_index`.
+    """
+    source = Path(source)
+    check_output(Path(output), overwrite=options.overwrite)
+    with closing(from_same_folder(source, lambda: hold_latest(source), HeldSnapshot.close)) as held:
+        contents = held.contents
+        if not contents.keeps_texts:
+            raise SourceError(
+                f"{source} does not keep its texts: build it with --keep-texts, "
+                "or name the sources again"
             )
-    return report_of(output, contents, tally, started)
+        folder = source.resolve() / SEGMENTS_FOLDER
+
+        def find(_: Path, tally: BuildTally) -> Sequence[Block]:
+            blocks = [
+                KeptTexts(Part.of_segment(folder / each.name, each), each.files[TEXTS_FILE])
+                for each in contents.segments
+            ]
+            tally.num_bytes_found = sum(block.file.num_bytes for block in blocks)
+            return blocks
+
+        every = replace(options, keep_duplicates=True, resume=False)
+        tell = on_progress or no_progress
+        return _build(output, tokenizer, every, tell, find, contents.screening)
 
 
 def build_from_tokens(
@@ -167,28 +176,119 @@ def build_from_tokens(
         new_index_folder(Path(output), overwrite=options.overwrite) as folder,
         scratch_folder(folder, READING) as scratch,
     ):
+        building = Building(folder, vocabulary, options, tally)
         checked = _checked(documents, vocabulary, tally)
-        parts = [gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)]
-        contents = write_index(folder, parts, vocabulary, None, options, tally)
-    return report_of(output, contents, tally, started)
+        part = gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)
+        contents = _write(building, [part])
+    return _report(output, contents, tally, started)
 
 
-def tokenizer_for(output: Path) -> str:
-    """Return the name of the tokenizer of the index at a path, the default where there is none.
+def _build(  # noqa: PLR0913, PLR0917
+    output: Path | str,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None",
+    options: BuildOptions,
+    tell: OnProgress,
+    find: _Find,
+    before: ScreeningRecord = NOT_SCREENED,
+) -> BuildReport:
+    """Build an index of blocks of documents.
+
+    Args:
+        output: as for `build_index`.
+        tokenizer: as for `build_index`.
+        options: as for `build_index`.
+        tell: is told how far it is.
+        find: finds the blocks.
+        before: what documents have been screened for already.
+    """
+    check_output(Path(output), overwrite=options.overwrite)
+    named, options = as_replaced(Path(output), tokenizer, options)
+    resume, tally = options.resume, BuildTally()
+    with (
+        new_index_folder(Path(output), overwrite=options.overwrite, resume=resume) as folder,
+        scratch_folder(folder, READING, kept=resume) as scratch,
+    ):
+        tell(tally.now("finding sources"))
+        blocks = find(scratch, tally)
+        tell(tally.now("loading the tokenizer"))
+        loaded = loaded_tokenizer(named)
+        options = options.for_blocks(len(blocks)).with_template_of(loaded)
+        started = time.perf_counter()
+        content = stored_form(loaded)
+        write_file(folder / TOKENIZER_FILE, content)
+        stored = FileRecord.of(content)
+        kept_as = stored.checksum if resume else ""
+        building = Building(folder, vocabulary_of(loaded), options, tally, tell, kept_as)
+        now = record_of(options.screen)
+        screening = ScreeningRecord(
+            before.redacted or now.redacted, now.excluded or before.excluded
+        )
+        contents = _write(building, building.read(blocks, scratch), stored, screening)
+    return _report(output, contents, tally, started)
+
+
+def _write(
+    building: Building,
+    parts: Sequence[Part],
+    tokenizer: FileRecord | None = None,
+    screening: ScreeningRecord = NOT_SCREENED,
+) -> Contents:
+    """Write segments and phrases, then the snapshot that makes them an index.
+
+    Args:
+        building: the index.
+        parts: documents, tokenised.
+        tokenizer: the stored one.
+        screening: of the documents.
+    """
+    vocabulary = building.vocabulary
+    most = building.options.most_tokens(vocabulary.size)
+    segments = building.segments(gather(building.chosen(parts), most), 0)
+    if not segments:
+        raise no_document(building.tally)
+    nothing = PhrasesRecord("", (), {})
+    contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer, screening)
+    contents = replace(contents, phrases=building.phrases(0, contents))
+    publish(building.folder, 0, contents)
+    return contents
+
+
+def as_replaced(
+    output: Path,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None",
+    options: BuildOptions,
+) -> "tuple[str | CoreTokenizer | PreTrainedTokenizerBase, BuildOptions]":
+    """Return tokenizer and options as they were for the index that is replaced, if there is one.
+
+    Args:
+        output: where it is.
+        tokenizer: the one that was asked for; None for that of the index, else `DEFAULT_MODEL`.
+        options: what was asked for. Documents are screened as those of the index were, at least.
 
     Raises:
         TokenizerError: there is an index that does not say which tokenizer it has.
+        IndexerError: a list of phrases was left out of the index, and is not named.
     """
     try:
         before = _replaced(output)
     except FormatVersionError as error:
+        if tokenizer is not None:
+            return tokenizer, options
         raise TokenizerError(
             f"{output} is an index of another format, which cannot say here which tokenizer it "
             "has: name the tokenizer (--tokenizer)"
         ) from error
-    if before is None or before.tokenizer is None:
-        return DEFAULT_MODEL
+    if before is None:
+        return tokenizer or DEFAULT_MODEL, options
+    screen = screened_as(before.screening, options.screen, output)
+    return tokenizer or _tokenizer_of(before, output), replace(options, screen=screen)
+
+
+def _tokenizer_of(before: Contents, output: Path) -> str:
+    """Return the name of an index's tokenizer, the default one for an index of token ids."""
     name = before.vocabulary.name
+    if before.tokenizer is None:
+        return DEFAULT_MODEL
     if not name:
         raise TokenizerError(
             f"the index at {output} was built with a tokenizer that has no name: name the "
@@ -197,19 +297,6 @@ def tokenizer_for(output: Path) -> str:
     if name != DEFAULT_MODEL:
         _log.info("the tokenizer is %s, as that of the index that is replaced", name)
     return name
-
-
-def as_replaced(output: Path, options: BuildOptions) -> BuildOptions:
-    """Return the options, with what the index that is replaced was screened for.
-
-    Raises:
-        IndexerError: a list of phrases was left out of it, and is not named.
-    """
-    with suppress(FormatVersionError):
-        before = _replaced(output)
-        if before is not None:
-            return replace(options, screen=screened_as(before.screening, options.screen, output))
-    return options
 
 
 def _replaced(output: Path) -> Contents | None:
@@ -224,75 +311,17 @@ def _replaced(output: Path) -> Contents | None:
         return held.contents
 
 
-def report_of(
+def _report(
     output: Path | str, contents: Contents, tally: BuildTally, started: float
 ) -> BuildReport:
-    """Return the report of a build."""
     return BuildReport(
         output=str(output),
         num_documents=sum(record.num_documents for record in contents.segments),
         num_tokens=contents.num_tokens,
         num_segments=len(contents.segments),
-        num_bytes=tally.num_bytes,
         seconds=time.perf_counter() - started,
-        skipped=dict(sorted(tally.skipped.items())),
-        skipped_places=dict(sorted(tally.skipped_places.items())),
-        screened=tally.screened,
-        stage_seconds=dict(tally.stage_seconds),
-        remedies=dict(tally.remedies),
-        num_dropped=tally.num_dropped,
-        conversations=dict(tally.conversations),
+        tally=tally,
     )
-
-
-def store_tokenizer(
-    tokenizer: "CoreTokenizer | PreTrainedTokenizerBase", folder: Path
-) -> tuple[Vocabulary, FileRecord]:
-    """Write the tokenizer into an index."""
-    content = stored_form(tokenizer)
-    write_file(folder / TOKENIZER_FILE, content)
-    return vocabulary_of(tokenizer), FileRecord.of(content)
-
-
-def write_index(  # noqa: PLR0913, PLR0917
-    folder: Path,
-    parts: Sequence[Part],
-    vocabulary: Vocabulary,
-    tokenizer: FileRecord | None,
-    options: BuildOptions,
-    tally: BuildTally,
-    kept_as: str = "",
-    screening: ScreeningRecord = NOT_SCREENED,
-    tell: OnProgress = no_progress,
-) -> Contents:
-    """Write segments and phrases, then the snapshot that makes them an index.
-
-    Args:
-        folder: the index's directory.
-        parts: documents, tokenised.
-        vocabulary: of the tokenizer.
-        tokenizer: the stored one.
-        options: how to build.
-        tally: counts.
-        kept_as: as for `write_segments`.
-        screening: of the documents.
-        tell: is told what is done.
-    """
-    most = options.segment_tokens(vocabulary.size)
-    groups = gather(chosen_pieces(parts, [], options, tally), most)
-    tell(tally.now(SORTING))
-    with tally.stage(SORTING):
-        segments = write_segments(options.engine, folder, groups, 0, vocabulary.size, kept_as)
-    if not segments:
-        raise no_document(tally)
-    nothing = PhrasesRecord("", (), {})
-    contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer, screening)
-    tell(tally.now(COUNTING))
-    with tally.stage(COUNTING):
-        phrases = renewed_phrases(options.engine, folder, 0, contents)
-    contents = replace(contents, phrases=phrases)
-    publish(folder, 0, contents)
-    return contents
 
 
 def _checked(

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, PlainSerializer
 
 _MAX_PLACES: Final = 3
 """Documents or lines that a report names for each reason: enough to look at, few enough to read."""
@@ -73,31 +75,6 @@ class ScreenTally:
             for place in places:
                 self._keep(reason, place)
 
-    def encode(self) -> dict[str, Any]:
-        """Return the counts as JSON has them: numbers of lines are lists of pairs."""
-        return {
-            "documents": self.num_documents,
-            "lines": self.num_lines,
-            "redacted": self.num_redacted,
-            "documents_by_phrase": [*self.documents_by_phrase.items()],
-            "lines_by_phrase": [*self.lines_by_phrase.items()],
-            "secrets": self.secrets,
-            "places": self.places,
-        }
-
-    @classmethod
-    def decode(cls, value: Any) -> Self:
-        """Read what `encode` made."""
-        return cls(
-            int(value["documents"]),
-            int(value["lines"]),
-            int(value["redacted"]),
-            Counter(dict(value["documents_by_phrase"])),
-            Counter(dict(value["lines_by_phrase"])),
-            Counter(value["secrets"]),
-            {str(reason): list(places) for reason, places in value["places"].items()},
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Return the counts for machines to read; phrases are lines of their file, from 1."""
         return {
@@ -143,28 +120,6 @@ def _by_phrase(counts: Counter[int]) -> str:
     return f" by the list's {', '.join(shown + more)}" if shown else ""
 
 
-def describe_skipped(
-    skipped: Mapping[str, int], places: Mapping[str, str], remedies: Mapping[str, str]
-) -> str:
-    """Return reasons and counts in words, most frequent first; empty if nothing was skipped.
-
-    Args:
-        skipped: counts by reason.
-        places: for some reasons, where the first was.
-        remedies: for some reasons, what to do.
-    """
-    reasons = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(
-        f"{count} {reason}{_in_brackets(places.get(reason), remedies.get(reason))}"
-        for reason, count in reasons
-    )
-
-
-def _in_brackets(place: str | None, remedy: str | None) -> str:
-    parts = ([f"first: {place}"] if place else []) + ([remedy] if remedy else [])
-    return f" ({'; '.join(parts)})" if parts else ""
-
-
 @dataclass(slots=True)
 class ConversationTally:
     """The conversations that were found in one file in one shape.
@@ -189,27 +144,6 @@ class ConversationTally:
         self.num_turns += other.num_turns
         self.left_out.update(other.left_out)
 
-    def encode(self) -> dict[str, Any]:
-        """Return the counts as JSON has them."""
-        return {
-            "kind": self.kind,
-            "conversations": self.num_conversations,
-            "turns": self.num_turns,
-            "left_out": self.left_out,
-            "missing_field": self.missing_field,
-        }
-
-    @classmethod
-    def decode(cls, value: Any) -> Self:
-        """Read what `encode` made."""
-        return cls(
-            str(value["kind"]),
-            int(value["conversations"]),
-            int(value["turns"]),
-            Counter(value["left_out"]),
-            str(value["missing_field"]),
-        )
-
     def describe(self) -> str:
         """Return the counts in words."""
         counts = ", ".join(f"{count:,} x {what}" for what, count in self.left_out.most_common())
@@ -219,29 +153,15 @@ class ConversationTally:
         return f"{counted}{unused}{without}"
 
 
-Conversations = dict[tuple[str, str], ConversationTally]
-"""By the file's name and the shape."""
+Place = tuple[str, str]
+"""A file's name, and the shape of the conversations in it."""
 
-
-def describe_conversations(found: Conversations) -> list[str]:
-    """Return a line for each file, at most `_MAX_FILES`, and one for all others together."""
-    lines = [f"{name}: {shape}, {tally.describe()}" for (name, shape), tally in found.items()]
-    num_more = len(lines) - _MAX_FILES
-    return lines if num_more <= 0 else [*lines[:_MAX_FILES], f"and {num_more} more such files"]
-
-
-def list_conversations(found: Conversations) -> list[dict[str, Any]]:
-    """Return the conversations of files for machines to read."""
-    return [
-        {
-            "file": name,
-            "shape": shape,
-            "conversations": tally.num_conversations,
-            "turns": tally.num_turns,
-            "left_out": dict(tally.left_out),
-        }
-        for (name, shape), tally in found.items()
-    ]
+# JSON has no pairs as keys.
+Conversations = Annotated[
+    dict[Place, ConversationTally],
+    PlainSerializer(lambda found: [*found.items()], list[tuple[Place, ConversationTally]]),
+    BeforeValidator(lambda rows: {tuple(place): each for place, each in rows}),
+]
 
 
 @dataclass(slots=True)
@@ -291,43 +211,6 @@ class BuildTally:
         yield
         self.stage_seconds[name] = time.perf_counter() - begun
 
-    def encode(self) -> dict[str, Any]:
-        """Return the counts of one task as JSON has them."""
-        return {
-            "bytes": self.num_bytes,
-            "bytes_read": self.num_bytes_read,
-            "dropped": self.num_dropped,
-            "skipped": self.skipped,
-            "skipped_places": self.skipped_places,
-            "remedies": self.remedies,
-            "conversations": [
-                [*place, counted.encode()] for place, counted in self.conversations.items()
-            ],
-            "screened": self.screened.encode() if self.screened is not None else None,
-        }
-
-    @classmethod
-    def decode(cls, value: Any) -> Self:
-        """Read what `encode` made.
-
-        Raises:
-            KeyError, TypeError, ValueError: `encode` never writes that.
-        """
-        screened = value["screened"]
-        return cls(
-            num_bytes=int(value["bytes"]),
-            num_bytes_read=int(value["bytes_read"]),
-            num_dropped=int(value["dropped"]),
-            skipped=Counter(value["skipped"]),
-            skipped_places=dict(value["skipped_places"]),
-            remedies=dict(value["remedies"]),
-            conversations={
-                (name, shape): ConversationTally.decode(counted)
-                for name, shape, counted in value["conversations"]
-            },
-            screened=ScreenTally.decode(screened) if screened is not None else None,
-        )
-
     @property
     def dropped_share(self) -> float:
         """Share of the documents and files that could not be read, from 0 to 1."""
@@ -351,7 +234,7 @@ class BuildTally:
         self.num_dropped += 1
         self.skip(reason, place, remedy)
 
-    def count_conversation(self, place: tuple[str, str], counted: ConversationTally) -> None:
+    def count_conversation(self, place: Place, counted: ConversationTally) -> None:
         """Count conversations of a file in a shape."""
         if place in self.conversations:
             self.conversations[place].add(counted)
@@ -374,8 +257,48 @@ class BuildTally:
             self.screened.add(other.screened)
 
     def describe_skipped(self) -> str:
-        """Return the skipped documents and files in words; empty if there are none."""
-        return describe_skipped(self.skipped, self.skipped_places, self.remedies)
+        """Return reasons and counts in words, most frequent first; empty where there are none."""
+        reasons = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{count} {reason}{self._hint(reason)}" for reason, count in reasons)
+
+    def _hint(self, reason: str) -> str:
+        first, remedy = self.skipped_places.get(reason), self.remedies.get(reason)
+        parts = ([f"first: {first}"] if first else []) + ([remedy] if remedy else [])
+        return f" ({'; '.join(parts)})" if parts else ""
+
+    def describe_conversations(self) -> list[str]:
+        """Return a line for each file, at most `_MAX_FILES`, and one for all others together."""
+        found = self.conversations.items()
+        lines = [f"{name}: {shape}, {tally.describe()}" for (name, shape), tally in found]
+        num_more = len(lines) - _MAX_FILES
+        return lines if num_more <= 0 else [*lines[:_MAX_FILES], f"and {num_more} more such files"]
+
+    def described(self, report: str, *, nothing_skipped: str = "") -> str:
+        """Return a report for people to read, between what was found and what was left out."""
+        skipped = self.describe_skipped() or nothing_skipped
+        lines = [*self.describe_conversations(), report]
+        lines += [f"skipped: {skipped}"] if skipped else []
+        lines += [f"screened: {self.screened.describe()}"] if self.screened is not None else []
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was found and left out for machines to read."""
+        return {
+            "skipped": dict(sorted(self.skipped.items())),
+            "skipped_places": dict(sorted(self.skipped_places.items())),
+            "dropped": self.num_dropped,
+            "conversations": [
+                {
+                    "file": name,
+                    "shape": shape,
+                    "conversations": tally.num_conversations,
+                    "turns": tally.num_turns,
+                    "left_out": dict(tally.left_out),
+                }
+                for (name, shape), tally in self.conversations.items()
+            ],
+            "screened": self.screened.to_json() if self.screened is not None else None,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,30 +310,16 @@ class BuildReport:
         num_documents: documents in the index.
         num_tokens: tokens in the index, separators not counted.
         num_segments: segments in the index.
-        num_bytes: text that was indexed, in UTF-8; 0 if it came as tokens.
         seconds: time taken, the loading of the tokenizer not counted.
-        skipped: documents and files left out, by reason.
-        skipped_places: where the first was, by reason, if known: a file, or a file and a line.
-        screened: what screening took out; None where nothing was screened for.
-        stage_seconds: of the time, what reading and tokenising, sorting and counting n-grams took.
-        remedies: what to do about what was skipped, by reason.
-        num_dropped: documents and files that were meant to be read and could not be.
-        conversations: that records held, by file and shape.
+        tally: what was read, and what was left out.
     """
 
     output: str
     num_documents: int
     num_tokens: int
     num_segments: int
-    num_bytes: int
     seconds: float
-    skipped: dict[str, int]
-    skipped_places: dict[str, str] = field(default_factory=dict)
-    screened: ScreenTally | None = None
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    remedies: dict[str, str] = field(default_factory=dict)
-    num_dropped: int = 0
-    conversations: Conversations = field(default_factory=dict)
+    tally: BuildTally
 
     @property
     def tokens_per_s(self) -> float:
@@ -419,35 +328,30 @@ class BuildReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report for machines to read."""
+        stages = self.tally.stage_seconds.items()
         return {
             "output": self.output,
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "segments": self.num_segments,
-            "bytes": self.num_bytes,
+            "bytes": self.tally.num_bytes,
             "seconds": round(self.seconds, 3),
             "tokens_per_s": round(self.tokens_per_s),
-            "stage_seconds": {name: round(s, 3) for name, s in self.stage_seconds.items()},
-            "skipped": self.skipped,
-            "skipped_places": self.skipped_places,
-            "dropped": self.num_dropped,
-            "conversations": list_conversations(self.conversations),
-            "screened": self.screened.to_json() if self.screened is not None else None,
+            "stage_seconds": {name: round(seconds, 3) for name, seconds in stages},
+            **self.tally.to_json(),
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
-        skipped = describe_skipped(self.skipped, self.skipped_places, self.remedies) or "nothing"
-        found = "".join(f"{line}\n" for line in describe_conversations(self.conversations))
-        screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
-        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stage_seconds.items())
-        return (
-            f"{found}{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
+        each = self.tally.stage_seconds.items()
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in each)
+        report = (
+            f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
             f"in {self.num_segments} segment(s)\n"
-            f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
-            f"{self.tokens_per_s:,.0f} tokens/s ({stages})\n"
-            f"skipped: {skipped}{screened}"
+            f"{self.tally.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
+            f"{self.tokens_per_s:,.0f} tokens/s ({stages})"
         )
+        return self.tally.described(report, nothing_skipped="nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,12 +366,7 @@ class ChangeReport:
         num_segments: segments that the index has now.
         num_older: older snapshots that are still read, and stay until the next change.
         seconds: time taken.
-        skipped: documents and files left out, by reason.
-        skipped_places: where the first was, by reason, if known.
-        screened: what screening took out; None where nothing was screened for.
-        remedies: what to do about what was skipped, by reason.
-        num_dropped: documents and files that were meant to be read and could not be.
-        conversations: that records held, by file and shape.
+        tally: what was read, and what was left out.
         num_replaced: documents in whose place others of their names were added.
         num_earlier: documents that stay, and of whose names others were added.
     """
@@ -479,12 +378,7 @@ class ChangeReport:
     num_segments: int
     num_older: int
     seconds: float
-    skipped: dict[str, int] = field(default_factory=dict)
-    skipped_places: dict[str, str] = field(default_factory=dict)
-    screened: ScreenTally | None = None
-    remedies: dict[str, str] = field(default_factory=dict)
-    num_dropped: int = 0
-    conversations: Conversations = field(default_factory=dict)
+    tally: BuildTally = field(default_factory=BuildTally)
     num_replaced: int = 0
     num_earlier: int = 0
 
@@ -497,35 +391,28 @@ class ChangeReport:
             "segments": self.num_segments,
             "older_snapshots": self.num_older,
             "seconds": round(self.seconds, 3),
-            "skipped": self.skipped,
-            "skipped_places": self.skipped_places,
-            "dropped": self.num_dropped,
             "replaced": self.num_replaced,
             "earlier_versions": self.num_earlier,
-            "conversations": list_conversations(self.conversations),
-            "screened": self.screened.to_json() if self.screened is not None else None,
+            **self.tally.to_json(),
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
-        skipped = describe_skipped(self.skipped, self.skipped_places, self.remedies)
-        found = "".join(f"{line}\n" for line in describe_conversations(self.conversations))
-        older = f"{self.num_older} snapshot(s) from before are still read: their files go with the "
-        screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
-        versions = f"\nreplaced: {self.num_replaced:,} document(s)" if self.num_replaced else ""
-        if self.num_earlier:
-            versions = (
-                f"\n{self.num_earlier:,} document(s) of the same names are still there, with other "
-                "texts: `add --replace` puts new ones in their place, `remove` takes them out"
-            )
         what = f"{self.verb} {self.num_documents:,} documents, {self.num_tokens:,} tokens"
         if self.verb == "merged":
             what = f"{self.num_documents:,} segments fewer"
-        return (
-            f"{found}{self.path}: {what} "
-            f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
-            + (f"\nskipped: {skipped}" if skipped else "")
-            + (f"\n{older}next change, or `compact`, after their readers" if self.num_older else "")
-            + versions
-            + screened
-        )
+        now = f"{self.num_segments} segment(s) now"
+        lines = [self.tally.described(f"{self.path}: {what} in {self.seconds:.1f} s; {now}")]
+        if self.num_older:
+            lines.append(
+                f"{self.num_older} snapshot(s) from before are still read: their files go with the "
+                "next change, or `compact`, after their readers"
+            )
+        if self.num_replaced:
+            lines.append(f"replaced: {self.num_replaced:,} document(s)")
+        if self.num_earlier:
+            lines.append(
+                f"{self.num_earlier:,} document(s) of the same names are still there, with other "
+                "texts: `add --replace` puts new ones in their place, `remove` takes them out"
+            )
+        return "\n".join(lines)

@@ -1,12 +1,16 @@
 """The errors of building, opening and checking an index, as one tree."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from textwrap import shorten
 from typing import Final
 
 _MAX_REASON_CHARACTERS: Final = 500
 """Some libraries put a whole file or configuration into a message: a few lines of it suffice."""
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason_of(error: BaseException) -> str:
@@ -54,6 +58,23 @@ class DamagedIndexError(IndexerError):
 
 class FormatVersionError(IndexerError):
     """An index was written in another format than this version reads."""
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Say what could not be written where the system refuses something in the block.
+
+    Args:
+        path: what is written.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = ": free space on the disk" if error.errno in _FULL else ""
+        raise IndexerError(f"cannot write {path}: {reason_of(error)}{advice}") from error
 
 
 @contextmanager

@@ -73,6 +73,17 @@ _ALL: Final = "indexer.flags.all"
 """Where a command's context notes that every flag is to be listed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Only:
+    """In the annotation of a parameter: of its schema only these settings are flags.
+
+    Attributes:
+        names: of them.
+    """
+
+    names: tuple[str, ...]
+
+
 class Given(dict[str, object], Generic[Schema]):
     """The flags of a schema that were given, by name."""
 
@@ -90,17 +101,17 @@ def with_flags(command: Command) -> Command:
     def run(**values: object) -> None:
         made = dict[str, object]()
         values.pop(_HELP_ALL, None)
-        for name, (schema, is_partial) in taken.items():
-            flags = {field: values.pop(field) for field in settings_of(schema)}
+        for name, each in taken.items():
+            flags = {field: values.pop(field) for field in each.settings}
             given = {key: value for key, value in flags.items() if value is not None}
-            made[name] = Given(given) if is_partial else _checked(schema, given)
+            made[name] = Given(given) if each.is_partial else _checked(each.schema, given)
         command(**values, **made)
 
     shown = [flag for each in parameters for flag in _shown(each, taken.get(each.name))]
     rare = frozenset(
         name
-        for schema, _ in taken.values()
-        for name, field in settings_of(schema).items()
+        for each in taken.values()
+        for name, field in each.settings.items()
         if RARE in field.metadata
     )
     decorated: Any = run
@@ -160,29 +171,43 @@ def expected_by(error: ValidationError) -> str:
     return error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
 
 
-_Taken = tuple[type, bool]
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A schema that a parameter is annotated with, the settings that are flags, and how."""
+
+    schema: type
+    settings: Mapping[str, FieldInfo]
+    is_partial: bool
 
 
 def _schema_in(annotation: Any) -> _Taken | None:
-    """Return the schema that a parameter is annotated with, and whether in `Given`."""
-    is_partial = get_origin(annotation) is Given
-    schema = get_args(annotation)[0] if is_partial else annotation
-    is_schema = isinstance(schema, type) and (issubclass(schema, BaseModel) or is_dataclass(schema))
-    return (schema, is_partial) if is_schema else None
+    """Return the schema that a parameter is annotated with, if any."""
+    only = next(
+        (each for each in getattr(annotation, "__metadata__", ()) if type(each) is Only), None
+    )
+    schema = annotation if only is None else get_args(annotation)[0]
+    is_partial = get_origin(schema) is Given
+    schema = get_args(schema)[0] if is_partial else schema
+    if not isinstance(schema, type) or not (issubclass(schema, BaseModel) or is_dataclass(schema)):
+        return None
+    settings = settings_of(schema)
+    if only is not None:
+        settings = {name: settings[name] for name in only.names}
+    return _Taken(schema, settings, is_partial)
 
 
 def _shown(parameter: Parameter, taken: _Taken | None) -> Iterator[Parameter]:
     if taken is None:
         yield parameter
         return
-    schema, is_partial = taken
-    for name, field in settings_of(schema).items():
+    is_partial = taken.is_partial
+    for name, field in taken.settings.items():
         default = None if is_partial or _is_list(field) else field.default
         yield Parameter(
             name,
             Parameter.KEYWORD_ONLY,
             default=Parameter.empty if field.is_required() and not is_partial else default,
-            annotation=_option(name, field, _panel_of(name, schema), is_partial=is_partial),
+            annotation=_option(name, field, _panel_of(name, taken.schema), is_partial=is_partial),
         )
 
 
@@ -261,7 +286,7 @@ def _checked(schema: type[Any], given: Mapping[str, object]) -> Any:
     if model is schema:
         return checked
     try:
-        return schema(**given)
+        return schema(**{name: getattr(checked, name) for name in given})
     except Exception as error:
         name, _, rest = str(error).partition(" ")
         if name not in settings_of(schema):

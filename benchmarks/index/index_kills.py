@@ -145,7 +145,7 @@ class World:
 
     def _options(self) -> BuildOptions:
         return BuildOptions(
-            max_segment_tokens=self._random.choice([2000, 5000, 10**6]),
+            segment_tokens=self._random.choice([2000, 5000, 10**6]),
             overwrite=True,
             keep_texts=self._random.random() < 0.5,  # noqa: PLR2004
         )

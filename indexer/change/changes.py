@@ -10,7 +10,6 @@ from typing import Final
 from indexer.build_report import BuildTally, ChangeReport
 from indexer.change.choosing import Choice
 from indexer.change.writer import IndexWriter, writing
-from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.format.names import (
     KEYS_FILE,
@@ -21,25 +20,18 @@ from indexer.format.names import (
 )
 from indexer.format.opening import check_file
 from indexer.format.records import Contents, SegmentRecord
-from indexer.screening.screen import ScreenOptions, screened_as
 from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import (
-    COUNTING,
     READING,
-    SORTING,
+    Building,
     OnProgress,
-    chosen_pieces,
     no_document,
     no_progress,
-    part_tasks,
     planned,
-    read_parts,
-    renewed_phrases,
     scratch_folder,
-    write_part,
-    write_segments,
 )
 from indexer.stages.parts import Part, kept_runs
+from indexer.stages.screening import Screening, record_of, screened_as
 from indexer.stages.segments import Piece, gather
 from indexer.tokenizer import load_core
 
@@ -74,40 +66,33 @@ def add_documents(
         IndexerError: the index has no tokenizer, or cannot be written.
     """
     started = time.perf_counter()
-    tally = BuildTally()
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder, READING) as scratch:
-        contents = writer.contents
-        options = replace(options, keep_texts=contents.keeps_texts)
-        options = replace(options, screen=_screen_of(writer, options.screen))
-        tell = on_progress or no_progress
+        contents, tally, tell = writer.contents, BuildTally(), on_progress or no_progress
+        options = replace(
+            options, keep_texts=contents.keeps_texts, screen=_screen_of(writer, options.screen)
+        )
         tell(tally.now("finding sources"))
-        tokenizer = _checked_tokenizer(writer)
+        _check_tokenizer(writer)
         options = _with_template(options, contents.vocabulary.name)
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
-        tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
-        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
-        if not any(part.num_documents for part in parts):
+        building = _building(writer, options, tally, tell)
+        parts = building.read(blocks, scratch)
+        if not tally.num_documents:
             raise no_document(tally)
-        options.check_dropped(tally)
-        known = [part.documents().digests for part in _parts_of(writer)]
-        pieces = chosen_pieces(parts, known, options, tally)
-        groups = list(gather(pieces, options.segment_tokens(contents.vocabulary.size)))
+        pieces = building.chosen(parts, [part.documents().digests for part in _parts_of(writer)])
+        groups = list(gather(pieces, options.most_tokens(contents.vocabulary.size)))
         kept, num_earlier = _without_earlier(writer, pieces)
         if not options.replace:
-            kept = [Piece(part, ((0, part.num_documents),)) for part in _parts_of(writer)]
-        tell(tally.now(SORTING))
-        segments = _regrouped(
-            options.engine, writer, [*([piece] for piece in kept if piece.runs), *groups]
-        )
-        tell(tally.now(COUNTING))
-        _publish(options.engine, writer, replace(contents, segments=segments))
+            kept = [Piece(part, part.whole) for part in _parts_of(writer)]
+        segments = _regrouped(building, writer, [*([each] for each in kept if each.runs), *groups])
+        _publish(building, writer, replace(contents, segments=segments))
         added = segments[len(segments) - len(groups) :]
         num_tokens = sum(record.num_tokens for record in added)
-        report = _report(path, "added", _num_documents(added), num_tokens, writer, started, tally)
+        report = _report(path, "added", _num_documents(added), num_tokens, writer, started)
         if options.replace:
-            return replace(report, num_replaced=num_earlier)
-        return replace(report, num_earlier=num_earlier)
+            return replace(report, tally=tally, num_replaced=num_earlier)
+        return replace(report, tally=tally, num_earlier=num_earlier)
 
 
 def remove_documents(
@@ -141,9 +126,9 @@ def remove_documents(
         groups = [[piece] for piece in pieces if piece.runs]
         if not groups:
             raise SourceError("that would leave no document: remove the index's folder instead")
-        before = writer.contents
-        segments = _regrouped(options.engine, writer, groups)
-        _publish(options.engine, writer, replace(before, segments=segments))
+        before, building = writer.contents, _building(writer, options)
+        segments = _regrouped(building, writer, groups)
+        _publish(building, writer, replace(before, segments=segments))
         num_documents = _num_documents(before.segments) - _num_documents(segments)
         num_tokens = before.num_tokens - writer.contents.num_tokens
         return _report(path, "removed", num_documents, num_tokens, writer, started)
@@ -166,17 +151,27 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
     """
     started = time.perf_counter()
     with writing(Path(path), "compact") as writer:
-        before = writer.contents
-        most = options.segment_tokens(before.vocabulary.size)
+        before, building = writer.contents, _building(writer, options)
+        most = options.most_tokens(before.vocabulary.size)
         groups = _neighbours(_parts_of(writer), most)
-        segments = _regrouped(options.engine, writer, groups)
+        segments = _regrouped(building, writer, groups)
         phrases = before.phrases
         if before.num_uncounted_tokens == 0:  # division into segments changes no byte of them
             phrases = replace(phrases, segments=tuple(record.name for record in segments))
         contents = replace(before, segments=segments, phrases=phrases)
-        _publish(options.engine, writer, contents, exact=True)
+        _publish(building, writer, contents, exact=True)
         num_merged = len(before.segments) - len(segments)
         return _report(path, "merged", num_merged, 0, writer, started)
+
+
+def _building(
+    writer: IndexWriter,
+    options: BuildOptions,
+    tally: BuildTally | None = None,
+    tell: OnProgress = no_progress,
+) -> Building:
+    vocabulary = writer.contents.vocabulary
+    return Building(writer.folder, vocabulary, options, tally or BuildTally(), tell)
 
 
 def _parts_of(writer: IndexWriter) -> list[Part]:
@@ -212,28 +207,26 @@ def _with_template(options: BuildOptions, name: str) -> BuildOptions:
         return options
 
 
-def _screen_of(writer: IndexWriter, asked: ScreenOptions) -> ScreenOptions:
+def _screen_of(writer: IndexWriter, asked: Screening | None) -> Screening | None:
     """Return how added documents are screened; see `screened_as`."""
     before = writer.contents.screening
-    asked = screened_as(before, asked, writer.folder)
-    if asked.record != before:
+    screen = screened_as(before, asked, writer.folder)
+    if record_of(screen) != before:
         _log.warning(
             "%s holds documents that were not screened so: `foredraft build --from` screens them "
             "too, where it keeps its texts",
             writer.folder,
         )
-    return asked
+    return screen
 
 
-def _checked_tokenizer(writer: IndexWriter) -> Path:
-    """Return the path of the stored tokenizer, once its checksum is checked."""
-    tokenizer = writer.folder / TOKENIZER_FILE
+def _check_tokenizer(writer: IndexWriter) -> None:
+    """Check that there is a stored tokenizer, and its checksum."""
     if writer.contents.tokenizer is None:
         raise IndexerError(
             f"{writer.folder} was built of token ids and has no tokenizer: build it again"
         )
-    check_file(tokenizer, writer.contents.tokenizer)
-    return tokenizer
+    check_file(writer.folder / TOKENIZER_FILE, writer.contents.tokenizer)
 
 
 def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
@@ -241,17 +234,16 @@ def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
     groups: list[list[Piece]] = []
     length = most
     for part in parts:
-        piece, own = Piece(part, ((0, part.num_documents),)), part.num_tokens + part.num_documents
-        if length + own > most:
+        if length + part.length > most:
             groups.append([])
             length = 0
-        groups[-1].append(piece)
-        length += own
+        groups[-1].append(Piece(part, part.whole))
+        length += part.length
     return groups
 
 
 def _regrouped(
-    engine: Engine, writer: IndexWriter, groups: Sequence[Sequence[Piece]]
+    building: Building, writer: IndexWriter, groups: Sequence[Sequence[Piece]]
 ) -> tuple[SegmentRecord, ...]:
     """Return a segment for each group: the existing one if it equals the group, or a new one."""
     folder = writer.folder / SEGMENTS_FOLDER
@@ -262,7 +254,7 @@ def _regrouped(
         for piece in group:
             if piece.part.folder in records:
                 _check_sound(piece.part.folder, records[piece.part.folder])
-    written = iter(_segments(engine, writer, new))
+    written = iter(building.segments(new, writer.contents.next_segment))
     return tuple(next(written) if record is None else record for record in present)
 
 
@@ -270,7 +262,7 @@ def _segment_of(
     group: Sequence[Piece], records: Mapping[Path, SegmentRecord]
 ) -> SegmentRecord | None:
     """Return the segment that a group is, whole; `None` if it is none."""
-    if len(group) == 1 and group[0].runs == ((0, group[0].part.num_documents),):
+    if len(group) == 1 and group[0].runs == group[0].part.whole:
         return records.get(group[0].part.folder)
     return None
 
@@ -282,22 +274,13 @@ def _check_sound(folder: Path, record: SegmentRecord) -> None:
             check_file(folder / name, file)
 
 
-def _segments(
-    engine: Engine, writer: IndexWriter, groups: Iterable[Sequence[Piece]]
-) -> list[SegmentRecord]:
-    contents = writer.contents
-    return write_segments(
-        engine, writer.folder, groups, contents.next_segment, contents.vocabulary.size
-    )
-
-
 def _publish(
-    engine: Engine, writer: IndexWriter, contents: Contents, *, exact: bool = False
+    building: Building, writer: IndexWriter, contents: Contents, *, exact: bool = False
 ) -> None:
     """Publish contents with phrase tables for them, unless they are published already."""
     last = max(int(record.name) for record in contents.segments)
     contents = replace(contents, next_segment=max(contents.next_segment, last + 1))
-    phrases = renewed_phrases(engine, writer.folder, writer.next_number, contents, always=exact)
+    phrases = building.phrases(writer.next_number, contents, always=exact)
     contents = replace(contents, phrases=phrases)
     if contents != writer.contents:
         writer.publish(contents)
@@ -314,21 +297,8 @@ def _report(  # noqa: PLR0913, PLR0917
     num_tokens: int,
     writer: IndexWriter,
     started: float,
-    tally: BuildTally | None = None,
 ) -> ChangeReport:
-    tally = tally or BuildTally()
+    num_segments, seconds = len(writer.contents.segments), time.perf_counter() - started
     return ChangeReport(
-        str(path),
-        verb,
-        num_changed,
-        num_tokens,
-        len(writer.contents.segments),
-        writer.num_older,
-        time.perf_counter() - started,
-        dict(sorted(tally.skipped.items())),
-        dict(sorted(tally.skipped_places.items())),
-        tally.screened,
-        dict(tally.remedies),
-        tally.num_dropped,
-        dict(tally.conversations),
+        str(path), verb, num_changed, num_tokens, num_segments, writer.num_older, seconds
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from indexer.errors import IndexerError
+from indexer.errors import IndexerError, writing_to
 from indexer.format.names import (
     CATALOG_FOLDER,
     PHRASES_FOLDER,
@@ -134,8 +134,6 @@ def _numbered(folder: Path) -> set[Path]:
 def _sync_new(folder: Path, contents: Contents, before: Contents) -> None:
     """Wait until the names of new folders, and of the files in them, are on disk."""
     new = _places(folder, contents) - _places(folder, before)
-    try:
-        for place in sorted(new | {place.parent for place in new}):
+    for place in sorted(new | {place.parent for place in new}):
+        with writing_to(place):
             sync_folder(place)
-    except OSError as error:
-        raise IndexerError(f"cannot write {place}: {error.strerror}") from error

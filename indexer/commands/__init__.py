@@ -4,24 +4,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from indexer.build import build_index, tokenizer_for
+from indexer.build import as_replaced, build_from_index, build_index
 from indexer.change.choosing import list_documents
-from indexer.change.rebuilding import build_from_index
 from indexer.change.verifying import DEFAULT_SAMPLES, verify_index
 from indexer.commands.change_commands import add_command, compact_command, remove_command
 from indexer.commands.command_options import (
     SOURCE_HELP,
-    BuiltSettings,
+    BuiltFlags,
     DryRun,
     IndexPath,
     ScreenSettings,
-    SourceSettings,
     WorkSettings,
-    build_options,
     show,
     show_preview,
 )
@@ -30,6 +27,7 @@ from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
+from indexer.sources import SourceOptions
 from indexer.tokenizer import DEFAULT_MODEL, load_core
 
 app = CommandLine(
@@ -73,9 +71,9 @@ def build(
             "as they are, for another tokenizer.",
         ),
     ] = None,
-    found: SourceSettings,
+    found: SourceOptions,
     screen: ScreenSettings,
-    built: BuiltSettings,
+    built: BuiltFlags,
     work: WorkSettings,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -88,17 +86,14 @@ def build(
         raise typer.BadParameter("name sources, or an index with --from")
     if from_index is not None and built.resume:
         raise typer.BadParameter("--resume is for sources: leave it out with --from")
-    options = replace(
-        build_options(found, screen, built, work),
-        keep_texts=built.keep_texts,
-        overwrite=built.overwrite,
-        resume=built.resume,
-    )
+    options = replace(built, sources=found, screen=screen.options(), engine=work.chosen())
     if dry_run:
         if sources is None:
             raise typer.BadParameter("--dry-run is for sources: leave out --from")
+        named: Any = tokenizer or DEFAULT_MODEL
+        if output is not None:
+            named, options = as_replaced(output, tokenizer, options)
         if options.needs_template:
-            named = tokenizer or (DEFAULT_MODEL if output is None else tokenizer_for(output))
             options = options.with_template_of(load_core(named))
         show_preview(sources, options, as_json=as_json)
         return

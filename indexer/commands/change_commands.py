@@ -10,19 +10,18 @@ from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import ListedDocument, chosen_documents
 from indexer.commands.command_options import (
     SOURCE_HELP,
+    AddedFlags,
     DryRun,
     IndexPath,
-    ReplacedSettings,
     ScreenSettings,
-    SegmentSettings,
-    SourceSettings,
+    SegmentFlags,
     WorkSettings,
-    build_options,
     show,
     show_preview,
 )
 from indexer.commands.progress import BuildProgress, interrupted
 from indexer.flags import AsJson, with_flags
+from indexer.sources import SourceOptions
 from indexer.stages.build_options import BuildOptions
 
 
@@ -31,9 +30,9 @@ def add_command(
     path: IndexPath,
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     *,
-    found: SourceSettings,
+    found: SourceOptions,
     screen: ScreenSettings,
-    added: ReplacedSettings,
+    added: AddedFlags,
     work: WorkSettings,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -47,7 +46,7 @@ def add_command(
 
     For example: foredraft add my.index answers-of-today.jsonl
     """
-    options = replace(build_options(found, screen, added, work), replace=added.replace)
+    options = replace(added, sources=found, screen=screen.options(), engine=work.chosen())
     if dry_run:
         show_preview(sources, options, into=path, as_json=as_json)
         return
@@ -110,7 +109,7 @@ def remove_command(
 def compact_command(
     path: IndexPath,
     *,
-    index: SegmentSettings,
+    index: SegmentFlags,
     work: WorkSettings,
     as_json: AsJson = False,
 ) -> None:
@@ -119,8 +118,7 @@ def compact_command(
     Every `add` makes a segment at least, and look-ups take longer with more of them. Also removes
     the files of snapshots that are no longer read.
     """
-    options = BuildOptions(max_segment_tokens=index.segment_tokens, engine=work.chosen())
-    show(compact(path, options), as_json=as_json)
+    show(compact(path, replace(index, engine=work.chosen())), as_json=as_json)
 
 
 def _show_documents(documents: list[ListedDocument], *, as_json: bool) -> None:

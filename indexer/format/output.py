@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.errors import IndexBusyError, IndexerError, IndexExistsError
+from indexer.errors import IndexBusyError, IndexerError, IndexExistsError, writing_to
 from indexer.format.names import (
     CATALOG_FOLDER,
     LOCK_FILE,
@@ -275,10 +275,8 @@ def _locked(folder: Path) -> int:
     """Return the locked file, of the folder that is at the path now."""
     path = folder / LOCK_FILE
     for _ in range(_MAX_ATTEMPTS):
-        try:
+        with writing_to(folder):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise IndexerError(f"cannot write to {folder}: {error.strerror}") from error
         try:
             _acquire(descriptor, folder)
         except BaseException:
@@ -374,11 +372,9 @@ def new_index_folder(output: Path, *, overwrite: bool, resume: bool = False) -> 
     check_output(output, overwrite=overwrite)
     with ExitStack() as stack:
         is_locked = _lock_index(output, stack)
-        try:
+        with writing_to(output.parent):
             output.parent.mkdir(parents=True, exist_ok=True)
             folder = stack.enter_context(workplace(output, resume=resume))
-        except OSError as error:
-            raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
         yield folder
         if resume:
             shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
@@ -408,15 +404,13 @@ def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True)
     Raises:
         IndexerError: the disk is full or refuses.
     """
-    try:
+    with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-    except OSError as error:
-        raise IndexerError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> FileRecord:
@@ -436,15 +430,13 @@ def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
     Raises:
         IndexerError: the disk is full or refuses.
     """
-    try:
+    with writing_to(path):
         with path.open("wb") as file:
             for column in columns:
                 file.write(column.data)
             file.flush()
             os.fsync(file.fileno())
         return FileRecord.of_file(path)
-    except OSError as error:
-        raise IndexerError(f"cannot write {path}: {error.strerror}") from error
 
 
 def move_folder(folder: Path, place: Path) -> None:
@@ -453,12 +445,10 @@ def move_folder(folder: Path, place: Path) -> None:
     Raises:
         IndexerError: the disk is full or refuses.
     """
-    try:
+    with writing_to(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(place, ignore_errors=True)
         folder.rename(place)
-    except OSError as error:
-        raise IndexerError(f"cannot write {place}: {error.strerror}") from error
 
 
 def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:

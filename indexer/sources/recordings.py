@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from indexer.build_report import BuildTally, ConversationTally, describe_conversations
+from indexer.build_report import BuildTally, ConversationTally
 from indexer.errors import SourceError, reason_of
 from indexer.sources.blocks import (
     FileForm,
@@ -89,7 +89,7 @@ class RecordingTally(BuildTally):
     def describe(self) -> list[str]:
         """Return lines that say what was recognised, and what was skipped if anything was."""
         skipped = [f"skipped: {self.describe_skipped()}"] if self.num_dropped else []
-        return [*describe_conversations(self.conversations), *skipped]
+        return [*self.describe_conversations(), *skipped]
 
     def why_nothing(self) -> str:
         """Return why files held nothing to use: what was found in them, or what is expected."""

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
 from pathspec import GitIgnoreSpec
+from pydantic import Field
 
 from indexer.errors import SourceError
+from indexer.flags import Metavar
 from indexer.sources.conversations import Turns
 
 EXCLUDED: Final = "excluded by a pattern"
@@ -109,6 +111,8 @@ class SourceOptions:
     Attributes:
         field: key of the text in a record of JSON, or name of the column in a table; also of a
             list of turns. Records without it are read as conversations.
+        turns: which turns of conversations are documents: each of the assistant's, each of the
+            user's, or all turns of a conversation together.
         include: of the files in folders, only those that match one of these patterns, whatever
             their suffix. Patterns are those of `.gitignore`, matched against the path below the
             source.
@@ -118,28 +122,74 @@ class SourceOptions:
         licence_field: key or column that holds a document's licence; empty if there is none.
         encoding: of text that does not begin with a byte order mark.
         stdin_format: what standard input holds.
-        turns: which turns of conversations are documents: each of the assistant's, each of the
-            user's, or all turns of a conversation together.
+        max_document_bytes: of longer documents no more than this is read, and they are skipped.
         template: writes all turns of a conversation as one text; without one their texts are
             joined by empty lines.
-        max_document_bytes: of longer documents no more than this is read, and they are skipped.
         block_bytes: how much on disk a block is to hold, about.
 
     Raises:
         SourceError: a pattern or the encoding is unknown, or a limit is below 1.
     """
 
-    field: str = DEFAULT_FIELD
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    git: Git = Git.AUTO
-    licence: str = ""
-    licence_field: str = ""
-    encoding: str = "utf-8"
-    stdin_format: StdinFormat = StdinFormat.JSONL
-    turns: Turns = Turns.ASSISTANT
+    flags_title: ClassVar[str] = "Sources"
+
+    field: Annotated[
+        str,
+        Metavar("KEY"),
+        Field(
+            description="The text's key in JSON, or its column in tables; or that of a list of "
+            "turns. Records without it are read as conversations."
+        ),
+    ] = DEFAULT_FIELD
+    turns: Annotated[
+        Turns,
+        Field(
+            description="Of conversations, index each turn of the assistant, each of the user, or "
+            "all turns of one together: as the tokenizer's chat template writes them, if it has "
+            "one, else with empty lines between them."
+        ),
+    ] = Turns.ASSISTANT
+    include: Annotated[
+        tuple[str, ...],
+        Metavar("GLOB"),
+        Field(
+            description="In folders, take only what matches, whatever its suffix: a pattern as in "
+            ".gitignore, against the path below the folder. May be given several times."
+        ),
+    ] = ()
+    exclude: Annotated[
+        tuple[str, ...],
+        Metavar("GLOB"),
+        Field(description="In folders, leave out what matches. May be given several times."),
+    ] = ()
+    git: Annotated[
+        Git,
+        Field(description="Whether of a git repository only the tracked files are taken."),
+    ] = Git.AUTO
+    licence: Annotated[
+        str,
+        Metavar("TEXT"),
+        Field(
+            description="The licence of every document. Without it: the field, the file's "
+            "SPDX-License-Identifier, or the nearest licence file of its folder."
+        ),
+    ] = ""
+    licence_field: Annotated[
+        str, Metavar("KEY"), Field(description="A document's licence: its key or column.")
+    ] = ""
+    encoding: Annotated[
+        str,
+        Metavar("NAME"),
+        Field(description="Of text that does not begin with a byte order mark."),
+    ] = "utf-8"
+    stdin_format: Annotated[
+        StdinFormat,
+        Field(description="What standard input holds: JSON lines, or one document of text."),
+    ] = StdinFormat.JSONL
+    max_document_bytes: Annotated[
+        int, Field(ge=1, description="Skip longer documents; they are counted.")
+    ] = DEFAULT_MAX_DOCUMENT_BYTES
     template: ChatTemplate | None = None
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     block_bytes: int = DEFAULT_BLOCK_BYTES
 
     def __post_init__(self) -> None:

@@ -1,21 +1,22 @@
 """Options for building an index and for adding to one."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+
+from pydantic import Field
 
 from indexer.build_report import BuildTally
 from indexer.engines import Engine, Serial
 from indexer.engines.memory import default_limit, describe_size
 from indexer.engines.processes import ProcessPool
-from indexer.engines.ray import RayCluster
 from indexer.errors import IndexerError, SourceError
+from indexer.flags import Metavar
 from indexer.format.names import MAX_POSITIONS
-from indexer.screening.screen import NO_SCREENING, ScreenOptions
+from indexer.launch import plugged
 from indexer.sources import ChatTemplate, SourceOptions, Turns
+from indexer.stages.screening import Screening
 from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
 from indexer.tokenizer import CoreTokenizer
 
@@ -41,48 +42,95 @@ class BuildOptions:
     Attributes:
         sources: how sources are found and read; documents that are longer than its limit are
             skipped wherever they come from.
-        max_segment_tokens: a segment with more tokens holds a single document; from 1 to
+        segment_tokens: a segment with more tokens holds a single document; from 1 to
             `MAX_POSITIONS`, beyond which positions do not fit the format.
-        overwrite: replace an index that is at the output path already.
-        deduplicate: leave out documents that are equal to one before.
+        keep_duplicates: index a document as often as it occurs.
+        strict: the build fails if more than this share of the records and files could not be read,
+            from 0 to 1; None if any share will do. What a rule passes over does not count.
         replace: documents that are added take the place of those of the same name, such as earlier
             versions of a file; without it these stay, and are counted.
         keep_texts: store the texts as well, so that the index can be built for another tokenizer.
-        max_dropped_share: the build fails if more than this share of the records and files could
-            not be read, from 0 to 1; None if any share will do. What a rule passes over does not
-            count.
-        screen: what must not get into the index; texts are screened, not tokens.
+        overwrite: replace an index that is at the output path already.
         resume: go on with what an earlier build of the same output has done, if that was killed or
             failed: parts and segments of which nothing has changed are not made again. If this
             build fails, what it has done stays for the next one; and so it does if it is killed.
             Only builds of sources are resumed.
+        screen: what must not get into the index, if anything; texts are screened, not tokens.
         engine: where the stages run. Segments are smaller if sorting one would take more than the
             engine's memory; otherwise the engine does not affect how the index is divided.
 
     Raises:
-        IndexerError: `max_segment_tokens` or `max_dropped_share` is out of its range.
+        IndexerError: `segment_tokens` or `strict` is out of its range.
     """
 
+    flags_title: ClassVar[str] = "Index"
+
     sources: SourceOptions = SourceOptions()  # noqa: RUF009  (it never changes)
-    max_segment_tokens: int = MAX_SEGMENT_TOKENS
-    overwrite: bool = False
-    deduplicate: bool = True
-    replace: bool = False
-    keep_texts: bool = False
-    max_dropped_share: float | None = None
-    screen: ScreenOptions = NO_SCREENING
-    resume: bool = False
+    segment_tokens: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=MAX_POSITIONS,
+            description="Begin a new segment rather than exceed this. Sorting one takes some "
+            "ten bytes of memory per token; look-ups take longer with more segments.",
+        ),
+    ] = MAX_SEGMENT_TOKENS
+    keep_duplicates: Annotated[
+        bool,
+        Field(
+            description="Index a text as often as it occurs. Without this, documents whose text "
+            "is equal to that of one before are left out and counted."
+        ),
+    ] = False
+    strict: Annotated[
+        float | None,
+        Metavar("SHARE"),
+        Field(
+            ge=0,
+            le=1,
+            description="End with status 1, and change nothing, if more than this share of records "
+            "and files could not be read: 0.01 tolerates one in a hundred, 0 none. Files passed "
+            "over by their names, empty texts and duplicates do not count.",
+        ),
+    ] = None
+    replace: Annotated[
+        bool,
+        Field(
+            description="Put documents in the place of those that the index holds under the same "
+            "names: new versions of files. Without it both are drafted from, and the report "
+            "counts them."
+        ),
+    ] = False
+    keep_texts: Annotated[
+        bool,
+        Field(
+            description="Keep the texts in the index, compressed, so that it can be built for "
+            "another tokenizer without its sources."
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool, Field(description="Replace the index at DIR once the new one is whole.")
+    ] = False
+    resume: Annotated[
+        bool,
+        Field(
+            description="Go on where an earlier build of DIR with --resume was killed or failed: "
+            "what it had read and sorted is taken over if sources, tokenizer and options are the "
+            "same. If this build fails, what it has done stays, next to DIR, for another."
+        ),
+    ] = False
+    screen: Screening | None = None
     engine: Engine = Serial()  # noqa: RUF009  (it has no state)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
+        if not 1 <= self.segment_tokens <= MAX_POSITIONS:
             raise IndexerError(
-                f"a segment cannot be limited to {self.max_segment_tokens} tokens: "
+                f"a segment cannot be limited to {self.segment_tokens} tokens: "
                 f"choose from 1 to {MAX_POSITIONS}"
             )
-        if self.max_dropped_share is not None and not 0 <= self.max_dropped_share <= 1:
+        if self.strict is not None and not 0 <= self.strict <= 1:
             raise IndexerError(
-                f"a share of {self.max_dropped_share} cannot be dropped: choose from 0 to 1, "
+                f"a share of {self.strict} cannot be dropped: choose from 0 to 1, "
                 "such as 0.01 for one record in a hundred"
             )
 
@@ -110,7 +158,7 @@ class BuildOptions:
         Raises:
             SourceError: more was dropped.
         """
-        most = self.max_dropped_share
+        most = self.strict
         if most is None or tally.dropped_share <= most:
             return
         raise SourceError(
@@ -125,7 +173,7 @@ class BuildOptions:
             return self
         return replace(self, engine=Serial(self.engine.memory_bytes))
 
-    def segment_tokens(self, vocabulary_size: int) -> int:
+    def most_tokens(self, vocabulary_size: int) -> int:
         """Return the most tokens of a segment: halved until sorting one fits into the memory.
 
         Args:
@@ -134,19 +182,19 @@ class BuildOptions:
         Raises:
             IndexerError: there is too little memory for any.
         """
-        most, memory_bytes = self.max_segment_tokens, self.engine.memory_bytes
+        most, memory_bytes = self.segment_tokens, self.engine.memory_bytes
         if memory_bytes is None:
             return most
         free = memory_bytes - _PROCESS_BYTES
         while sorting_bytes(most, vocabulary_size) > free and most > 1:
             most //= 2
-        if most < min(self.max_segment_tokens, _LEAST_SEGMENT_TOKENS):
+        if most < min(self.segment_tokens, _LEAST_SEGMENT_TOKENS):
             least = _PROCESS_BYTES + sorting_bytes(_LEAST_SEGMENT_TOKENS, vocabulary_size)
             raise IndexerError(
                 f"{describe_size(memory_bytes)} of memory is too little for a build: "
                 f"allow {describe_size(least)} at least with --memory"
             )
-        if most < self.max_segment_tokens:
+        if most < self.segment_tokens:
             _log.info(
                 "segments of at most %s tokens, so that sorting one stays within %s of memory",
                 f"{most:,}",
@@ -169,14 +217,17 @@ def engine_of(kind: str, workers: int | None = None, memory_bytes: int | None = 
 
     Raises:
         IndexerError: there is no such engine, or it cannot have so few workers.
+        MissingPluginError: the engine is a plugin that is not there.
     """
     limit = default_limit() if memory_bytes is None else memory_bytes
     number = len(os.sched_getaffinity(0)) if workers is None else workers
-    engines: dict[str, Callable[[], Engine]] = {
-        "processes": partial(ProcessPool, number, limit),
-        "ray": partial(RayCluster, number, limit),
-        "serial": partial(Serial, limit),
-    }
-    if kind not in engines:
-        raise IndexerError(f"there is no engine {kind!r}: choose from {', '.join(ENGINES)}")
-    return engines[kind]()
+    if kind == "processes":
+        return ProcessPool(number, limit)
+    if kind == "serial":
+        return Serial(limit)
+    if kind == "ray":
+        cluster: Engine = plugged("indexer.plugins.ray.ray_cluster", "--engine ray").RayCluster(
+            number, limit
+        )
+        return cluster
+    raise IndexerError(f"there is no engine {kind!r}: choose from {', '.join(ENGINES)}")

@@ -7,45 +7,52 @@ may run them anywhere.
 
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexer.build_report import BuildTally
-from indexer.engines import Engine
-from indexer.errors import IndexerError, SourceError
+from indexer.errors import SourceError, writing_to
 from indexer.format.names import (
     DIGEST_BYTES,
     PHRASES_FOLDER,
     SCRATCH_FOLDER,
     SEGMENTS_FOLDER,
+    TOKENIZER_FILE,
     ordinal_name,
     token_dtype,
 )
 from indexer.format.output import move_folder
 from indexer.format.records import Contents, PhrasesRecord, SegmentRecord, checksum_of
-from indexer.screening.screen import ScreenOptions
-from indexer.sources import SourceBlock, SourceOptions, plan, read
+from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceBlock, plan, read
 from indexer.stages.build_options import BuildOptions
-from indexer.stages.kept_results import (
-    forget_result,
-    keep_result,
-    kept_result,
-    key_of,
-    own_folder,
-    remove_unfinished,
+from indexer.stages.kept_results import forget_result, key_of, map_kept, remove_unfinished
+from indexer.stages.parts import (
+    GivenTexts,
+    KeptTexts,
+    Part,
+    PartWriter,
+    TokenisedDocument,
+    kept_runs,
 )
-from indexer.stages.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.stages.phrase_writer import write_phrases
-from indexer.stages.segments import Piece, SegmentTask, sorting_bytes, write_segment
-from indexer.stages.tokenise import EMPTY, stored_encoder, tokenise, tokenising_bytes, usable_texts
+from indexer.stages.segments import Piece, SegmentTask, write_segment
+from indexer.stages.tokenise import (
+    EMPTY,
+    UsableText,
+    stored_encoder,
+    tokenise,
+    tokenising_bytes,
+    usable_texts,
+)
 from indexer.tokenizer import Vocabulary
 
 DUPLICATE: Final = "exact duplicate"
@@ -61,12 +68,8 @@ takes as long as the whole index is large; continuations that are frequent in se
 are frequent in all. With a fixed share, each token is counted a bounded number of times."""
 
 _SCRATCH_NAME_BYTES: Final = 4
-_BYTES_PER_VOCABULARY_ENTRY: Final = 16
-"""Memory for each entry of `starts` while a segment is written: counts of eight bytes, twice."""
 
-
-_BYTES_PER_DOCUMENT: Final = 512
-"""Memory for each document while a segment is written: its row in the tables, its name twice."""
+Block = SourceBlock | KeptTexts | GivenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,46 +78,52 @@ class PartTask:
 
     Attributes:
         folder: of the part, to be made.
-        block: of the sources.
+        block: of documents to read.
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
-        sources: how they are read.
-        screening: phrases and secrets to remove.
-        keep_texts: whether texts are stored.
-        key: under which the result is kept, or empty; see `kept_results`.
+        options: how to read.
+        key: see `kept_results.Task`.
     """
 
     folder: Path
-    block: SourceBlock
+    block: Block
     tokenizer: Path
     vocabulary_size: int
-    sources: SourceOptions
-    screening: ScreenOptions
-    keep_texts: bool
+    options: BuildOptions
     key: str = ""
 
     @property
     def memory_bytes(self) -> int:
-        """How much memory `write_part` takes at most."""
-        return tokenising_bytes(self.sources.max_document_bytes)
+        """How much memory `write_part` takes at most; for texts of the usual limit if kept."""
+        most = self.options.sources.max_document_bytes
+        if isinstance(self.block, KeptTexts):
+            most = DEFAULT_MAX_DOCUMENT_BYTES
+        return tokenising_bytes(most)
+
+    def documents(self, tally: BuildTally) -> Iterator[UsableText]:
+        """Yield the documents of the block that can be tokenised; count the others."""
+        sources, screen, block = self.options.sources, self.options.screen, self.block
+        found = read(block, sources, tally) if isinstance(block, SourceBlock) else block.documents()
+        most = sys.maxsize if isinstance(block, KeptTexts) else sources.max_document_bytes
+        yield from usable_texts(found, most, tally, screen)
+        if isinstance(block, KeptTexts):
+            tally.num_bytes_read += block.file.num_bytes
 
 
 def write_part(task: PartTask) -> tuple[Part, BuildTally]:
-    """Read and tokenise sources; return the part and its counts, or those that are kept."""
-    if (kept := kept_result(task.folder, task.key)) is not None:
-        return Part.decode(task.folder, kept["part"]), BuildTally.decode(kept["tally"])
+    """Read and tokenise documents; return the part and its counts.
+
+    Raises:
+        DamagedIndexError: texts that an index keeps are damaged.
+        IndexerError: the disk is full or refuses.
+    """
     tally = BuildTally()
-    documents = read(task.block, task.sources, tally)
-    usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
-    dtype = token_dtype(task.vocabulary_size)
-    tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
-    folder = own_folder(task.folder, task.key)
+    encoder, dtype = stored_encoder(task.tokenizer), token_dtype(task.vocabulary_size)
+    tokenised = tokenise(task.documents(tally), encoder, dtype, tally)
     counted = _counting(tokenised, task.folder, tally)
-    part = gather_part(counted, folder, task.vocabulary_size, keep_texts=task.keep_texts)
-    if task.key:
-        result = {"part": part.encode(), "tally": tally.encode()}
-        keep_result(task.folder, folder, task.key, result)
-    return replace(part, folder=task.folder), tally
+    keep_texts = task.options.keep_texts
+    part = gather_part(counted, task.folder, task.vocabulary_size, keep_texts=keep_texts)
+    return part, tally
 
 
 def gather_part(
@@ -185,11 +194,9 @@ def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[
     """
     name = stage if kept else f"{stage}-{secrets.token_hex(_SCRATCH_NAME_BYTES)}"
     scratch = folder / SCRATCH_FOLDER / name
-    try:
+    with writing_to(scratch):
         scratch.mkdir(parents=True, exist_ok=kept)
         remove_unfinished(scratch)
-    except OSError as error:
-        raise IndexerError(f"cannot write {scratch}: {error.strerror}") from error
     try:
         yield scratch
     finally:
@@ -197,121 +204,6 @@ def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):  # other writers' folders are left, or there was none
                 scratch.parent.rmdir()
-
-
-def write_segments(  # noqa: PLR0913, PLR0917
-    engine: Engine,
-    folder: Path,
-    groups: Iterable[Sequence[Piece]],
-    first: int,
-    vocabulary_size: int,
-    kept_as: str = "",
-) -> list[SegmentRecord]:
-    """Write a segment for each group of pieces, numbered from `first` on.
-
-    They are moved to their places when all are whole: processes that outlive a killed writer write
-    in its scratch folder only.
-
-    Args:
-        engine: where to run.
-        folder: the index's directory.
-        groups: of pieces.
-        first: number of the first segment.
-        vocabulary_size: largest token id plus one.
-        kept_as: if not empty, finished segments are kept, under this and what they hold.
-    """
-    with scratch_folder(folder, SORTING, kept=bool(kept_as)) as scratch:
-        tasks = [
-            SegmentTask(
-                scratch, ordinal_name(number), tuple(group), vocabulary_size, _key(kept_as, group)
-            )
-            for number, group in enumerate(groups, first)
-        ]
-        need = max((_segment_bytes(task) for task in tasks), default=0)
-        records = list(engine.map(write_segment, tasks, need))
-        place = folder / SEGMENTS_FOLDER
-        for record in records:
-            if (scratch / record.name).exists():  # an earlier build may have moved it
-                move_folder(scratch / record.name, place / record.name)
-        if kept_as:
-            _remove_others(place, records, scratch)
-    return records
-
-
-def _remove_others(place: Path, records: Sequence[SegmentRecord], scratch: Path) -> None:
-    """Remove the segments of an earlier build that was divided otherwise."""
-    names = {record.name for record in records}
-    for folder in [each for each in place.iterdir() if each.name not in names]:
-        forget_result(scratch / folder.name)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _key(kept_as: str, group: Sequence[Piece]) -> str:
-    """Return a checksum of the documents of a segment: names, checksums of texts, lengths."""
-    if not kept_as:
-        return ""
-    return key_of(kept_as, [(_documents_key(piece.part), piece.runs) for piece in group])
-
-
-def _documents_key(part: Part) -> str:
-    table = part.documents()
-    columns = [checksum_of(array.tobytes()) for array in table.files().values()]
-    return key_of(columns, table.licences, part.num_tokens, part.keeps_texts)
-
-
-def renewed_phrases(
-    engine: Engine, folder: Path, number: int, contents: Contents, *, always: bool = False
-) -> PhrasesRecord:
-    """Return phrase tables for the segments of contents: the present ones if they are good enough.
-
-    They are if they count no removed segment and lack no more than an eighth of the tokens. Tokens
-    that were just added are found in the suffixes, and counting takes as long as the whole index
-    is large.
-
-    Args:
-        engine: where to run.
-        folder: the index's directory.
-        number: of the snapshot that will be published.
-        contents: with the phrase tables of the snapshot before.
-        always: rebuild them unless they count exactly the segments.
-    """
-    live = {record.name for record in contents.segments}
-    counts_live = bool(contents.phrases.files) and live.issuperset(contents.phrases.segments)
-    most = 0 if always else contents.num_tokens // _UNCOUNTED_SHARE
-    if counts_live and contents.num_uncounted_tokens <= most:
-        return contents.phrases
-    return _write_phrases(engine, folder, ordinal_name(number), contents)
-
-
-def _write_phrases(engine: Engine, folder: Path, name: str, contents: Contents) -> PhrasesRecord:
-    scratch, place = folder / SCRATCH_FOLDER / COUNTING, folder / PHRASES_FOLDER / name
-    size = contents.vocabulary.size
-    try:
-        files = write_phrases(engine, folder, contents.segments, size, scratch, place)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return PhrasesRecord(name, tuple(record.name for record in contents.segments), files)
-
-
-def _segment_bytes(task: SegmentTask) -> int:
-    """Return how much memory `write_segment` takes at most."""
-    num_documents = sum(end - begin for piece in task.pieces for begin, end in piece.runs)
-    num_tokens = sum(_num_tokens(piece) for piece in task.pieces)
-    return (
-        sorting_bytes(num_tokens, task.vocabulary_size)
-        + _BYTES_PER_DOCUMENT * num_documents
-        + _BYTES_PER_VOCABULARY_ENTRY * task.vocabulary_size
-    )
-
-
-def _num_tokens(piece: Piece) -> int:
-    """Return the length of a piece, separators included."""
-    starts = piece.part.documents().starts
-    length = piece.part.num_tokens + piece.part.num_documents
-    return sum(
-        (int(starts[end]) if end < len(starts) else length) - int(starts[begin])
-        for begin, end in piece.runs
-    )
 
 
 OnProgress = Callable[[BuildTally], None]
@@ -323,23 +215,165 @@ def no_progress(tally: BuildTally) -> None:
     del tally
 
 
-class ReadingTask(Protocol):
-    """A task that writes a part.
+@dataclass(frozen=True, slots=True, eq=False)
+class Building:
+    """An index that is built or changed: what all stages need.
 
     Attributes:
-        folder: of the part.
+        folder: the index's directory.
+        vocabulary: of its tokenizer.
+        options: how to build.
+        tally: counts.
+        tell: is told how far it is.
+        kept_as: if not empty, finished parts and segments are kept, under this and what they are
+            made of.
     """
 
-    @property
-    def folder(self) -> Path: ...  # noqa: D102  (see above)
+    folder: Path
+    vocabulary: Vocabulary
+    options: BuildOptions
+    tally: BuildTally = field(default_factory=BuildTally)
+    tell: OnProgress = no_progress
+    kept_as: str = ""
 
-    @property
-    def memory_bytes(self) -> int:
-        """How much memory it takes at most."""
-        ...
+    def read(self, blocks: Sequence[Block], scratch: Path) -> list[Part]:
+        """Read and tokenise blocks; count what is in them.
+
+        Raises:
+            SourceError: more could not be read than the options allow.
+        """
+        tasks = [
+            PartTask(
+                scratch / f"{number:08d}",
+                block,
+                self.folder / TOKENIZER_FILE,
+                self.vocabulary.size,
+                self.options,
+                self._key_of(block),
+            )
+            for number, block in enumerate(blocks)
+        ]
+        parts = []
+        tally = self.tally
+        with tally.stage(READING), _watching(tasks, tally.now(READING), self.tell) as finish:
+            done = map_kept(self.options.engine, write_part, tasks)
+            for task, (part, counted) in zip(tasks, done, strict=True):
+                finish(task)
+                tally.merge(counted)
+                tally.num_documents += part.num_documents
+                tally.num_tokens += part.num_tokens
+                parts.append(replace(part, folder=task.folder))
+        self.options.check_dropped(tally)
+        return parts
+
+    def _key_of(self, block: Block) -> str:
+        if not self.kept_as or not isinstance(block, SourceBlock):
+            return ""
+        options, screen = self.options, self.options.screen
+        how = (options.sources, options.keep_texts, "" if screen is None else screen.key)
+        return key_of(self.kept_as, how, block, _stamps(block))
+
+    def chosen(self, parts: Sequence[Part], known: Sequence[NDArray[np.uint8]] = ()) -> list[Piece]:
+        """Return the documents of parts that are to be indexed.
+
+        Args:
+            parts: in order.
+            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
+        """
+        filled = [part for part in parts if part.num_documents]
+        if not self.options.keep_duplicates and filled:
+            return without_duplicates(filled, known, self.tally)
+        return [Piece(part, part.whole) for part in filled]
+
+    def segments(self, groups: Iterable[Sequence[Piece]], first: int) -> list[SegmentRecord]:
+        """Write a segment for each group of pieces, numbered from `first` on.
+
+        They are moved to their places when all are whole: processes that outlive a killed writer
+        write in its scratch folder only.
+        """
+        self.tell(self.tally.now(SORTING))
+        kept_as = self.kept_as
+        with (
+            self.tally.stage(SORTING),
+            scratch_folder(self.folder, SORTING, kept=bool(kept_as)) as scratch,
+        ):
+            tasks = [
+                SegmentTask(
+                    scratch / ordinal_name(number),
+                    ordinal_name(number),
+                    tuple(group),
+                    self.vocabulary.size,
+                    _documents_key(kept_as, group),
+                )
+                for number, group in enumerate(groups, first)
+            ]
+            records = list(map_kept(self.options.engine, write_segment, tasks))
+            place = self.folder / SEGMENTS_FOLDER
+            for record in records:
+                if (scratch / record.name).exists():  # an earlier build may have moved it
+                    move_folder(scratch / record.name, place / record.name)
+            if kept_as:
+                _remove_others(place, records, scratch)
+        return records
+
+    def phrases(self, number: int, contents: Contents, *, always: bool = False) -> PhrasesRecord:
+        """Return phrase tables for segments: the present ones if they are good enough.
+
+        They are if they count no removed segment and lack no more than an eighth of the tokens.
+        Tokens that were just added are found in the suffixes, and counting takes as long as the
+        whole index is large.
+
+        Args:
+            number: of the snapshot that will be published.
+            contents: with the phrase tables of the snapshot before.
+            always: rebuild them unless they count exactly the segments.
+        """
+        self.tell(self.tally.now(COUNTING))
+        live = {record.name for record in contents.segments}
+        counts_live = bool(contents.phrases.files) and live.issuperset(contents.phrases.segments)
+        most = 0 if always else contents.num_tokens // _UNCOUNTED_SHARE
+        if counts_live and contents.num_uncounted_tokens <= most:
+            return contents.phrases
+        name, segments = ordinal_name(number), contents.segments
+        scratch = self.folder / SCRATCH_FOLDER / COUNTING
+        place = self.folder / PHRASES_FOLDER / name
+        engine, size = self.options.engine, self.vocabulary.size
+        try:
+            with self.tally.stage(COUNTING):
+                files = write_phrases(engine, self.folder, segments, size, scratch, place)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return PhrasesRecord(name, tuple(record.name for record in segments), files)
 
 
-_Task = TypeVar("_Task", bound=ReadingTask)
+def _stamps(block: SourceBlock) -> list[tuple[int, int]]:
+    """Return sizes and times of a block's files, one of which changes when a file is written to."""
+    found = []
+    for piece in block.pieces:
+        with suppress(OSError):  # reading it will say so
+            stat = piece.file.path.stat()
+            found.append((stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def _documents_key(kept_as: str, group: Sequence[Piece]) -> str:
+    """Return a checksum of the documents of a segment: names, checksums of texts, lengths."""
+    if not kept_as:
+        return ""
+    keys: list[object] = []
+    for piece in group:
+        part, table = piece.part, piece.part.documents()
+        columns = [checksum_of(array.tobytes()) for array in table.files().values()]
+        keys += [columns, table.licences, part.num_tokens, part.keeps_texts, piece.runs]
+    return key_of(kept_as, keys)
+
+
+def _remove_others(place: Path, records: Sequence[SegmentRecord], scratch: Path) -> None:
+    """Remove the segments of an earlier build that was divided otherwise."""
+    names = {record.name for record in records}
+    for folder in [each for each in place.iterdir() if each.name not in names]:
+        forget_result(scratch / folder.name)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def planned(
@@ -358,72 +392,10 @@ def planned(
     return blocks
 
 
-def part_tasks(  # noqa: PLR0913, PLR0917
-    blocks: Sequence[SourceBlock],
-    scratch: Path,
-    tokenizer: Path,
-    vocabulary: Vocabulary,
-    options: BuildOptions,
-    kept_as: str = "",
-) -> list[PartTask]:
-    """Return a task for each block.
-
-    Args:
-        blocks: of the sources.
-        scratch: where the parts go.
-        tokenizer: the stored tokenizer.
-        vocabulary: of the tokenizer.
-        options: how to read.
-        kept_as: if not empty, finished parts are kept, under this and what they are made of.
-    """
-    phrases = options.screen.phrases
-    how = (
-        (kept_as, options.sources, options.screen, options.keep_texts),
-        (phrases.texts, phrases.lines) if phrases is not None else (),
-    )
-    return [
-        PartTask(
-            scratch / f"{number:08d}",
-            block,
-            tokenizer,
-            vocabulary.size,
-            options.sources,
-            options.screen,
-            options.keep_texts,
-            key_of(how, block, _stamps(block)) if kept_as else "",
-        )
-        for number, block in enumerate(blocks)
-    ]
-
-
-def _stamps(block: SourceBlock) -> list[tuple[int, int]]:
-    """Return sizes and times of a block's files, one of which changes when a file is written to."""
-    found = []
-    for piece in block.pieces:
-        with suppress(OSError):  # reading it will say so
-            stat = piece.file.path.stat()
-            found.append((stat.st_size, stat.st_mtime_ns))
-    return found
-
-
-def read_parts(
-    engine: Engine,
-    tasks: Sequence[_Task],
-    tally: BuildTally,
-    on_progress: OnProgress | None,
-    write: Callable[[_Task], tuple[Part, BuildTally]],
-) -> list[Part]:
-    """Read and tokenise all sources, each task as `write` does; count."""
-    parts = []
-    need = max((task.memory_bytes for task in tasks), default=0)
-    with tally.stage(READING), _watching(tasks, tally.now(READING), on_progress) as finish:
-        for task, (part, counted) in zip(tasks, engine.map(write, tasks, need), strict=True):
-            finish(task)
-            tally.merge(counted)
-            tally.num_documents += part.num_documents
-            tally.num_tokens += part.num_tokens
-            parts.append(part)
-    return parts
+def no_document(tally: BuildTally) -> SourceError:
+    """Return the error for sources without a document that can be indexed."""
+    reasons = tally.describe_skipped()
+    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
 
 
 _LOOK_S: Final = 0.25  # between two looks at how far tasks have come
@@ -452,24 +424,24 @@ def _noted(folder: Path) -> _Counts:
 
 
 def _note_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.counts")
+    return folder.with_suffix(".counts")  # whatever folder of its own a task writes
 
 
 @contextmanager
 def _watching(
-    tasks: Sequence[_Task], tally: BuildTally, on_progress: OnProgress | None
-) -> Iterator[Callable[[_Task], None]]:
+    tasks: Sequence[PartTask], tally: BuildTally, tell: OnProgress
+) -> Iterator[Callable[[PartTask], None]]:
     """Show how far tasks have come while they run, those in other processes, too.
 
     Args:
         tasks: that are going to run.
         tally: has the counts of those that are done.
-        on_progress: is told.
+        tell: is told.
 
     Yields:
         What to call once a task is done.
     """
-    if on_progress is None:
+    if tell is no_progress:
         yield lambda _: None
         return
     running, ended = dict.fromkeys(task.folder for task in tasks), Event()
@@ -483,13 +455,13 @@ def _watching(
                 now = getattr(tally, name) + sum(each[at] for each in counts)
                 shown[at] = max(shown[at], now)  # between a task's end and its counts
                 setattr(partly, name, shown[at])
-            on_progress(partly)
+            tell(partly)
 
-    def finish(task: _Task) -> None:
+    def finish(task: PartTask) -> None:
         running.pop(task.folder, None)
         _note_of(task.folder).unlink(missing_ok=True)
 
-    on_progress(tally)
+    tell(tally)
     thread = Thread(target=show, name="foredraft-progress", daemon=True)
     thread.start()
     try:
@@ -497,23 +469,4 @@ def _watching(
     finally:
         ended.set()
         thread.join()
-        on_progress(tally)
-
-
-def chosen_pieces(
-    parts: Sequence[Part],
-    known: Sequence[NDArray[np.uint8]],
-    options: BuildOptions,
-    tally: BuildTally,
-) -> list[Piece]:
-    """Return the documents of parts that are to be indexed."""
-    filled = [part for part in parts if part.num_documents]
-    if options.deduplicate and filled:
-        return without_duplicates(filled, known, tally)
-    return [Piece(part, ((0, part.num_documents),)) for part in filled]
-
-
-def no_document(tally: BuildTally) -> SourceError:
-    """Return the error for sources without a document that can be indexed."""
-    reasons = tally.describe_skipped()
-    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
+        tell(tally)

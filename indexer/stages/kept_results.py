@@ -1,4 +1,4 @@
-"""Results of tasks that an earlier build has done: notes beside what the tasks wrote.
+"""A map over tasks that keeps results for a later build: notes beside what the tasks wrote.
 
 A task whose result is kept leaves a note with the result and a key: a checksum of all that the
 result depends on. The same task of a later build finds the note, and returns what it says.
@@ -8,15 +8,44 @@ import hashlib
 import json
 import secrets
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar, get_type_hints
 
-from indexer.errors import IndexerError
+from pydantic import TypeAdapter, ValidationError
+
+from indexer.engines import Engine
+from indexer.errors import writing_to
 from indexer.format.names import FORMAT_VERSION
 from indexer.format.output import sync_file, sync_folder, write_file
 
 _KEY_BYTES: Final = 16
 _NOTE: Final = ".done"
+
+
+class Task(Protocol):
+    """What is to be done; a dataclass.
+
+    Attributes:
+        folder: which it writes.
+        key: of all that the result depends on, see `key_of`; if empty, nothing is kept.
+        memory_bytes: how much memory it takes at most.
+    """
+
+    @property
+    def folder(self) -> Path: ...  # noqa: D102  (see above)
+
+    @property
+    def key(self) -> str: ...  # noqa: D102  (see above)
+
+    @property
+    def memory_bytes(self) -> int: ...  # noqa: D102  (see above)
+
+
+_Task = TypeVar("_Task", bound=Task)
+_Result = TypeVar("_Result")
 
 
 def key_of(*parts: object) -> str:
@@ -25,60 +54,78 @@ def key_of(*parts: object) -> str:
     return hashlib.blake2b(content, digest_size=_KEY_BYTES).hexdigest()
 
 
-def own_folder(folder: Path, key: str) -> Path:
-    """Return where a task writes: a new folder if its result is kept, else the task's own."""
-    return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}") if key else folder
-
-
-def kept_result(folder: Path, key: str) -> Any:
-    """Return the result of the task that wrote a folder, or None if it has to run.
+def map_kept(
+    engine: Engine, function: Callable[[_Task], _Result], tasks: Sequence[_Task]
+) -> Iterator[_Result]:
+    """Yield the results of all tasks in order, those that are kept without running their tasks.
 
     Args:
-        folder: which the task makes.
-        key: of the task now; nothing is kept for an empty one.
-    """
-    if not key:
-        return None
-    try:
-        note = json.loads(_note_of(folder).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    is_same = isinstance(note, dict) and note.get("key") == key
-    return note.get("result") if is_same else None
-
-
-def keep_result(folder: Path, written: Path, key: str, result: Any) -> None:
-    """Move what a task wrote to its folder, and leave the note once all is on disk.
-
-    A worker that outlives a killed build may write the same at the same time: each writes a folder
-    of its own, and what is there already stays if it is the same task's.
-
-    Args:
-        folder: which the task makes.
-        written: where it is until now.
-        key: of the task.
-        result: made of what JSON has.
+        engine: where to run.
+        function: as for `Engine.map`, annotated with what it returns, which names no folder. A
+            worker that outlives a killed build may write the same task's folder at the same time,
+            so each writes one of its own.
+        tasks: what to call it with.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: as `Engine.map`, or the disk is full or refuses.
     """
-    note = _note_of(folder)
+    need = max((task.memory_bytes for task in tasks), default=0)
+    return engine.map(partial(_done, function), tasks, need)
+
+
+def _done(function: Callable[[_Task], _Result], task: _Task) -> _Result:
+    if not task.key:
+        return function(task)
+    form = _form_of(function)
+    kept = _kept(task, form)
+    if kept is not None:
+        found: _Result = kept
+        return found
+    changed: Any = task
+    own = task.folder.with_name(f"{task.folder.name}.{secrets.token_hex(4)}")
+    result = function(replace(changed, folder=own))
+    with writing_to(task.folder):
+        _keep(task, own, form, result)
+    return result
+
+
+@cache
+def _form_of(function: Callable[..., Any]) -> "TypeAdapter[Any]":
+    """Return what writes a function's results as JSON, and reads them."""
+    return TypeAdapter(get_type_hints(function, include_extras=True)["return"])
+
+
+def _kept(task: Task, form: "TypeAdapter[Any]") -> Any:
+    """Return the result that is kept of a task, or None if it has to run."""
     try:
-        for path in written.iterdir():
-            sync_file(path)
-        sync_folder(written)
-        if kept_result(folder, key) is None:
-            note.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            written.rename(folder)
-        else:
-            shutil.rmtree(written, ignore_errors=True)
-        part = note.with_name(f"{written.name}.note")
-        write_file(part, json.dumps({"key": key, "result": result}).encode("ascii"))
-        part.rename(note)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise IndexerError(f"cannot write {folder}: {error.strerror}") from error
+        note = json.loads(_note_of(task.folder).read_bytes())
+        if isinstance(note, dict) and note.get("key") == task.key:
+            return form.validate_json(json.dumps(note.get("result")))
+    except (OSError, ValueError, RecursionError, ValidationError):
+        pass
+    return None
+
+
+def _keep(task: Task, written: Path, form: "TypeAdapter[Any]", result: object) -> None:
+    """Move what a task wrote to its folder, and leave the note once all is on disk.
+
+    What is there already stays if it is the same task's.
+    """
+    note = _note_of(task.folder)
+    for path in written.iterdir():
+        sync_file(path)
+    sync_folder(written)
+    if _kept(task, form) is None:
+        note.unlink(missing_ok=True)
+        shutil.rmtree(task.folder, ignore_errors=True)
+        written.rename(task.folder)
+    else:
+        shutil.rmtree(written, ignore_errors=True)
+    part = note.with_name(f"{written.name}.note")
+    told = {"key": task.key, "result": form.dump_python(result, mode="json")}
+    write_file(part, json.dumps(told).encode("ascii"))
+    part.rename(note)
+    sync_folder(task.folder.parent)
 
 
 def remove_unfinished(scratch: Path) -> None:

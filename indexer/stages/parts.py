@@ -1,8 +1,7 @@
 """Parts: tokenised documents before sorting, on disk between the stages of a build."""
 
-import errno
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.errors import DamagedIndexError, IndexerError, SourceError
+from indexer.errors import DamagedIndexError, SourceError, writing_to
 from indexer.format.compression import zstd
 from indexer.format.documents import DocumentTable, DocumentTableBuilder, digest_of
 from indexer.format.names import MAX_POSITIONS, TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
-from indexer.format.opening import map_array, open_documents
+from indexer.format.opening import check_file, map_array, open_documents
 from indexer.format.output import write_array
-from indexer.format.records import Document, SegmentRecord
+from indexer.format.records import Document, FileRecord, SegmentRecord
+from indexer.sources import SourceDocument
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,30 +66,20 @@ class Part:
             folder, record.num_documents, record.num_tokens, record.licences, record.keeps_texts
         )
 
-    def encode(self) -> dict[str, Any]:
-        """Return what `decode` needs besides the folder, as JSON has it."""
-        return {
-            "documents": self.num_documents,
-            "tokens": self.num_tokens,
-            "licences": self.licences,
-            "keeps_texts": self.keeps_texts,
-        }
+    @property
+    def whole(self) -> tuple[tuple[int, int]]:
+        """Begin and end of the range of all its documents."""
+        return ((0, self.num_documents),)
 
-    @classmethod
-    def decode(cls, folder: Path, value: Any) -> Self:
-        """Read what `encode` made of a part that is in a folder now."""
-        return cls(
-            folder,
-            int(value["documents"]),
-            int(value["tokens"]),
-            tuple(map(str, value["licences"])),
-            bool(value["keeps_texts"]),
-        )
+    @property
+    def length(self) -> int:
+        """Tokens and separators in it."""
+        return self.num_tokens + self.num_documents
 
     def tokens(self, dtype: np.dtype[Any]) -> Tokens:
         """Return the tokens, mapped: documents one after the other, a separator after each."""
         tokens: Tokens = map_array(self.folder / TOKENS_FILE, dtype)
-        if len(tokens) != self.num_tokens + self.num_documents:
+        if len(tokens) != self.length:
             raise DamagedIndexError(f"{self.folder / TOKENS_FILE} has another size than was built")
         return tokens
 
@@ -103,7 +93,7 @@ class Part:
         Raises:
             DamagedIndexError: the file of texts is not what was written.
         """
-        for line in self.text_lines(((0, self.num_documents),)):
+        for line in self.text_lines(self.whole):
             try:
                 fields = json.loads(line)
                 yield str(fields["name"]), str(fields["licence"]), str(fields["text"])
@@ -138,6 +128,41 @@ class Part:
             raise _damaged_texts(self.folder) from error
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTexts:
+    """The texts of a segment as a block of documents to read.
+
+    Attributes:
+        part: the segment.
+        file: the record of its file of texts.
+    """
+
+    part: Part
+    file: FileRecord
+
+    def documents(self) -> Iterator[SourceDocument]:
+        """Yield the documents.
+
+        Raises:
+            DamagedIndexError: the file of texts is damaged.
+        """
+        check_file(self.part.folder / TEXTS_FILE, self.file)
+        for name, licence, text in self.part.texts():
+            yield SourceDocument(name, licence, text)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTexts:
+    """Names and texts that a caller has, as a block of documents to read; cannot be pickled."""
+
+    pairs: Iterable[tuple[str, str]]
+
+    def documents(self) -> Iterator[SourceDocument]:
+        """Yield the documents."""
+        for name, text in self.pairs:
+            yield SourceDocument(name, "", text)
+
+
 class PartWriter:
     """Writes a part, document by document; memory holds the names and no more.
 
@@ -157,13 +182,11 @@ class PartWriter:
         self._keeps_texts = keeps_texts
         self.length = 0
         self._stack = ExitStack()
-        try:
+        with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._tokens = self._stack.enter_context((folder / TOKENS_FILE).open("wb"))
             if keeps_texts:
                 self._texts = self._stack.enter_context(text_stream(folder / TEXTS_FILE))
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
 
     def add(self, document: TokenisedDocument) -> None:
         """Append a document.
@@ -179,21 +202,17 @@ class PartWriter:
             Document(document.name, document.licence, self.length), document.digest()
         )
         self.length += len(document.tokens) + 1
-        try:
+        with writing_to(self.folder):
             self._tokens.write(np.ascontiguousarray(document.tokens).data)
             self._tokens.write(self._separator.data)
             if self._keeps_texts:
                 self._texts.write(text_line(document) + b"\n")
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
 
     def close(self) -> Part:
         """Write the documents' table and return the part."""
         table = self._documents.table()
-        try:
+        with writing_to(self.folder):
             self._stack.close()
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         for name, array in table.files().items():
             write_array(self.folder / name, array, durable=False)
         num_documents = len(table)
@@ -226,11 +245,6 @@ def kept_runs(kept: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Return where runs of true begin and end."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def _cannot_write(folder: Path, error: OSError) -> IndexerError:
-    advice = ": free space on the disk" if error.errno == errno.ENOSPC else ""
-    return IndexerError(f"cannot write {folder}: {error.strerror}{advice}")
 
 
 def _damaged_texts(folder: Path) -> DamagedIndexError:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.engines import Engine
-from indexer.errors import IndexerError
+from indexer.errors import writing_to
 from indexer.format.names import MAX_ORDER, PHRASE_FILES, POSITION_DTYPE, token_dtype
 from indexer.format.opening import Segment, open_segment
 from indexer.format.output import sync_file, sync_folder, write_array
@@ -143,23 +143,18 @@ class _TableFiles:
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Self:
-        try:
+        with writing_to(self._place):
             self._place.mkdir(parents=True, exist_ok=True)
             for name in PHRASE_FILES[2:]:
                 file = (self._place / name).open("wb")
                 self._files[name] = self._stack.enter_context(file)
-        except OSError as error:
-            raise self._refused(error) from error
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            with self._stack:
-                for number in range(_TOP):
-                    end = np.array([self._num_entries[number + 1]], POSITION_DTYPE)
-                    self._files[f"starts{number + 2}"].write(end.data)
-        except OSError as error:
-            raise self._refused(error) from error
+        with writing_to(self._place), self._stack:
+            for number in range(_TOP):
+                end = np.array([self._num_entries[number + 1]], POSITION_DTYPE)
+                self._files[f"starts{number + 2}"].write(end.data)
 
     def add(self, levels: Sequence[Level]) -> None:
         """Append entries, as `joined` yields them."""
@@ -185,24 +180,17 @@ class _TableFiles:
             "counts1": write_array(self._place / "counts1", encode_counts(counts)),
             "starts1": write_array(self._place / "starts1", starts),
         }
-        try:
+        with writing_to(self._place):
             for name in self._files:
                 path = self._place / name
                 sync_file(path)
                 records[name] = FileRecord.of_file(path)
             sync_folder(self._place)
-        except OSError as error:
-            raise self._refused(error) from error
         return records
 
     def _write(self, name: str, array: NDArray[Any]) -> None:
-        try:
+        with writing_to(self._place):
             self._files[name].write(np.ascontiguousarray(array).data)
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> IndexerError:
-        return IndexerError(f"cannot write {self._place}: {error.strerror}: free space on the disk")
 
 
 def _opened(folder: Path, records: Iterable[SegmentRecord], vocabulary_size: int) -> list[Segment]:

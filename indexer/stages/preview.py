@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.build_report import BuildTally, describe_conversations, list_conversations
+from indexer.build_report import BuildTally
 from indexer.format.documents import digest_of
 from indexer.format.names import DIGEST_BYTES
 from indexer.sources import SourceBlock, plan, read
@@ -60,11 +60,8 @@ class Preview:
                 {"file": file.name, "form": file.form, "documents": file.num_documents}
                 for file in self.files
             ],
-            "conversations": list_conversations(self.tally.conversations),
             "samples": [{"document": name, "text": words} for name, words in self.samples],
-            "skipped": dict(self.tally.skipped),
-            "skipped_places": self.tally.skipped_places,
-            "dropped": self.tally.num_dropped,
+            **self.tally.to_json(),
         }
 
     def describe(self) -> str:
@@ -80,7 +77,7 @@ class Preview:
                 f"would index {found}, of {len(self.files):,} files; nothing was written",
                 *files,
                 *([f"  and {num_more:,} more files"] if num_more > 0 else []),
-                *describe_conversations(self.tally.conversations),
+                *self.tally.describe_conversations(),
                 *(f"  {name}: {words}" for name, words in self.samples),
                 f"skipped: {self.tally.describe_skipped() or 'nothing'}",
             ]
@@ -117,7 +114,7 @@ def preview_of(
                         samples.append((text.name, _first_words(text.text)))
                 before = files.get(file.name, file).num_documents
                 files[file.name] = PreviewedFile(file.name, file.form, before + num_documents)
-    num_bytes = found.count(tally, known, deduplicate=options.deduplicate)
+    num_bytes = found.count(tally, known, deduplicate=not options.keep_duplicates)
     return Preview(tuple(files.values()), tuple(samples), num_bytes, tally)
 
 

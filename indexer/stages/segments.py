@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.errors import DamagedIndexError, IndexerError
+from indexer.errors import DamagedIndexError, IndexerError, writing_to
 from indexer.format.documents import DocumentTable, join_tables
 from indexer.format.names import (
     KEY_DTYPE,
@@ -29,7 +29,6 @@ from indexer.format.names import (
 from indexer.format.opening import map_array
 from indexer.format.output import sync_file, sync_folder, write_array, write_columns
 from indexer.format.records import FileRecord, SegmentRecord
-from indexer.stages.kept_results import keep_result, kept_result, own_folder
 from indexer.stages.parts import Part, text_stream
 
 _STRIDE: Final = 1 << 20
@@ -161,6 +160,12 @@ def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.u
 MAX_SEGMENT_TOKENS: Final = 64_000_000
 """Sorting a segment of this size takes 0.7 to 1 GB of memory, by the size of the vocabulary."""
 
+_BYTES_PER_VOCABULARY_ENTRY: Final = 16
+"""Memory for each entry of `starts` while a segment is written: counts of eight bytes, twice."""
+
+_BYTES_PER_DOCUMENT: Final = 512
+"""Memory for each document while a segment is written: its row in the tables, its name twice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -174,17 +179,24 @@ class Piece:
     part: Part
     runs: tuple[tuple[int, int], ...]
 
+    @property
+    def length(self) -> int:
+        """Tokens and separators in it."""
+        starts = self.part.documents().starts
+        bounds = np.append(starts, self.part.length).astype(np.int64)
+        return sum(int(bounds[end] - bounds[begin]) for begin, end in self.runs)
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentTask:
     """All that `write_segment` needs to know.
 
     Attributes:
-        folder: where the segment's folder is made; nothing in it is published.
-        name: of the segment's folder.
+        folder: of the segment, to be made; nothing in it is published.
+        name: of the segment.
         pieces: the documents, in order; one at least.
         vocabulary_size: largest token id plus one.
-        key: under which the result is kept, or empty; see `kept_results`.
+        key: see `kept_results.Task`.
     """
 
     folder: Path
@@ -193,9 +205,20 @@ class SegmentTask:
     vocabulary_size: int
     key: str = ""
 
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory `write_segment` takes at most."""
+        num_documents = sum(end - begin for piece in self.pieces for begin, end in piece.runs)
+        num_tokens = sum(piece.length for piece in self.pieces)
+        return (
+            sorting_bytes(num_tokens, self.vocabulary_size)
+            + _BYTES_PER_DOCUMENT * num_documents
+            + _BYTES_PER_VOCABULARY_ENTRY * self.vocabulary_size
+        )
+
 
 def write_segment(task: SegmentTask) -> SegmentRecord:
-    """Join, sort and write a segment, or return what is kept; overwrites a folder of its name.
+    """Join, sort and write a segment; overwrites a folder of its name.
 
     Depends on nothing but its argument and the files of the parts: may run in any process that
     sees them, and again.
@@ -204,11 +227,7 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
         DamagedIndexError: a part is not what was written.
         IndexerError: the disk is full or refuses.
     """
-    place = task.folder / task.name
-    if (kept := kept_result(place, task.key)) is not None:
-        return SegmentRecord.decode(kept)
-    folder = own_folder(place, task.key)
-    dtype = token_dtype(task.vocabulary_size)
+    folder, dtype = task.folder, token_dtype(task.vocabulary_size)
     columns, documents = _joined(task.pieces, dtype)
     files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
     files[TOKENS_FILE] = write_columns(folder / TOKENS_FILE, columns)
@@ -226,10 +245,7 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
     sync_folder(folder)
     num_documents = len(documents)
     num_tokens = len(tokens) - num_documents
-    record = SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
-    if task.key:
-        keep_result(place, folder, task.key, record.encode())
-    return record
+    return SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
 
 
 def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
@@ -245,7 +261,7 @@ def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
     gathered: list[tuple[Part, list[tuple[int, int]]]] = []
     length = 0
     for piece in pieces:
-        table, end = piece.part.documents(), _length(piece.part)
+        table, end = piece.part.documents(), piece.part.length
         starts = table.starts.astype(np.int64)
         ends = np.append(starts[1:], end)
         gathered.append((piece.part, []))
@@ -277,10 +293,6 @@ def _pieces(gathered: Iterable[tuple[Part, list[tuple[int, int]]]]) -> list[Piec
     return [Piece(part, tuple(runs)) for part, runs in gathered if runs]
 
 
-def _length(part: Part) -> int:
-    return part.num_tokens + part.num_documents
-
-
 def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[list[Tokens], DocumentTable]:
     """Return the tokens of all pieces, one after the other and mapped, and their documents."""
     tables, columns, offsets, length = [], [], [], 0
@@ -300,12 +312,10 @@ def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[list[Tokens]
 
 
 def _write_texts(path: Path, pieces: Iterable[Piece]) -> FileRecord:
-    try:
+    with writing_to(path):
         with text_stream(path) as stream:
             for piece in pieces:
                 for line in piece.part.text_lines(piece.runs):
                     stream.write(line + b"\n")
         sync_file(path)
         return FileRecord.of_file(path)
-    except OSError as error:
-        raise IndexerError(f"cannot write {path}: {error.strerror}") from error

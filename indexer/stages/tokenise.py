@@ -12,9 +12,9 @@ from indexer.build_report import BuildTally
 from indexer.errors import TokenizerError, reason_of
 from indexer.format.compression import zstd
 from indexer.format.names import Tokens
-from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
 from indexer.sources import NAME_ENCODING, NOT_TEXT, RAISE_LIMIT, TOO_LARGE, SourceDocument
 from indexer.stages.parts import TokenisedDocument
+from indexer.stages.screening import EXCLUDED, Screener, Screening
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ def usable_texts(
     documents: Iterable[SourceDocument],
     max_document_bytes: int,
     tally: BuildTally,
-    screening: ScreenOptions = NO_SCREENING,
+    screening: Screening | None = None,
 ) -> Iterator[UsableText]:
     """Yield the documents that hold text and are not too long, screened; count the others.
 
@@ -62,9 +62,9 @@ def usable_texts(
         documents: as they were read.
         max_document_bytes: longer ones are left out.
         tally: counts them.
-        screening: phrases and secrets to keep out of the index.
+        screening: what to keep out of the index.
     """
-    screen = _screen(screening) if screening.is_active else None
+    screen = None if screening is None else screening.screener()
     for document in documents:
         name, text = document.name, document.text
         try:
@@ -86,22 +86,19 @@ def usable_texts(
         tally.screened = screen.take_tally()
 
 
-def _screened(document: SourceDocument, screen: Screen, tally: BuildTally) -> Iterator[UsableText]:
+def _screened(
+    document: SourceDocument, screen: Screener, tally: BuildTally
+) -> Iterator[UsableText]:
     """Yield the document if anything of it may be indexed; count it otherwise."""
     screened = screen.screen(document.name, document.text, document.licence)
     if screened is None:
         tally.skipped[EXCLUDED] += 1
-    elif not screened.text or screened.text.isspace():
-        tally.skip(EMPTY, screened.name)
+        return
+    name, text, licence = screened
+    if not text or text.isspace():
+        tally.skip(EMPTY, name)
     else:
-        num_bytes = len(screened.text.encode("utf-8"))
-        yield UsableText(screened.name, screened.licence, screened.text, num_bytes)
-
-
-@lru_cache(maxsize=1)
-def _screen(options: ScreenOptions) -> Screen:
-    """Return what screens in this process: making it takes seconds."""
-    return Screen(options)
+        yield UsableText(name, licence, text, len(text.encode("utf-8")))
 
 
 def tokenising_bytes(largest_document_bytes: int) -> int:

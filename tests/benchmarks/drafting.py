@@ -18,7 +18,7 @@ def index_maker(path: Path) -> IndexMaker:
 
     def make(*documents: list[int]) -> Index:
         named = [(f"document-{i}", document) for i, document in enumerate(documents)]
-        options = BuildOptions(deduplicate=False)
+        options = BuildOptions(keep_duplicates=True)
         build_from_tokens(named, path, Vocabulary(50, "ab" * 32), options)
         return Index.open(path)
 

@@ -489,11 +489,12 @@ def _errors(
 
 _CHANGING: Final[Mapping[str, str]] = {
     r"\d{4}-\d\d-\d\dT[\d:.]+(Z|[+]00:00)": "TIME",
+    r"\b\d{4}-\d\d-\d\d\b": "DAY",
     r"(?m)^.*compil(ing|ed).*\n": "",  # where kernels are not kept from an earlier run
     r"\b[\d.,]*\d( ?)(?=(m?s|us|%|[KMG]i?B|tokens/s)(\W|$))": r"#\1",
     r"on disk +[\d,]+": "on disk #",
     r"(?m)^(\d+ tokens, # tokens/s), .*": r"\1, #",
-    r"(?m)^[\d.]+x plain decoding .*": "#x plain decoding",
+    r"(?m)^([\d.]+x plain decoding|what drafts are worth here) .*": "#x plain decoding",
     r"(?m)^\d+\.\d min: .*\n": "",
     r"(max_\w*bytes): \d+": r"\1: #",
     r"(?m)^measuring what passes cost.*\n": "",
@@ -803,7 +804,7 @@ LIBRARY_ERRORS: Final[Mapping[str, Callable[[], object]]] = {
     "building with a token outside": lambda: _built([("a", [50])]),
     "building with a negative token": lambda: _built([("a", [-1])]),
     "building over an index": lambda: _built([("a", [1])], "good.index"),
-    "segments of no token": lambda: BuildOptions(max_segment_tokens=0),
+    "segments of no token": lambda: BuildOptions(segment_tokens=0),
     "sources that are none": lambda: build_index([], "no.index", "tokenizer"),
     "removing nothing": lambda: remove_documents("good.index"),
     "a vocabulary without a size": lambda: Vocabulary(0, "ab"),

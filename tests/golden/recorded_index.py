@@ -11,10 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
+from indexer.build import (
+    BuildOptions,
+    build_from_index,
+    build_from_texts,
+    build_from_tokens,
+    build_index,
+)
 from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import list_documents
-from indexer.change.rebuilding import build_from_index
 from indexer.reader import Vocabulary
 from tests.golden.byte_tokenizer import byte_tokenizer
 from tests.golden.record import Step, exact
@@ -80,14 +85,14 @@ def _of_large_vocabulary(folder: Path) -> Path:
 
 
 def _in_segments(folder: Path) -> Path:
-    options = BuildOptions(max_segment_tokens=200)
+    options = BuildOptions(segment_tokens=200)
     build_from_tokens(_documents(20), folder / "index", VOCABULARY, options)
     return folder / "index"
 
 
 def _merged(folder: Path) -> Path:
     index = _in_segments(folder)
-    compact(index, BuildOptions(max_segment_tokens=500))
+    compact(index, BuildOptions(segment_tokens=500))
     return index
 
 

@@ -56,7 +56,7 @@ def tiny_original(vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("tiny") / "tiny.index"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("indexer.stages.segments.MIN_KEYED_SUFFIXES", 1)
-        build_from_tokens(documents, path, vocabulary, BuildOptions(max_segment_tokens=11))
+        build_from_tokens(documents, path, vocabulary, BuildOptions(segment_tokens=11))
     return path
 
 

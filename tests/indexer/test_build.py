@@ -22,20 +22,20 @@ DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
 
 @given(
     documents=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1),
-    max_segment_tokens=st.integers(1, 40),
+    segment_tokens=st.integers(1, 40),
     vocabulary_size=st.sampled_from([10, 65535, 65536]),
 )
 @settings(max_examples=cases(10, of=40), deadline=None)
 def test_every_document_is_kept_whole_and_in_order(
     documents: list[list[int]],
-    max_segment_tokens: int,
+    segment_tokens: int,
     vocabulary_size: int,
     tmp_path_factory: pytest.TempPathFactory,
     documents_of: DocumentsOf,
 ) -> None:
     path = tmp_path_factory.mktemp("kept") / "index"
     named = [(f"document {i}", ids) for i, ids in enumerate(documents)]
-    options = BuildOptions(max_segment_tokens=max_segment_tokens, deduplicate=False)
+    options = BuildOptions(segment_tokens=segment_tokens, keep_duplicates=True)
     report = build_from_tokens(named, path, Vocabulary(vocabulary_size, "aa"), options)
     with Index.open(path) as index:
         assert documents_of(index) == named
@@ -43,7 +43,7 @@ def test_every_document_is_kept_whole_and_in_order(
         assert index.num_tokens == report.num_tokens == sum(map(len, documents))
         for segment in index.segments:
             lone = int((segment.tokens == segment.tokens.max()).sum()) == 1
-            assert len(segment.tokens) <= max_segment_tokens or lone
+            assert len(segment.tokens) <= segment_tokens or lone
     assert verify_index(path).findings == ()
 
 
@@ -53,8 +53,8 @@ def test_texts_come_back_as_they_went_in(
     texts = {f"name {i}": f"text \u00e9\u4f60 {i}\r\n\t" * (i + 1) for i in range(50)}
     report = build_from_texts(texts.items(), tmp_path / "index", tokenizer)
     assert texts_of(tmp_path / "index") == texts
-    assert report.num_bytes == sum(len(text.encode()) for text in texts.values())
-    assert report.skipped == {}
+    assert report.tally.num_bytes == sum(len(text.encode()) for text in texts.values())
+    assert report.tally.skipped == {}
 
 
 def test_a_tokenizer_that_cuts_and_pads_loses_nothing(
@@ -88,7 +88,7 @@ def test_a_document_of_ten_megabytes_is_one_document(
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     words = PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
     num_words = 10 * 2**20 // len("work ")
-    options = BuildOptions(max_segment_tokens=1000, deduplicate=False)
+    options = BuildOptions(segment_tokens=1000, keep_duplicates=True)
     documents = [("short", "play"), ("long", "work " * num_words), ("last", "play")]
     report = build_from_texts(documents, tmp_path / "index", words, options)
     assert (report.num_documents, report.num_tokens) == (3, num_words + 2)
@@ -135,11 +135,11 @@ def test_tokens_that_are_no_integers_are_an_error(
         build_from_tokens([("bad", ids)], tmp_path / "x", vocabulary)
 
 
-@pytest.mark.parametrize("max_segment_tokens", [2**32, 0, -1])
-def test_segments_beyond_the_format_are_an_error(max_segment_tokens: int) -> None:
+@pytest.mark.parametrize("segment_tokens", [2**32, 0, -1])
+def test_segments_beyond_the_format_are_an_error(segment_tokens: int) -> None:
     with pytest.raises(IndexerError, match=r"from 1 to 4294967295"):
-        BuildOptions(max_segment_tokens=max_segment_tokens)
-    BuildOptions(max_segment_tokens=2**32 - 1)
+        BuildOptions(segment_tokens=segment_tokens)
+    BuildOptions(segment_tokens=2**32 - 1)
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_documents_without_tokens_are_skipped_and_counted(
     tmp_path: Path, vocabulary: Vocabulary
 ) -> None:
     report = build_from_tokens([("a", []), ("b", [1]), ("c", [])], tmp_path / "x", vocabulary)
-    assert (report.num_documents, report.skipped) == (1, {"empty": 2})
+    assert (report.num_documents, report.tally.skipped) == (1, {"empty": 2})
     with pytest.raises(SourceError, match="no document to index: skipped 1 empty"):
         build_from_tokens([("a", [])], tmp_path / "y", vocabulary)
     assert not (tmp_path / "y").exists()

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
-from indexer.build import as_replaced, build_from_texts, build_index, tokenizer_for
+from indexer.build import (
+    as_replaced,
+    build_from_index,
+    build_from_texts,
+    build_index,
+)
 from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import list_documents
-from indexer.change.rebuilding import build_from_index
 from indexer.change.verifying import verify_index
 from indexer.commands.summary import summarise
 from indexer.errors import IndexerError, TokenizerError
+from indexer.plugins.screening.exclusion import ExcludedPhrases
+from indexer.plugins.screening.screen import ScreenOptions
 from indexer.reader import Index
-from indexer.screening.exclusion import ExcludedPhrases
-from indexer.screening.screen import ScreenOptions
 from indexer.stages.build_options import BuildOptions
 from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_core, vocabulary_of
 from tests.indexer.conftest import Cli
@@ -68,7 +72,8 @@ def test_a_redacted_index_is_replaced_by_a_redacted_one(tmp_path: Path) -> None:
     build_index([source], index, DEFAULT_MODEL, BuildOptions(screen=ScreenOptions(redact=True)))
     build_index([source], index, options=BuildOptions(overwrite=True))
     assert SECRET not in texts_of(index)
-    assert as_replaced(tmp_path / "nothing", BuildOptions()) == BuildOptions()
+    nothing = as_replaced(tmp_path / "nothing", None, BuildOptions())
+    assert nothing == (DEFAULT_MODEL, BuildOptions())
 
 
 def test_a_list_of_phrases_is_asked_of_whatever_is_added(tmp_path: Path) -> None:
@@ -143,7 +148,6 @@ def test_an_index_that_is_replaced_keeps_its_tokenizer(
     assert "as that of the index that is replaced" in caplog.text
     build_from_texts([("a", "two")], index, DEFAULT_MODEL, overwrite)
     assert summarise(index).vocabulary != before
-    assert tokenizer_for(tmp_path / "nothing") == DEFAULT_MODEL
 
 
 def test_a_replaced_index_whose_tokenizer_has_no_name_asks_for_one(

@@ -49,7 +49,7 @@ def test_every_position_is_traced_to_its_document(tmp_path: Path) -> None:
     rng = random.Random(3)
     lengths = [rng.randrange(1, 30) for _ in range(700)]
     documents = [(f"document {i} " + "x" * 90, [0] * n) for i, n in enumerate(lengths)]
-    options = BuildOptions(max_segment_tokens=1000, deduplicate=False)
+    options = BuildOptions(segment_tokens=1000, keep_duplicates=True)
     build_from_tokens(documents, tmp_path / "x", Vocabulary(1, "aa"), options)
     remaining = iter(documents)
     with Index.open(tmp_path / "x") as index:
@@ -76,7 +76,7 @@ def test_positions_outside_the_index_are_refused(
 def test_opening_takes_no_longer_for_a_larger_index(tmp_path: Path) -> None:
     path = tmp_path / "large"
     documents = ((f"document {i}", np.full(50, i % 100)) for i in range(20_000))
-    options = BuildOptions(max_segment_tokens=100_000, deduplicate=False)
+    options = BuildOptions(segment_tokens=100_000, keep_duplicates=True)
     build_from_tokens(documents, path, Vocabulary(100, "aa"), options)
     times = []
     for _ in range(5):
@@ -151,7 +151,7 @@ def test_an_index_that_is_replaced_again_and_again_is_never_mixed(
         try:
             for number in itertools.count():
                 documents = [(f"{number}", [number % 7] * (number % 5 + 1))] * (number % 3 + 1)
-                options = BuildOptions(max_segment_tokens=1, overwrite=True, deduplicate=False)
+                options = BuildOptions(segment_tokens=1, overwrite=True, keep_duplicates=True)
                 build_from_tokens(documents, path, Vocabulary(7, f"{number}"), options)
                 if stop.is_set():
                     return

@@ -17,7 +17,7 @@ from tests.indexer.stages.phrase_reading import count_of
 from tests.suite_parts import cases
 
 LARGE = BuildOptions()
-SMALL = BuildOptions(max_segment_tokens=60)
+SMALL = BuildOptions(segment_tokens=60)
 
 
 @dataclass
@@ -108,14 +108,14 @@ def steps(seed: int) -> Iterator[tuple[str, random.Random]]:
 def test_after_any_changes_an_index_holds_what_a_fresh_build_of_the_rest_holds(
     seed: int, twin: Twin, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    options = BuildOptions(max_segment_tokens=60, keep_texts=seed % 2 == 1)
+    options = BuildOptions(segment_tokens=60, keep_texts=seed % 2 == 1)
     path = built(twin, tokenizer, options, *(text(random.Random(i)) for i in range(seed, 9)))
     for verb, random_ in steps(seed):
         if verb == "add":
             paths = twin.write(*(text(random_) for _ in range(random_.randint(1, 5))))
             assert add_documents(path, paths, options).num_documents == twin.add(paths)
         elif verb == "compact":
-            compact(path, BuildOptions(max_segment_tokens=random_.choice([80, 200])))
+            compact(path, BuildOptions(segment_tokens=random_.choice([80, 200])))
         else:
             chosen = random_.choice(list(twin.texts))
             pattern = f"*/{random_.randrange(3)}/*" if "folder" in verb else chosen
@@ -139,13 +139,13 @@ def test_what_is_there_already_is_not_added_again(
 ) -> None:
     path = built(twin, tokenizer, LARGE, "one", "two")
     report = add_documents(path, twin.write("two", "three", "three"))
-    assert (report.num_documents, report.skipped) == (1, {"exact duplicate": 2})
+    assert (report.num_documents, report.tally.skipped) == (1, {"exact duplicate": 2})
     before = sorted(path.rglob("*"))
     report = add_documents(path, twin.write("three", "one"))
-    assert (report.num_documents, report.skipped) == (0, {"exact duplicate": 2})
+    assert (report.num_documents, report.tally.skipped) == (0, {"exact duplicate": 2})
     assert sorted(path.rglob("*")) == before
-    report = add_documents(path, twin.write("three"), BuildOptions(deduplicate=False))
-    assert (report.num_documents, report.skipped) == (1, {})
+    report = add_documents(path, twin.write("three"), BuildOptions(keep_duplicates=True))
+    assert (report.num_documents, report.tally.skipped) == (1, {})
     assert "exact duplicate" in add_documents(path, twin.write("one", "four")).describe()
 
 
@@ -167,7 +167,7 @@ def test_texts_are_kept_where_the_index_keeps_them(
 def test_what_was_removed_is_in_no_file(
     *, keep_texts: bool, twin: Twin, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    options = BuildOptions(max_segment_tokens=200, keep_texts=keep_texts)
+    options = BuildOptions(segment_tokens=200, keep_texts=keep_texts)
     phrase = "quetzalcoatl"
     path = built(twin, tokenizer, options, "nothing " * 9, f"say {phrase}s", "more of it", "rest")
     add_documents(path, twin.write(f"again {phrase}"), options)
@@ -244,7 +244,7 @@ def test_an_index_of_tokens_takes_no_texts(
 def test_damage_is_not_copied_under_a_new_checksum(
     name: str, twin: Twin, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    options = BuildOptions(max_segment_tokens=20, keep_texts=True)
+    options = BuildOptions(segment_tokens=20, keep_texts=True)
     path = built(twin, tokenizer, options, "one two three", "four five six", "seven eight")
     file = path / "segments/00000001" / name
     content = bytearray(file.read_bytes())

@@ -8,9 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from indexer.build import BuildOptions, build_from_texts, build_index
+from indexer.build import BuildOptions, build_from_index, build_from_texts, build_index
 from indexer.change.changes import add_documents, remove_documents
-from indexer.change.rebuilding import build_from_index
 from indexer.change.verifying import verify_index
 from indexer.errors import DamagedIndexError, IndexExistsError, SourceError
 from indexer.reader import Index
@@ -19,7 +18,7 @@ from indexer.stages.gathering import gather_part
 from indexer.stages.parts import TokenisedDocument
 from tests.indexer.index_files import contents_of
 
-KEEPING = BuildOptions(keep_texts=True, max_segment_tokens=60)
+KEEPING = BuildOptions(keep_texts=True, segment_tokens=60)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_another_tokenizers_index_is_the_one_that_its_sources_give(
     build_from_texts(texts.items(), tmp_path / "expected", words, KEEPING)
     assert contents_of(tmp_path / "words") == contents_of(tmp_path / "expected")
     assert report.num_documents == 30
-    assert report.num_bytes == sum(len(text.encode()) for text in texts.values())
+    assert report.tally.num_bytes == sum(len(text.encode()) for text in texts.values())
     assert seen[-1][0] == seen[-1][1] > 0
 
 
@@ -73,7 +72,7 @@ def test_long_and_repeated_documents_are_carried_over(
     tmp_path: Path, words: PreTrainedTokenizerBase
 ) -> None:
     options = BuildOptions(
-        keep_texts=True, deduplicate=False, sources=SourceOptions(max_document_bytes=1 << 30)
+        keep_texts=True, keep_duplicates=True, sources=SourceOptions(max_document_bytes=1 << 30)
     )
     texts = [("a", "one two"), ("b", "one two"), ("c", "three " + "x" * (11 << 20))]
     build_from_texts(texts, tmp_path / "index", words, options)

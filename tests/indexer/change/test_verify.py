@@ -153,7 +153,7 @@ def test_a_document_table_that_contradicts_the_separators_is_found(
 
 def test_sampled_order_takes_long_repeats(tmp_path: Path) -> None:
     repeated = [("a", [3, 1] * 5000), ("b", [3, 1] * 5000)]
-    options = BuildOptions(deduplicate=False)
+    options = BuildOptions(keep_duplicates=True)
     build_from_tokens(repeated, tmp_path / "x", Vocabulary(5, "aa"), options)
     assert verify_index(tmp_path / "x", num_samples=500).findings == ()
     with Index.open(tmp_path / "x") as index:

@@ -42,7 +42,7 @@ def write_corpus(folder: Path, num_files: int, num_words: int, seed: int = 0) ->
 def _options(engine: Engine) -> BuildOptions:
     """Return options with which a small corpus is many tasks."""
     sources = SourceOptions(block_bytes=1 << 12)
-    return BuildOptions(sources, max_segment_tokens=7_000, keep_texts=True, engine=engine)
+    return BuildOptions(sources, segment_tokens=7_000, keep_texts=True, engine=engine)
 
 
 def build(sources: Path, output: Path, tokenizer: Path, engine: Engine) -> dict[str, bytes]:

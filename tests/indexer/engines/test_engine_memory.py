@@ -11,8 +11,8 @@ import pytest
 from indexer.engines import Serial
 from indexer.engines.memory import available_bytes, default_limit, describe_size, parse_size
 from indexer.engines.processes import ProcessPool
-from indexer.engines.ray import RayCluster
 from indexer.errors import IndexerError
+from indexer.plugins.ray.ray_cluster import RayCluster
 from indexer.reader import Index
 from indexer.stages.build_options import BuildOptions, engine_of
 from tests.indexer.engines.corpora import save_byte_tokenizer
@@ -133,15 +133,15 @@ def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
 
 def test_segments_are_halved_until_sorting_one_fits(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert BuildOptions().segment_tokens(50_000) == 64_000_000
-    assert BuildOptions(engine=Serial(4 * GIB)).segment_tokens(50_000) == 64_000_000
+    assert BuildOptions().most_tokens(50_000) == 64_000_000
+    assert BuildOptions(engine=Serial(4 * GIB)).most_tokens(50_000) == 64_000_000
     assert caplog.messages == []
-    assert BuildOptions(engine=Serial(GIB)).segment_tokens(50_000) == 32_000_000
-    assert BuildOptions(engine=Serial(GIB)).segment_tokens(150_000) == 16_000_000
+    assert BuildOptions(engine=Serial(GIB)).most_tokens(50_000) == 32_000_000
+    assert BuildOptions(engine=Serial(GIB)).most_tokens(150_000) == 16_000_000
     assert "segments of at most 16,000,000 tokens" in caplog.text
-    assert BuildOptions(max_segment_tokens=9, engine=Serial(GIB)).segment_tokens(50_000) == 9
+    assert BuildOptions(segment_tokens=9, engine=Serial(GIB)).most_tokens(50_000) == 9
     with pytest.raises(IndexerError, match=r"too little for a build: allow .*M at least"):
-        BuildOptions(engine=Serial(512 * MIB)).segment_tokens(50_000)
+        BuildOptions(engine=Serial(512 * MIB)).most_tokens(50_000)
 
 
 def test_engines_are_named() -> None:

@@ -185,7 +185,7 @@ def test_phrase_tables_of_other_sizes_than_their_neighbours_are_refused(
 def test_no_damage_crashes_a_reader_and_verify_finds_each(
     flips: int, verifies: int, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    options = BuildOptions(max_segment_tokens=100, keep_texts=True)
+    options = BuildOptions(segment_tokens=100, keep_texts=True)
     for name in "ab":
         texts = [(f"{name}{i}", f"{name}bcabc{i}" * (3 + i)) for i in range(4)]
         build_from_texts(texts, tmp_path / name, tokenizer, options)

@@ -31,7 +31,7 @@ def documents():
     print("half-way", flush=True)
     time.sleep(600)
 
-options = BuildOptions(max_segment_tokens=50, overwrite=True)
+options = BuildOptions(segment_tokens=50, overwrite=True)
 build_from_tokens(documents(), sys.argv[1], Vocabulary(100, "aa"), options)
 """
 
@@ -282,5 +282,5 @@ def test_an_output_that_cannot_be_written_is_one_clear_error(
     tmp_path: Path, vocabulary: Vocabulary
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(IndexerError, match="cannot write to"):
+    with pytest.raises(IndexerError, match="cannot write"):
         build_from_tokens([("a", [1])], tmp_path / "file/index", vocabulary)

@@ -17,7 +17,7 @@ BUILD_ANEW = BuildOptions(overwrite=True)
 @pytest.fixture
 def path(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     texts = [(f"{number}.txt", f"this is text number {number}") for number in range(20)]
-    options = BuildOptions(max_segment_tokens=300)
+    options = BuildOptions(segment_tokens=300)
     build_from_texts(texts, tmp_path / "x", tokenizer, options)
     return tmp_path / "x"
 

@@ -83,7 +83,7 @@ def index(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 500)
     paths = [tmp_path / f"{name}.txt" for name in "abc"]
-    build_index(paths, tmp_path / "index", tokenizer, BuildOptions(max_segment_tokens=1100))
+    build_index(paths, tmp_path / "index", tokenizer, BuildOptions(segment_tokens=1100))
     return tmp_path / "index"
 
 
@@ -244,7 +244,7 @@ def test_a_change_that_fails_leaves_nothing(
     def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("indexer.change.changes.renewed_phrases", fail)
+    monkeypatch.setattr("indexer.stages.gathering.Building.phrases", fail)
     (tmp_path / "d.txt").write_text("new")
     changes: list[Callable[[], object]] = [
         lambda: add_documents(index, [tmp_path / "d.txt"]),
@@ -300,7 +300,7 @@ def test_a_full_disk_leaves_the_index_as_it_was(
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 2500)
     paths = [tmp_path / f"{name}.txt" for name in "abc"]
-    build_index(paths, path, tokenizer, BuildOptions(max_segment_tokens=5100))
+    build_index(paths, path, tokenizer, BuildOptions(segment_tokens=5100))
     before = contents_but_lock(path)
     (tmp_path / "d.txt").write_text("d " * 20_000)
     room = os.statvfs(small_disk)
@@ -335,7 +335,7 @@ def test_an_index_on_a_read_only_disk_is_not_changed(
         lambda: remove_documents(index, patterns=["*/a.txt"]),
     ]
     for change in changes:
-        with pytest.raises(IndexerError, match=rf"cannot write to {index}: Read-only file system"):
+        with pytest.raises(IndexerError, match=rf"cannot write {index}: Read-only file system"):
             change()
     with Index.open(index) as read:
         assert read.num_documents == 3
@@ -357,4 +357,4 @@ def test_a_read_only_index_is_read_and_not_changed(index: Path, tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", AS_NOBODY, str(index)], capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"cannot write to {index}: Permission denied\n3\n"
+    assert done.stdout == f"cannot write {index}: Permission denied\n3\n"

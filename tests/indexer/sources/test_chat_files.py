@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from indexer.build_report import describe_conversations
 from indexer.sources.conversations import exchanges_of
 from indexer.sources.recordings import RecordingTally, read_records
 from tests.indexer.sources.source_reading import json_lines, read_all, texts
@@ -357,7 +356,7 @@ def test_a_file_is_indexed_as_expected(  # noqa: PLR0913, PLR0917
     write(path)
     documents, tally = read_all(path)
     assert texts(documents) == {f"{path}:{place}": text for place, text in expected.items()}
-    assert [f"{path}: {said}"] == describe_conversations(tally.conversations)
+    assert [f"{path}: {said}"] == tally.describe_conversations()
     assert tally.skipped == dropped
     assert tally.num_dropped == sum(dropped.values())
 
@@ -377,7 +376,7 @@ def test_a_log_of_responses_says_its_requests_and_responses_apart(tmp_path: Path
     documents, tally = read_all(path)
     expected = {"0#2": CALL, "1#3": CALL, "1#5": ANSWER, "2#1": ANSWER}
     assert texts(documents) == {f"{path}:{place}": text for place, text in expected.items()}
-    assert describe_conversations(tally.conversations) == [
+    assert tally.describe_conversations() == [
         f"{path}: requests and responses of a server, 3 assistant turns of 2 conversations",
         f"{path}: responses of a server, 1 assistant turns of 1 conversations",
     ]
@@ -411,8 +410,8 @@ def test_a_folder_of_them_is_read_as_they_are(tmp_path: Path) -> None:
     documents, tally = read_all(tmp_path)
     wanted = {f"{tmp_path}/{name}:{place}" for name, _, places, *_ in FILES for place in places}
     assert {document.name for document in documents} == {*wanted, f"{tmp_path}/package.json"}
-    assert len(describe_conversations(tally.conversations)) == 11
-    assert describe_conversations(tally.conversations)[-1] == "and 5 more such files"
+    assert len(tally.describe_conversations()) == 11
+    assert tally.describe_conversations()[-1] == "and 5 more such files"
 
 
 def test_the_field_of_a_table_may_hold_turns(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_of_what_is_left_out_the_first_place_is_named(
     path = tmp_path / "rows.jsonl"
     path.write_text(json_lines({"text": "first"}, "{", {"other": 1}, {"other": 1}, {"text": " "}))
     report = build_index([path], tmp_path / "index", tokenizer)
-    assert report.skipped_places == {
+    assert report.tally.skipped_places == {
         "not JSON": f"{path}:2",
         "no text in field 'text'": f"{path}:3",
         "empty": f"{path}:5",
@@ -134,12 +134,12 @@ def test_what_is_not_text_is_skipped_and_counted(
     report = build_index(
         [source], tmp_path / "index", tokenizer, BuildOptions(SourceOptions(max_document_bytes=100))
     )
-    assert report.skipped == {"empty": 2, "not text": 3, "too large": 1}
+    assert report.tally.skipped == {"empty": 2, "not text": 3, "too large": 1}
     assert texts_of(tmp_path / "index") == {
         f"{source}/good.txt": "h\u00e9llo \U0001f600\r\n",
         f"{source}/limit.txt": "x" * 100,
     }
-    assert report.num_bytes == 100 + len((source / "good.txt").read_bytes())
+    assert report.tally.num_bytes == 100 + len((source / "good.txt").read_bytes())
 
 
 def test_unreadable_files_and_pipes_are_skipped_and_counted(

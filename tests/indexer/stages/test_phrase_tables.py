@@ -208,7 +208,7 @@ def test_what_is_built_is_what_a_reader_finds(tmp_path: Path) -> None:
     for number, (vocabulary_size, segment_tokens) in enumerate([(20, 100), (66_000, 10**6)]):
         path = tmp_path / f"{number}"
         named = [(f"{place}", ids) for place, ids in enumerate(documents)]
-        options = BuildOptions(max_segment_tokens=segment_tokens)
+        options = BuildOptions(segment_tokens=segment_tokens)
         build_from_tokens(named, path, Vocabulary(vocabulary_size, "aa"), options)
         with Index.open(path) as index:
             assert (len(index.segments) > 3) == (segment_tokens == 100)
@@ -221,7 +221,7 @@ def test_equal_corpora_give_equal_bytes_however_they_are_divided(tmp_path: Path)
     contents = []
     for number, segment_tokens in enumerate([10**6, 10**6, 30, 1]):
         path = tmp_path / f"{number}"
-        options = BuildOptions(max_segment_tokens=segment_tokens)
+        options = BuildOptions(segment_tokens=segment_tokens)
         build_from_tokens(named, path, Vocabulary(9, "aa"), options)
         files = sorted((path / "phrases").rglob("*"))
         contents.append([(each.name, each.read_bytes()) for each in files if each.is_file()])

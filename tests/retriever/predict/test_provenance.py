@@ -159,7 +159,7 @@ def test_every_document_holds_match_and_token_where_it_says(
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(number) for number, part in enumerate(parts) if part]
         for path, part in zip(paths, filter(None, parts), strict=True):
-            options = BuildOptions(max_segment_tokens=split, deduplicate=False)
+            options = BuildOptions(segment_tokens=split, keep_duplicates=True)
             build_from_tokens(part, path, vocabulary, options)
         drafter = EmbeddedDrafter.open_indexes(paths)
         explanation = explain(drafter, context, 40, max_documents=4)

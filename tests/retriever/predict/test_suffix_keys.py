@@ -22,7 +22,7 @@ def built(path: Path, vocabulary_size: int) -> Path:
         (str(number), [token % 7 for token in text(rng, 2000)] + text(rng, 1000))
         for number in range(4)
     ]
-    options = BuildOptions(max_segment_tokens=7000)
+    options = BuildOptions(segment_tokens=7000)
     build_from_tokens(documents, path, Vocabulary(vocabulary_size, "ab" * 32), options)
     return path
 

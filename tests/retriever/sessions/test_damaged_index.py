@@ -71,7 +71,7 @@ def build(path: Path, seed: int) -> None:
         (f"{seed}/{i}", np.concatenate([phrases[(i + j * (1 + i % 3)) % 8] for j in range(6)]))
         for i in range(20)
     ]
-    options = BuildOptions(max_segment_tokens=750)
+    options = BuildOptions(segment_tokens=750)
     build_from_tokens(documents, path, Vocabulary(NUM_WORDS, "aa"), options)
 
 

@@ -299,7 +299,7 @@ def test_several_segments_and_indexes_are_drafted_from(
     rng = np.random.default_rng(19)
     documents = [(str(i), rng.integers(0, 6, 60).tolist()) for i in range(12)]
     paths = [tmp_path / "one", tmp_path / "other"]
-    build_from_tokens(documents[:8], paths[0], vocabulary, BuildOptions(max_segment_tokens=130))
+    build_from_tokens(documents[:8], paths[0], vocabulary, BuildOptions(segment_tokens=130))
     build_from_tokens(documents[8:], paths[1], vocabulary)
     drafter = EmbeddedDrafter.open_indexes(paths)
     assert len(drafter.stats().indexes[0].segments) > 2

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from indexer.build import BuildOptions, build_from_texts, build_index
 from indexer.change.verifying import verify_index
 from indexer.errors import SourceError
+from indexer.plugins.screening.exclusion import ExcludedPhrases
+from indexer.plugins.screening.screen import ExcludeScope, ScreenOptions
 from indexer.reader import Index
-from indexer.screening.exclusion import ExcludedPhrases
-from indexer.screening.screen import ExcludeScope, ScreenOptions
 from tests.indexer.stages.phrase_twins import levels_in
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -115,8 +115,8 @@ def test_nothing_that_is_screened_for_is_in_an_index(
     said = report.describe() + json.dumps(report.to_json(), ensure_ascii=False)
     assert not any(needle in said for needle in NEEDLES)
     assert verify_index(path, 10).findings == ()
-    assert report.screened is not None
-    assert report.screened.secrets.keys() >= {"private-key", "gitlab-pat", "email-address"}
+    assert report.tally.screened is not None
+    assert report.tally.screened.secrets.keys() >= {"private-key", "gitlab-pat", "email-address"}
 
 
 def test_what_is_not_screened_for_is_found_by_the_same_search(
@@ -135,7 +135,7 @@ def test_the_report_counts_by_phrase_and_kind(
 ) -> None:
     screen = options(ExcludeScope.DOCUMENT)
     report = build_index([corpus], tmp_path / "x", tokenizer, BuildOptions(screen=screen))
-    assert report.skipped["excluded phrase"] == 6
+    assert report.tally.skipped["excluded phrase"] == 6
     screened = report.to_json()["screened"]
     assert screened["documents_by_phrase"] == {"2": 4, "5": 2}
     assert screened["documents_excluded"] == 6
@@ -150,7 +150,7 @@ def test_documents_of_which_nothing_stays_are_empty(
     screen = ScreenOptions(ExcludedPhrases(("cut",), (1,)), ExcludeScope.LINE)
     documents = [("a", "cut me"), ("b", "keep\ncut\nkeep too"), ("c", "\ncut\n")]
     report = build_from_texts(documents, tmp_path / "x", tokenizer, BuildOptions(screen=screen))
-    assert report.skipped == {"empty": 2}
+    assert report.tally.skipped == {"empty": 2}
     assert texts_of(tmp_path / "x") == {"b": "keep\nkeep too"}
     with pytest.raises(SourceError, match="no document to index: skipped 1 empty"):
         build_from_texts(documents[:1], tmp_path / "y", tokenizer, BuildOptions(screen=screen))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from indexer.errors import IndexerError
-from indexer.screening.exclusion import ExcludedPhrases, PhraseFinder, spans_of
-from indexer.screening.screen import ExcludeScope, Screen, ScreenOptions
+from indexer.plugins.screening.exclusion import ExcludedPhrases, PhraseFinder, spans_of
+from indexer.plugins.screening.screen import ExcludeScope, Screen, ScreenOptions
 
 FEW = st.text("aAb\u00e9e\u0301\u00df\u1e9e \u212b\u00c5\u03b1\u0345\u4e00\U0001f600", max_size=4)
 LINES = st.lists(FEW, max_size=6).map("\n".join)

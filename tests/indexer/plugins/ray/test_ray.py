@@ -12,8 +12,8 @@ import pytest
 
 from indexer.engines import Engine, Serial
 from indexer.engines.processes import ProcessPool
-from indexer.engines.ray import RayCluster
 from indexer.errors import IndexerError, SourceError
+from indexer.plugins.ray.ray_cluster import RayCluster
 from tests.indexer.engines import tasks
 from tests.indexer.engines.corpora import build_and_change, save_byte_tokenizer, write_corpus
 from tests.indexer.engines.tasks import Task, numbered

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from logging import getLogger
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -10,12 +11,11 @@ from typing import Final, NamedTuple
 from indexer.build_report import ScreenTally
 from indexer.errors import IndexerError
 from indexer.format.records import ScreeningRecord, checksum_of
-from indexer.screening.exclusion import ExcludedPhrases, Hits, PhraseFinder, spans_of
-from indexer.screening.redaction import Secret, SecretFinder, redacted
+from indexer.plugins.screening.exclusion import ExcludedPhrases, Hits, PhraseFinder, spans_of
+from indexer.plugins.screening.redaction import Secret, SecretFinder, redacted
 
 _log = getLogger(__name__)
 
-EXCLUDED: Final = "excluded phrase"
 WITHHELD: Final = "(a name with an excluded phrase)"
 
 
@@ -44,11 +44,6 @@ class ScreenOptions:
     redact: bool = False
 
     @property
-    def is_active(self) -> bool:
-        """Whether anything is screened for."""
-        return self.phrases is not None or self.redact
-
-    @property
     def record(self) -> ScreeningRecord:
         """What an index of documents that were so screened says of itself; no phrase is in it."""
         if self.phrases is None:
@@ -56,30 +51,48 @@ class ScreenOptions:
         how = [*sorted(self.phrases.texts), str(self.scope), str(self.ignore_case)]
         return ScreeningRecord(self.redact, checksum_of("\n".join(how).encode()))
 
+    @property
+    def key(self) -> str:
+        """A checksum of all that a result depends on: of phrases their lines, too."""
+        lines = () if self.phrases is None else (self.phrases.texts, self.phrases.lines)
+        return checksum_of(repr((self.record, lines)).encode())
 
-NO_SCREENING: Final = ScreenOptions()
+    def at_least(self, before: ScreeningRecord, index: Path) -> "ScreenOptions":
+        """Return it with what the documents of an index were screened for before.
+
+        Raises:
+            IndexerError: a list of phrases was left out before, and is not named.
+        """
+        if before.excluded and self.record.excluded != before.excluded:
+            raise IndexerError(
+                f"{index} was built without what a list of phrases names: give the same "
+                "--exclude-phrases, --exclude-scope and --exclude-ignore-case, or use another "
+                "folder"
+            )
+        if before.redacted and not self.redact:
+            _log.info("%s was built with --redact: so is what comes now", index)
+            return replace(self, redact=True)
+        return self
+
+    def screener(self) -> "Screen":
+        """Return what screens in this process: making it takes seconds, so it is kept.
+
+        Raises:
+            IndexerError: secrets are to be redacted, and the library for it is not installed.
+        """
+        return _screen(self)
 
 
-def screened_as(before: ScreeningRecord, asked: ScreenOptions, index: Path) -> ScreenOptions:
-    """Return how documents of an index are screened: as those that were there before, at least.
-
-    Args:
-        before: of these.
-        asked: of those that come.
-        index: its folder, for messages.
+def screening_of(
+    path: Path | None, scope: str, *, ignore_case: bool, redact: bool
+) -> ScreenOptions:
+    """Return what options of a command say.
 
     Raises:
-        IndexerError: a list of phrases was left out before, and is not named.
+        IndexerError: the file of phrases cannot be read.
     """
-    if before.redacted and not asked.redact:
-        _log.info("%s was built with --redact: so is what comes now", index)
-        asked = replace(asked, redact=True)
-    if before.excluded and asked.record.excluded != before.excluded:
-        raise IndexerError(
-            f"{index} was built without what a list of phrases names: give the same "
-            "--exclude-phrases, --exclude-scope and --exclude-ignore-case, or use another folder"
-        )
-    return asked
+    phrases = None if path is None else ExcludedPhrases.load(path)
+    return ScreenOptions(phrases, ExcludeScope(scope), ignore_case, redact)
 
 
 class Screened(NamedTuple):
@@ -88,6 +101,11 @@ class Screened(NamedTuple):
     name: str
     text: str
     licence: str = ""
+
+
+@lru_cache(maxsize=1)
+def _screen(options: ScreenOptions) -> "Screen":
+    return Screen(options)
 
 
 class Screen:

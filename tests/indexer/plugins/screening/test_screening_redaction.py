@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from indexer.errors import IndexerError
-from indexer.screening.exclusion import ExcludedPhrases
-from indexer.screening.redaction import (
+from indexer.plugins.screening.exclusion import ExcludedPhrases
+from indexer.plugins.screening.redaction import (
     PLACEHOLDER,
     Secret,
     SecretFinder,
@@ -19,7 +19,7 @@ from indexer.screening.redaction import (
     redacted,
     url_passwords,
 )
-from indexer.screening.screen import ExcludeScope, Screen, ScreenOptions
+from indexer.plugins.screening.screen import ExcludeScope, Screen, ScreenOptions
 
 RNG = random.Random(20)
 ALPHANUMERIC = string.ascii_letters + string.digits

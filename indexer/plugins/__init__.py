@@ -1,0 +1,1 @@
+"""What an installation may lack: delete a folder, and the rest works."""

@@ -1,0 +1,1 @@
+"""Builds on Ray: `--engine ray`."""

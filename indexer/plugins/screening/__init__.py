@@ -1,0 +1,1 @@
+"""What must not get into an index: listed phrases and secrets."""

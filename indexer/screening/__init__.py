@@ -1,1 +1,0 @@
-"""Screening: removes excluded phrases and secrets from texts before they become tokens."""
