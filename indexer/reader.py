@@ -242,6 +242,6 @@ def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) ->
     if built_for != at_hand:
         raise TokenizerMismatchError(
             f"index {path} was built for another tokenizer ({built_for.describe()}), "
-            f"not for this one ({at_hand.describe()}): use the model or tokenizer that it was "
-            "built for (decoder: --model; retriever: --tokenizer), or build it again for this one"
+            f"not for this one ({at_hand.describe()}): use that one, or build the index again for "
+            "this one"
         )

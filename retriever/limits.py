@@ -199,9 +199,14 @@ def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
     for token in ids:
         if not 0 <= token < highest:
             least = min(ids)
+            wrong = least if least < 0 else max(ids)
+            if vocabulary_size is None:
+                raise InvalidRequestError(
+                    f"{wrong} is no token id: ids begin at 0 and fit into four bytes with a sign"
+                )
             raise InvalidRequestError(
-                f"token id {least if least < 0 else max(ids)} is outside the vocabulary of "
-                f"{highest}: the tokenizer at hand is not the one that is drafted for"
+                f"token id {wrong} is outside the vocabulary of {highest}: the tokenizer at hand "
+                "is not the one that is drafted for"
             )
 
 

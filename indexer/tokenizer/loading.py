@@ -1,10 +1,12 @@
 """Loading tokenizers by name, as transformers does."""
 
+from collections.abc import Mapping
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from indexer.errors import TokenizerError, needing_transformers, reason_of
-from indexer.tokenizer.model_files import locate_model
+from indexer.tokenizer.model_files import ModelFiles, locate_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,13 +32,16 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     # Each format's parser raises its own errors.
     except Exception as error:
         raise TokenizerError(
-            f"cannot load the tokenizer {name!r}: {_reason(error, options)}"
+            f"cannot load the tokenizer {name!r}: {_reason(error, files, options)}"
         ) from error
     tokenizer.name_or_path = name  # the default model's, and a GGUF file's, would be their folder
     return tokenizer
 
 
-def _reason(error: Exception, options: dict[str, Any]) -> str:
+def _reason(error: Exception, files: ModelFiles, options: Mapping[str, Any]) -> str:
     if options.get("local_files_only"):
         return "there is no such folder, the hub cannot be reached, and its cache lacks the model"
+    folder = Path(files.location)
+    if folder.is_dir() and not any(folder.glob("*token*")) and files.gguf_file is None:
+        return "the folder holds none: name one with the model's tokenizer.json, or a .gguf file"
     return reason_of(error)

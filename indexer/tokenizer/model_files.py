@@ -68,12 +68,14 @@ def locate_model(name: str) -> ModelFiles:
         return ModelFiles(str(path), _only_gguf(path))
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise TokenizerError(f"no such GGUF file: {path}")
+            raise TokenizerError(f"there is no file {path}")
         return ModelFiles(str(path.parent), path.name)
     if name and path.is_file():
         raise TokenizerError(f"{path} is a file: name the model's folder, or a .gguf file")
     if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise TokenizerError(f"no such model directory: {name!r}")
+        raise TokenizerError(
+            f"there is no folder {name!r}: name a model's folder, a .gguf file or a hub id"
+        )
     return ModelFiles(name, None)
 
 

@@ -47,8 +47,8 @@ class Vocabulary:
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_VOCABULARY:
             raise TokenizerError(
-                f"a vocabulary of {self.size} tokens is not supported: ids are from 0 to "
-                f"{MAX_VOCABULARY - 1}, as engines and drafts have them in four bytes with a sign"
+                f"a vocabulary of {self.size} tokens is not supported: it has one at least, and "
+                "ids fit into four bytes with a sign, as engines have them"
             )
 
     def describe(self) -> str:

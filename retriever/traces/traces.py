@@ -420,6 +420,6 @@ def _checked(ids: ArrayLike, what: str) -> TokenIds:
             raise UnusableError(NO_TRACE, f"{what} holds {value!r}, which is no token id")
         if not 0 <= value <= _MAX_TOKEN_ID:
             raise UnusableError(
-                NO_TRACE, f"{what} holds {value}: token ids lie from 0 to {_MAX_TOKEN_ID}"
+                NO_TRACE, f"{what} holds {value}, which is no token id: they fit into four bytes"
             )
     return checked_tokens(ids, None)

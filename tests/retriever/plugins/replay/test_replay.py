@@ -83,7 +83,7 @@ def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
         ({"prompt_ids": [True], "output_ids": []}, "holds True, which is no token id"),
         ({"prompt_ids": "12", "output_ids": []}, "is no list"),
         ({"prompt_ids": [1.7], "output_ids": []}, "holds 1.7"),
-        ({"prompt_ids": [1 << 40], "output_ids": []}, "token ids lie from 0 to 2147483647"),
+        ({"prompt_ids": [1 << 40], "output_ids": []}, "no token id: they fit into four bytes"),
         ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1: token ids lie from 0"),
     ],
 )
