@@ -116,6 +116,28 @@ def test_a_service_says_which_plugin_an_option_needs(
     )
 
 
+@pytest.mark.plugin("indexer.plugins.screening")
+def test_an_index_is_built_and_changed_without_plugins_but_not_unscreened(
+    bare: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("one line")
+    index, screened = tmp_path / "index", tmp_path / "screened"
+    build = ("-m", "foredraft", "build", str(tmp_path / "a.txt"), "--output")
+    assert run(bare, *build, str(index)).returncode == 0
+    assert run(ROOT, *build, str(screened), "--redact").returncode == 0
+    add = ("-m", "foredraft", "add", str(screened), str(tmp_path / "a.txt"))
+    told = {
+        (*build, str(tmp_path / "x"), "--redact"): "--redact needs indexer.plugins.screening",
+        (*build, str(tmp_path / "x"), "--engine", "ray"): "--engine ray needs indexer.plugins.ray",
+        add: f"{screened}, whose documents are screened, needs indexer.plugins.screening",
+    }
+    for arguments, said in told.items():
+        done = run(bare, *arguments)
+        assert done.returncode == 1
+        last = f"error: {said}, which is not part of this installation"
+        assert done.stderr.splitlines()[-1] == last
+
+
 @pytest.mark.plugin
 @pytest.mark.parametrize(
     "name", [each.name for each in commands().values() if ".plugins." in each.module]

@@ -142,6 +142,7 @@ def test_build_from_an_index_needs_no_sources(
         assert "name sources" in err
 
 
+@pytest.mark.plugin("indexer.plugins.screening")
 def test_what_is_added_and_what_is_built_again_is_screened(
     cli: Cli, built: Path, tmp_path: Path, tokenizer_folder: Path
 ) -> None:

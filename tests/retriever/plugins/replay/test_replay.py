@@ -84,7 +84,7 @@ def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
         ({"prompt_ids": "12", "output_ids": []}, "is no list"),
         ({"prompt_ids": [1.7], "output_ids": []}, "holds 1.7"),
         ({"prompt_ids": [1 << 40], "output_ids": []}, "no token id: they fit into four bytes"),
-        ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1: token ids lie from 0"),
+        ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1, which is no token id"),
     ],
 )
 def test_row_that_is_no_trace_is_skipped_and_named_by_line_and_fault(
