@@ -93,11 +93,12 @@ def build_index(
         IndexExistsError: the output path is taken.
         IndexerError: the index cannot be written.
     """
+    tell = on_progress or no_progress
 
     def find(scratch: Path, tally: BuildTally) -> Sequence[Block]:
-        return planned(sources, options, tally, scratch)
+        return planned(sources, options, tally, tell, scratch)
 
-    return _build(output, tokenizer, options, on_progress or no_progress, find)
+    return _build(output, tokenizer, options, tell, find)
 
 
 def build_from_texts(
@@ -208,7 +209,6 @@ def _build(  # noqa: PLR0913, PLR0917
         new_index_folder(Path(output), overwrite=options.overwrite, resume=resume) as folder,
         scratch_folder(folder, READING, kept=resume) as scratch,
     ):
-        tell(tally.now("finding sources"))
         blocks = find(scratch, tally)
         tell(tally.now("loading the tokenizer"))
         loaded = loaded_tokenizer(named)

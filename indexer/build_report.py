@@ -179,7 +179,8 @@ class BuildTally:
             read and could not be. The others were passed over by a rule.
         conversations: that records held, by file and shape.
         num_bytes_read: bytes of the source files, as on disk, that were read or skipped.
-        num_bytes_found: size of the source files; 0 where documents do not come from files.
+        num_files_found: source files so far.
+        num_bytes_found: their size; 0 where documents do not come from files.
         screened: what screening took out; None where nothing was screened for.
         stage_seconds: time of each stage that has ended, by its name.
         doing: what is done now, for people to read.
@@ -194,6 +195,7 @@ class BuildTally:
     num_dropped: int = 0
     conversations: Conversations = field(default_factory=dict)
     num_bytes_read: int = 0
+    num_files_found: int = 0
     num_bytes_found: int = 0
     screened: ScreenTally | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)

@@ -71,10 +71,9 @@ def add_documents(
         options = replace(
             options, keep_texts=contents.keeps_texts, screen=_screen_of(writer, options.screen)
         )
-        tell(tally.now("finding sources"))
         _check_tokenizer(writer)
         options = _with_template(options, contents.vocabulary.name)
-        blocks = planned(sources, options, tally, scratch)
+        blocks = planned(sources, options, tally, tell, scratch)
         options = options.for_blocks(len(blocks))
         building = _building(writer, options, tally, tell)
         parts = building.read(blocks, scratch)

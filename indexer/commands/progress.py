@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from indexer.build_report import BuildTally
-from indexer.stages.gathering import READING
+from indexer.stages.gathering import FINDING, READING
 
 _INTERVAL_S: Final = 0.1
 """Between two updates: smooth to look at, and far longer than drawing the bar takes."""
 
 _LINES_S: Final = 10.0
 """Between two lines where there is no terminal."""
+
+_LONG_S: Final = 100.0
+"""From here on minutes are told, not seconds."""
 
 _MIB: Final = 2**20
 
@@ -52,18 +55,22 @@ class BuildProgress:
             return
         self._shown_s = now_s
         total = tally.num_bytes_found if self._counts_bytes(tally) else None
+        share = min(1.0, tally.num_bytes_read / total) if total else 0.0
         done = ""
         if total:
             rate = tally.num_tokens / max(now_s - self._begun_s, _INTERVAL_S)
-            share = min(1.0, tally.num_bytes_read / total)
             done = f"{share:4.0%} {rate:,.0f} tokens/s"
+        elif tally.doing == FINDING and tally.num_files_found:
+            done = f"{tally.num_files_found:,} files"
         if self._console.is_terminal:
             left = "left" if total else ""
             completed = tally.num_bytes_read if total else 0
             self._bar.update(self._task, total=total, completed=completed, done=done, left=left)
         elif done and now_s - self._told_s >= _LINES_S:
             self._told_s = now_s
-            self._console.print(f"{tally.doing}: {done.strip()}")
+            if share:
+                done += f", {_minutes((now_s - self._begun_s) * (1 - share) / share)} left"
+            self._console.print(f"{tally.doing}: {done.strip()}", highlight=False)
 
     def _begin(self, tally: BuildTally, now_s: float) -> None:
         """Say what is done now."""
@@ -91,6 +98,10 @@ class BuildProgress:
     ) -> None:
         if self._console.is_terminal:
             self._bar.stop()
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= _LONG_S else f"{seconds:.0f} s"
 
 
 def _size(num_bytes: int) -> str:

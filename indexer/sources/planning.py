@@ -109,6 +109,7 @@ def _pieces_of(
     refused = []
     for file in files:
         num_files += 1
+        tally.num_files_found += 1
         try:
             yield from pieces_of_file(file, options)
         except TableError as error:

@@ -57,6 +57,7 @@ from indexer.tokenizer import Vocabulary
 
 DUPLICATE: Final = "exact duplicate"
 
+FINDING: Final = "finding sources"
 READING: Final = "reading"
 SORTING: Final = "sorting"
 COUNTING: Final = "counting"
@@ -255,7 +256,8 @@ class Building:
         ]
         parts = []
         tally = self.tally
-        with tally.stage(READING), _watching(tasks, tally.now(READING), self.tell) as finish:
+        self.tell(tally.now(READING))
+        with tally.stage(READING), _watching(tasks, tally, self.tell) as finish:
             done = map_kept(self.options.engine, write_part, tasks)
             for task, (part, counted) in zip(tasks, done, strict=True):
                 finish(task)
@@ -263,6 +265,7 @@ class Building:
                 tally.num_documents += part.num_documents
                 tally.num_tokens += part.num_tokens
                 parts.append(replace(part, folder=task.folder))
+        self.tell(tally)
         self.options.check_dropped(tally)
         return parts
 
@@ -377,14 +380,20 @@ def _remove_others(place: Path, records: Sequence[SegmentRecord], scratch: Path)
 
 
 def planned(
-    sources: Sequence[Path | str], options: BuildOptions, tally: BuildTally, scratch: Path
+    sources: Sequence[Path | str],
+    options: BuildOptions,
+    tally: BuildTally,
+    tell: OnProgress,
+    scratch: Path,
 ) -> list[SourceBlock]:
-    """Return the blocks of all sources.
+    """Return the blocks of all sources; tell how many files are found so far.
 
     Raises:
         SourceError: a source does not exist, or all of them are empty.
     """
-    blocks = plan(sources, options.sources, tally, scratch)
+    tell(tally.now(FINDING))
+    with _looking(lambda: tell(replace(tally)), tell):
+        blocks = plan(sources, options.sources, tally, scratch)
     if tally.num_bytes_found == 0:
         num_files = sum(len(block.pieces) for block in blocks)
         tally.skipped.update({EMPTY: num_files} if num_files else {})
@@ -441,32 +450,41 @@ def _watching(
     Yields:
         What to call once a task is done.
     """
-    if tell is no_progress:
-        yield lambda _: None
-        return
-    running, ended = dict.fromkeys(task.folder for task in tasks), Event()
+    running = dict.fromkeys(task.folder for task in tasks)
     shown = [0, 0]
 
     def show() -> None:
-        while not ended.wait(_LOOK_S):
-            counts = [_noted(folder) for folder in list(running)]
-            partly = replace(tally)
-            for at, name in enumerate(("num_bytes_read", "num_tokens")):
-                now = getattr(tally, name) + sum(each[at] for each in counts)
-                shown[at] = max(shown[at], now)  # between a task's end and its counts
-                setattr(partly, name, shown[at])
-            tell(partly)
+        counts = [_noted(folder) for folder in list(running)]
+        partly = replace(tally)
+        for at, name in enumerate(("num_bytes_read", "num_tokens")):
+            now = getattr(tally, name) + sum(each[at] for each in counts)
+            shown[at] = max(shown[at], now)  # between a task's end and its counts
+            setattr(partly, name, shown[at])
+        tell(partly)
 
     def finish(task: PartTask) -> None:
         running.pop(task.folder, None)
         _note_of(task.folder).unlink(missing_ok=True)
 
-    tell(tally)
-    thread = Thread(target=show, name="foredraft-progress", daemon=True)
-    thread.start()
-    try:
+    with _looking(show, tell):
         yield finish
+
+
+@contextmanager
+def _looking(show: Callable[[], None], tell: OnProgress) -> Iterator[None]:
+    """Call something now and then during the block, unless nobody is told."""
+    ended = Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            show()
+
+    thread = Thread(target=look, name="foredraft-progress", daemon=True)
+    if tell is not no_progress:
+        thread.start()
+    try:
+        yield
     finally:
         ended.set()
-        thread.join()
-        tell(tally)
+        if thread.ident is not None:
+            thread.join()

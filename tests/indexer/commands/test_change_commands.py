@@ -134,7 +134,7 @@ def test_build_from_an_index_needs_no_sources(
     arguments = ("-o", tmp_path / "x", "--tokenizer", tokenizer_folder)
     status, out, err = cli("build", "--from", built, *arguments)
     assert (status, "2 documents, 191 tokens" in out) == (0, True)
-    assert err == "finding sources\nloading the tokenizer\nreading 0.1 KiB\nsorting\ncounting\n"
+    assert err == "loading the tokenizer\nreading 0.1 KiB\nsorting\ncounting\n"
     assert cli("documents", tmp_path / "x") == cli("documents", built)
     for sources in ([source, "--from", built], []):
         status, out, err = cli("build", *sources, *arguments, "--overwrite")

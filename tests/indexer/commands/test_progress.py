@@ -3,6 +3,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -48,6 +49,44 @@ def test_what_is_done_is_shown_from_the_first_and_a_share_while_reading(
         drawn = shown_next(screen, "sorting")
         assert "reading" not in drawn
         assert "%" not in drawn
+
+
+def test_files_are_counted_as_they_are_found(tmp_path: Path) -> None:
+    shown: list[int] = []
+    for folder in range(30):
+        (tmp_path / "f" / str(folder)).mkdir(parents=True)
+        for number in range(100):
+            (tmp_path / "f" / str(folder) / f"{number}.txt").write_text(f"{folder} {number}")
+
+    def note(tally: BuildTally) -> None:
+        if tally.doing == gathering.FINDING:
+            shown.append(tally.num_files_found)
+
+    with monkeypatched_look(0.001):
+        build_index([tmp_path / "f"], tmp_path / "index", DEFAULT_MODEL, on_progress=note)
+    assert shown == sorted(shown)
+    assert len(set(shown)) > 3
+
+
+def test_without_a_terminal_lines_say_how_much_and_how_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("indexer.commands.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    tally = BuildTally()
+    progress = BuildProgress()
+    for seconds, said in ((0, ""), (11, ""), (11, "reading"), (15, ""), (251, "")):
+        now[0] = seconds
+        tally.num_files_found = 70_000
+        if said:
+            tally.num_bytes_found, tally.num_bytes_read = 1 << 20, 1 << 16
+        progress(tally.now(said or tally.doing or "finding sources"))
+    assert capsys.readouterr().err.splitlines() == [
+        "finding sources",
+        "finding sources: 70,000 files",
+        "reading 1.0 MiB",
+        "reading: 6% 0 tokens/s, 60 min left",
+    ]
 
 
 def test_tasks_that_are_under_way_count_as_far_as_they_have_come(tmp_path: Path) -> None:
