@@ -132,7 +132,7 @@ def test_bad_input_ends_with_a_line_and_leaves_no_file(
     output = tmp_path / "out"
     for options, reason in [
         (("--to", "exllamav3", "--tokenizer", str(tmp_path)), "has no tokenizer.json"),
-        (("--to", "sglang-corpus", "--tokenizer", str(tmp_path / "none")), "no such model"),
+        (("--to", "sglang-corpus", "--tokenizer", str(tmp_path / "none")), "there is no folder"),
         (("--to", "exllamav3", "--max-tokens", "3"), "there is nothing to write"),
     ]:
         code, _, err = run(*options, "-o", str(output))
