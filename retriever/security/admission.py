@@ -1,5 +1,6 @@
 """Admission: finds the caller and tenant of every call before it is answered."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from threading import Lock
 from typing import Any, Final
 
 from retriever.errors import AccessRefusedError, NotPermittedError
-from retriever.security.access import TENANT_SCOPES, Access, Grant, Scope, read_access
+from retriever.security.access import TENANT_SCOPES, Access, Grant, Scope, name_of, read_access
 from retriever.security.certificates import Certified, certified, read_authorities
 from retriever.security.private_files import DEFAULT_GRACE_S, Reloaded
 
@@ -31,6 +32,9 @@ _SCOPES: Final[Mapping[str, Scope | None]] = {
     "/grpc.reflection.v1.ServerReflection/": None,
 }
 _NOBODY: Final = Access()
+_BETWEEN_TOLD_S: Final = 60.0  # of refused calls in the log
+_MOST_SHOWN: Final = 200  # characters of a certificate's identities
+_LOGGER: Final = logging.getLogger(__name__)
 
 
 def scope_for(method: str) -> Scope | None:
@@ -70,7 +74,8 @@ class Authenticator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.refused = 0
+        self.refused = self._told = 0
+        self._tell_at_s = -math.inf
         self._current: Access | None = None
         self.files: dict[str, Reloaded[Any]] = {}
         self._access: Reloaded[Access] | None = None
@@ -131,8 +136,19 @@ class Authenticator:
                 return _of_token(access, token)
             return _of_certificate(access, certificate)
         except AccessRefusedError:
-            self.refused += 1
+            self._note_refusal(token, certificate)
             raise
+
+    def _note_refusal(self, token: str | None, certificate: Certified | None) -> None:
+        """Count a refusal, and log it, once in a minute at most: who guesses fills no disk."""
+        self.refused += 1
+        if self._clock() < self._tell_at_s:
+            return
+        self._tell_at_s = self._clock() + _BETWEEN_TOLD_S
+        more = self.refused - self._told - 1
+        self._told = self.refused
+        who = _who(token, certificate)
+        _LOGGER.info("refused %s; %d more since this was logged last", who, more)
 
 
 class Caller:
@@ -208,6 +224,16 @@ class Caller:
                 f"{', '.join(sorted(grant.scopes))} alone: ask the service's operator"
             )
         return grant
+
+
+def _who(token: str | None, certificate: Certified | None) -> str:
+    """Return whose call is refused, for logs; no secret is in it."""
+    if token is not None:
+        name = name_of(token)
+        return "a token of another form" if name is None else f"the token {name}"
+    if certificate is not None:
+        return f"the certificate of {', '.join(certificate.identities)[:_MOST_SHOWN]!r}"
+    return "a call without a token or certificate"
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:

@@ -157,6 +157,27 @@ def test_the_command_line_makes_lists_and_revokes(access: Path) -> None:
     assert access.read_text() == ""
 
 
+def test_refusals_are_logged_once_in_a_minute_and_without_a_secret(
+    access: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    add_token(access, "acme")
+    authenticator = Authenticator(access, clock=lambda: now[0])
+    wrong = tokens.new_token()
+    with caplog.at_level("INFO"):
+        for seconds, token in ((0, wrong), (1, None), (2, "x" * 99), (61, None), (122, "x")):
+            now[0] = 1000.0 + seconds
+            with pytest.raises(AccessRefusedError):
+                Caller(authenticator, token, None)
+    said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert said == [
+        f"refused the token {tokens.name_of(wrong)}; 0 more since this was logged last",
+        "refused a call without a token or certificate; 2 more since this was logged last",
+        "refused a token of another form; 0 more since this was logged last",
+    ]
+    assert wrong not in caplog.text
+
+
 @pytest.mark.parametrize(
     "tenant", ["../x", "a/../b", "/etc", "a//b", "a\nb", "a\x00b", "a\x1b[2Jb", "..", "a\\..\\b"]
 )
