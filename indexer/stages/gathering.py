@@ -464,7 +464,8 @@ def _watching(
 
     def finish(task: PartTask) -> None:
         running.pop(task.folder, None)
-        _note_of(task.folder).unlink(missing_ok=True)
+        with suppress(OSError):
+            _note_of(task.folder).unlink()
 
     with _looking(show, tell):
         yield finish

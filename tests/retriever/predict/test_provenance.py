@@ -375,7 +375,7 @@ def test_the_paths_that_bring_most_tokens_come_first_and_each_source_once() -> N
         ((), "give one of"),
         (("--context", "a", "--context-ids", "1"), "give one of"),
         (("--context-ids", "1,x"), "takes numbers"),
-        (("--context-ids", "-1"), "outside the vocabulary"),
+        (("--context-ids", "-1"), "-1 is no token id"),
         (("--context-file", "nowhere"), "nowhere cannot be read"),
         (("--context-ids", "1", "--index", "nowhere"), "no index"),
         (("--context", "\udcff"), "not UTF-8"),
