@@ -4,10 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
-
-from pydantic import BeforeValidator, PlainSerializer
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 _MAX_PLACES: Final = 3
 """Documents or lines that a report names for each reason: enough to look at, few enough to read."""
@@ -130,6 +128,8 @@ class ConversationTally:
         num_turns: turns that were taken.
         left_out: of the conversations, by kind: images, empty turns, turns of unknown roles.
         missing_field: a key that was named for the text, and that none of them has; else empty.
+        file: its name.
+        shape: in words.
     """
 
     kind: str
@@ -137,6 +137,8 @@ class ConversationTally:
     num_turns: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     missing_field: str = ""
+    file: str = ""
+    shape: str = ""
 
     def add(self, other: "ConversationTally") -> None:
         """Add the counts of another part of the file."""
@@ -153,17 +155,6 @@ class ConversationTally:
         return f"{counted}{unused}{without}"
 
 
-Place = tuple[str, str]
-"""A file's name, and the shape of the conversations in it."""
-
-# JSON has no pairs as keys.
-Conversations = Annotated[
-    dict[Place, ConversationTally],
-    PlainSerializer(lambda found: [*found.items()], list[tuple[Place, ConversationTally]]),
-    BeforeValidator(lambda rows: {tuple(place): each for place, each in rows}),
-]
-
-
 @dataclass(slots=True)
 class BuildTally:
     """Counts that the stages of a build keep, and that progress shows.
@@ -177,7 +168,8 @@ class BuildTally:
         remedies: what to do, by reason, where something can be done.
         num_dropped: of those that were skipped, the documents and files that were meant to be
             read and could not be. The others were passed over by a rule.
-        conversations: that records held, by file and shape.
+        conversations: that records held, by file and shape: `file: shape`.
+        by_content: files of unknown suffix whose first bytes are text, by suffix; they are read.
         num_bytes_read: bytes of the source files, as on disk, that were read or skipped.
         num_files_found: source files so far.
         num_bytes_found: their size; 0 where documents do not come from files.
@@ -193,7 +185,8 @@ class BuildTally:
     skipped_places: dict[str, str] = field(default_factory=dict)
     remedies: dict[str, str] = field(default_factory=dict)
     num_dropped: int = 0
-    conversations: Conversations = field(default_factory=dict)
+    conversations: dict[str, ConversationTally] = field(default_factory=dict)
+    by_content: Counter[str] = field(default_factory=Counter)
     num_bytes_read: int = 0
     num_files_found: int = 0
     num_bytes_found: int = 0
@@ -236,12 +229,13 @@ class BuildTally:
         self.num_dropped += 1
         self.skip(reason, place, remedy)
 
-    def count_conversation(self, place: Place, counted: ConversationTally) -> None:
+    def count_conversation(self, file: str, shape: str, counted: ConversationTally) -> None:
         """Count conversations of a file in a shape."""
+        place = f"{file}: {shape}"
         if place in self.conversations:
             self.conversations[place].add(counted)
         else:
-            self.conversations[place] = counted
+            self.conversations[place] = replace(counted, file=file, shape=shape)
 
     def merge(self, other: "BuildTally") -> None:
         """Add the counts of another process, except for documents and tokens."""
@@ -251,8 +245,9 @@ class BuildTally:
         self.skipped.update(other.skipped)
         self.skipped_places = {**other.skipped_places, **self.skipped_places}
         self.remedies = {**other.remedies, **self.remedies}
-        for place, counted in other.conversations.items():
-            self.count_conversation(place, counted)
+        self.by_content.update(other.by_content)
+        for counted in other.conversations.values():
+            self.count_conversation(counted.file, counted.shape, counted)
         if self.screened is None:
             self.screened = other.screened
         elif other.screened is not None:
@@ -270,15 +265,23 @@ class BuildTally:
 
     def describe_conversations(self) -> list[str]:
         """Return a line for each file, at most `_MAX_FILES`, and one for all others together."""
-        found = self.conversations.items()
-        lines = [f"{name}: {shape}, {tally.describe()}" for (name, shape), tally in found]
+        lines = [f"{place}, {tally.describe()}" for place, tally in self.conversations.items()]
         num_more = len(lines) - _MAX_FILES
         return lines if num_more <= 0 else [*lines[:_MAX_FILES], f"and {num_more} more such files"]
+
+    def describe_suffixes(self) -> list[str]:
+        """Return a line of the suffixes that were read for their content, if there are any."""
+        counts = [
+            f"{count:,} {suffix}" for suffix, count in self.by_content.most_common(_MAX_FILES)
+        ]
+        num_more = len(self.by_content) - len(counts)
+        more = [f"{num_more} more suffixes"] if num_more > 0 else []
+        return [f"read as text by content: {', '.join(counts + more)}"] if counts else []
 
     def described(self, report: str, *, nothing_skipped: str = "") -> str:
         """Return a report for people to read, between what was found and what was left out."""
         skipped = self.describe_skipped() or nothing_skipped
-        lines = [*self.describe_conversations(), report]
+        lines = [*self.describe_conversations(), *self.describe_suffixes(), report]
         lines += [f"skipped: {skipped}"] if skipped else []
         lines += [f"screened: {self.screened.describe()}"] if self.screened is not None else []
         return "\n".join(lines)
@@ -289,15 +292,16 @@ class BuildTally:
             "skipped": dict(sorted(self.skipped.items())),
             "skipped_places": dict(sorted(self.skipped_places.items())),
             "dropped": self.num_dropped,
+            "by_content": dict(self.by_content.most_common()),
             "conversations": [
                 {
-                    "file": name,
-                    "shape": shape,
+                    "file": tally.file,
+                    "shape": tally.shape,
                     "conversations": tally.num_conversations,
                     "turns": tally.num_turns,
                     "left_out": dict(tally.left_out),
                 }
-                for (name, shape), tally in self.conversations.items()
+                for tally in self.conversations.values()
             ],
             "screened": self.screened.to_json() if self.screened is not None else None,
         }

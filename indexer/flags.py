@@ -29,9 +29,11 @@ from typing import (
 )
 
 import typer
-from pydantic import BaseModel, SecretStr, ValidationError, create_model
+from pydantic import BaseModel, Field, SecretStr, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand, TyperGroup
+
+from indexer.launch import Flag
 
 AsJson = Annotated[
     bool,
@@ -149,10 +151,22 @@ def settings_of(schema: type) -> Mapping[str, FieldInfo]:
     else:
         hints = get_type_hints(schema, include_extras=True)
         stated = {
-            each.name: FieldInfo.from_annotated_attribute(hints[each.name], each.default)
+            each.name: FieldInfo.from_annotated_attribute(_stated(hints[each.name]), each.default)
             for each in fields(cast(Any, schema))
         }
     return {name: field for name, field in stated.items() if field.description}
+
+
+def _stated(hint: Any) -> Any:
+    """Return an annotation whose `Flag`, if it has one, is stated as pydantic has it."""
+    flag = next(
+        (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Flag)), None
+    )
+    if flag is None:
+        return hint
+    further = () if flag.metavar is None else (Metavar(flag.metavar),)
+    field = Field(description=flag.help, ge=flag.least, le=flag.most)
+    return Annotated[(hint, field, *further)]
 
 
 def flag_of(name: str) -> str:

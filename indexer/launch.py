@@ -30,6 +30,22 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 
+class Flag(NamedTuple):
+    """In the annotation of a setting: it is a flag of commands; see `indexer.flags`.
+
+    Attributes:
+        help: what it says, in sentences.
+        metavar: the placeholder of its value.
+        least: bound of a number.
+        most: the same.
+    """
+
+    help: str
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+
+
 class Command(NamedTuple):
     """A command, as the program knows it before it loads anything.
 

@@ -4,7 +4,12 @@
 process. Documents of all blocks, in order, are those of the sources in order.
 """
 
-from indexer.sources.blocks import SourceBlock, SourceDocument
+from indexer.sources.blocks import (
+    HALF_CHARACTER,
+    SourceBlock,
+    SourceDocument,
+    whole_characters,
+)
 from indexer.sources.conversations import Turns
 from indexer.sources.planning import plan, read
 from indexer.sources.source_options import (
@@ -26,6 +31,7 @@ __all__ = [
     "DEFAULT_BLOCK_BYTES",
     "DEFAULT_FIELD",
     "DEFAULT_MAX_DOCUMENT_BYTES",
+    "HALF_CHARACTER",
     "NAME_ENCODING",
     "NOT_TEXT",
     "RAISE_LIMIT",
@@ -40,4 +46,5 @@ __all__ = [
     "Turns",
     "plan",
     "read",
+    "whole_characters",
 ]

@@ -1,6 +1,7 @@
 """The values of a plan: files, pieces of files, and blocks of pieces; and documents."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Final
 
 
 class FileForm(StrEnum):
-    """The form of a file: one text, lines, an array of JSON, or a kind of table."""
+    """The form of a file: one text, cells of a notebook, lines, an array of JSON, or a table."""
 
     TEXT = "text"
+    NOTEBOOK = "notebook"
     LINES = "JSON lines"
     JSON = "JSON"
     CSV = "CSV"
@@ -26,6 +28,8 @@ class Compression(StrEnum):
     NONE = ""
     GZIP = "gzip"
     ZSTD = "zstd"
+    BZ2 = "bz2"
+    XZ = "xz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +45,26 @@ class Format:
         return self.form in _TABLES.values()
 
 
-_COMPRESSIONS: Final = {".gz": Compression.GZIP, ".zst": Compression.ZSTD}
+_COMPRESSIONS: Final = {
+    ".gz": Compression.GZIP,
+    ".zst": Compression.ZSTD,
+    ".bz2": Compression.BZ2,
+    ".xz": Compression.XZ,
+}
 _TABLES: Final = {".parquet": FileForm.PARQUET, ".arrow": FileForm.ARROW}
 _RECORDS: Final = {
     ".jsonl": FileForm.LINES,
     ".ndjson": FileForm.LINES,
     ".json": FileForm.JSON,
+    ".traj": FileForm.JSON,
+    ".ipynb": FileForm.NOTEBOOK,
     ".csv": FileForm.CSV,
     ".tsv": FileForm.CSV,
 }
 _TEXT_LIST: Final = """
     .adoc .asm .bash .bat .c .cc .cfg .cjs .clj .cmake .conf .cpp .cs .css .csv .cu .cuh .cxx .dart
     .diff .el .erl .ex .exs .f90 .fs .go .gradle .graphql .groovy .h .hh .hpp .hs .htm .html .ini
-    .ipynb .java .jl .js .json .jsx .kt .less .lisp .log .lua .m .markdown .md .mjs .mk .ml .mli
+    .java .jl .js .json .jsx .kt .less .lisp .log .lua .m .markdown .md .mjs .mk .ml .mli
     .nim .patch .php .pl .pm .po .proto .ps1 .py .pyi .pyx .r .rb .rs .rst .s .sass .scala .scm
     .scss .sh .sql .srt .svelte .swift .tcl .tex .text .tf .toml .ts .tsv .tsx .txt .v .vb .vim
     .vue .xml .xsd .xsl .yaml .yml .zig .zsh
@@ -101,6 +112,18 @@ _MIN_WEIGHT_BYTES: Final = 4096
 def name_of(path: Path) -> str:
     """Return a path for display: with slashes, and with bytes that are not UTF-8 replaced."""
     return os.fsencode(path.as_posix()).decode("utf-8", "replace")
+
+
+HALF_CHARACTER: Final = "half of a character"
+_HALF: Final = re.compile("[\ud800-\udfff]")
+
+
+def whole_characters(text: str) -> str:
+    """Return a text with U+FFFD for each half of a surrogate pair.
+
+    JSON allows them: a stream that was cut leaves one, and Python one for a byte that was no text.
+    """
+    return _HALF.sub("\ufffd", text)
 
 
 class UnusableError(Exception):

@@ -5,11 +5,13 @@ keys and returns plain values; keys that it does not know are ignored.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
+from indexer.sources.blocks import HALF_CHARACTER, whole_characters
+from indexer.sources.envelopes import SYSTEM, decoded, opened
 from indexer.sources.streamed_answers import is_chunk, whole_answer
 
 
@@ -52,17 +54,19 @@ class Conversation:
     """A conversation.
 
     Attributes:
-        shape: how the record wrote it.
+        shape: how the record wrote it, in words.
         turns: in order; there may be none.
         left_out: what of the record is in no turn, a noun for each: `image`, `empty turn`.
         num_given: how many turns a model was given, where the record says so. An answer among
             them is part of a prompt: a server is sent all that was said before, again and again.
+        samples: further answers to what the last turn answers.
     """
 
-    shape: Shape
+    shape: str
     turns: tuple[Turn, ...]
     left_out: tuple[str, ...] = ()
     num_given: int = 0
+    samples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,12 @@ class Exchange:
     Attributes:
         prompt: all turns before; there may be none.
         output: the text of an assistant's turn.
+        num_samples: how many answers the record has to this prompt, this one included.
     """
 
     prompt: tuple[Turn, ...]
     output: str
+    num_samples: int = 1
 
 
 _ROLES: Final = {
@@ -89,11 +95,33 @@ _ROLES: Final = {
     **dict.fromkeys(
         ("tool", "function", "observation", "ipython", "function_response", "tool_response"), "tool"
     ),
+    **{  # LangChain's classes of messages
+        f"{name}message{chunk}": role
+        for name, role in (
+            ("system", "system"),
+            ("human", "user"),
+            ("ai", "assistant"),
+            ("tool", "tool"),
+            ("function", "tool"),
+        )
+        for chunk in ("", "chunk")
+    },
 }
+"""Roles by what tools call them."""
+
+_ROLE_TYPES: Final = frozenset(
+    {"human", "ai", "system", "tool", *(name for name in _ROLES if "message" in name)}
+)
+"""Those that LangChain has as the type of a message."""
+
 TURN_LISTS: Final = {
     "messages": Shape.MESSAGES,
     "conversations": Shape.SHAREGPT,
     "conversation": Shape.SHAREGPT,
+    "chat_messages": Shape.MESSAGES,
+    "contents": Shape.MESSAGES,
+    "history": Shape.MESSAGES,
+    "trajectory": Shape.MESSAGES,
 }
 """Keys of lists of turns."""
 
@@ -103,11 +131,35 @@ _PROMPTS: Final = {
     "question": Shape.QUESTION,
     "input": Shape.PROMPT,
 }
-_OUTPUTS: Final = ("output", "completion", "response", "answer", "choices")
+_ANY_LISTS: Final = frozenset({"messages", "conversations", "conversation", "chat_messages"})
+"""Of these, what any list holds counts as turns; of the others only a list of evident turns."""
+
+_OUTPUTS: Final = (
+    "output",
+    "completion",
+    "response",
+    "answer",
+    "choices",
+    "candidates",
+    "content",
+    "generation",
+    "generated_text",
+)
+_BODIES: Final = frozenset(_OUTPUTS) - {"content", "generation", "generated_text"}
+"""Keys by which the text of a response is known for JSON; any object has contents."""
+
 _REQUESTS: Final = ("request", "body", "params")
 _RESPONSES: Final = ("response", "result")
-_SYSTEM: Final = ("system", "system_prompt", "instructions")
-_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "reasoning_text"})
+_TEXT_PARTS: Final = frozenset(
+    {"text", "input_text", "output_text", "reasoning_text", "reasoning", "markdown", "code"}
+)
+_CALLS: Final = frozenset({"tool_use", "tool-call", "tool_call", "function_call", "dynamic-tool"})
+"""Types of parts that call a tool: of Anthropic, of the AI SDK, of OpenTelemetry, of OpenAI."""
+
+_RESULTS: Final = frozenset(
+    {"tool_result", "tool-result", "tool_call_response", "function_call_output"}
+)
+"""Types of parts with what a tool answered, which no model wrote."""
 _ITEMS: Final = ("message", "reasoning", "item_reference")
 """Types of items of OpenAI's Responses, next to calls and their outputs."""
 _MAX_DEPTH: Final = 8
@@ -135,7 +187,13 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
     shape = reading.read(record, field)
     if shape is None:
         return None
-    return Conversation(shape, tuple(reading.turns), tuple(reading.left_out), reading.num_given)
+    return Conversation(
+        str(shape),
+        tuple(reading.turns),
+        tuple(reading.left_out),
+        reading.num_given,
+        tuple(reading.samples),
+    )
 
 
 def conversation_columns(names: Collection[str], *, with_outputs: bool = True) -> list[str]:
@@ -146,11 +204,11 @@ def conversation_columns(names: Collection[str], *, with_outputs: bool = True) -
         with_outputs: whether prompts alone are no conversations.
     """
     is_log = "request" in names and "response" in names
-    has_output = not with_outputs or any(key in names for key in _OUTPUTS)
+    has_output = not with_outputs or any(key in names for key in (*_OUTPUTS, "chosen"))
     has_pair = has_output and any(key in names for key in _PROMPTS)
     if not (is_log or has_pair or any(key in names for key in TURN_LISTS)):
         return []
-    known = {*TURN_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, *_REQUESTS}
+    known = {*TURN_LISTS, *_PROMPTS, *_OUTPUTS, *SYSTEM, *_REQUESTS, "chosen"}
     return [name for name in names if name in known]
 
 
@@ -163,9 +221,15 @@ def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]
 
 def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
     """Yield each of the assistant's turns that is an output, with all turns before it."""
+    last = len(conversation.turns)
     for number, text in turns_of(conversation, "assistant"):
         if number > conversation.num_given:
-            yield Exchange(conversation.turns[: number - 1], text)
+            before = conversation.turns[: number - 1]
+            # Of answers alone none is the prompt of the next.
+            prompt = before if any(turn.role != "assistant" for turn in before) else ()
+            samples = conversation.samples if number == last else ()
+            for output in (text, *samples):
+                yield Exchange(prompt, output, 1 + len(samples))
 
 
 def prompts_of(conversation: Conversation) -> Iterator[tuple[Turn, ...]]:
@@ -196,20 +260,30 @@ class _Reading:
         self.turns: list[Turn] = []
         self.left_out: list[str] = []
         self.num_given = 0
+        self.samples: list[str] = []
 
-    def read(self, record: Mapping[str, Any], field: str) -> Shape | None:
+    def read(self, record: Mapping[str, Any], field: str) -> str | None:
         """Add the turns of a record, and return its shape; None if it has none that is known."""
+        found = None if field and field in record else opened(record)
+        if found is not None:
+            self.left_out += found.left_out
+            if found.given is not None:
+                self._add_side(found.given, "user")
+            if found.answers:
+                self.num_given = len(self.turns)
+                self._add_samples(found.answers)
+            return found.name
         request = None if TURN_LISTS.keys() & record.keys() else _request_in(record)
         if request is not None and self._add_request(request):
             self.num_given = len(self.turns)
             self._add_response(record)
             return Shape.SERVER_LOG
-        if self._add_request(record, field):
-            return self._shape(record, field)
+        if key := self._add_request(record, field):
+            return self._shape(record, key)
         if _is_response(record):
             self._add_answer(record)
             return Shape.RESPONSE
-        inner = [_body(record.get(key), _OUTPUTS) for key in _RESPONSES]
+        inner = [_body(record.get(key), _BODIES) for key in _RESPONSES]
         is_batch = "custom_id" in record and any(each is not None for each in inner)
         if is_batch or any(_is_response(whole_answer(each)[0]) for each in inner):
             self._add_response(record)
@@ -217,42 +291,52 @@ class _Reading:
         return None
 
     @staticmethod
-    def _shape(record: Mapping[str, Any], field: str) -> Shape:
-        if _is_turns(record.get(field)):
-            items = _decoded(record[field])
-            return Shape.SHAREGPT if "from" in items[0] else Shape.MESSAGES
-        shapes = {**TURN_LISTS, **_PROMPTS}
-        return next(shapes[key] for key in shapes if key in record)
+    def _shape(record: Mapping[str, Any], key: str) -> str:
+        known = {**TURN_LISTS, **_PROMPTS}.get(key)
+        if known is not None:
+            return known
+        items = decoded(record[key])
+        return Shape.SHAREGPT if "from" in items[0] else Shape.MESSAGES
 
-    def _add_request(self, record: Mapping[str, Any], field: str = "") -> bool:
-        """Add what a model was given and, of records, what it wrote; return whether there is."""
+    def _add_request(self, record: Mapping[str, Any], field: str = "") -> str:
+        """Add what a model was given and, of records, what it wrote; return its key, if any."""
         for key in (field, *TURN_LISTS):
-            value = _decoded(record.get(key))
-            if isinstance(value, list) and (key != field or _is_turns(value)):
+            value = decoded(record.get(key))
+            if isinstance(value, list) and (key in _ANY_LISTS or _is_turns(value)):
                 self._add_system(record, value)
                 self._add_turns(value, "")
                 if self.turns and self.turns[-1].role != "assistant":
                     self._add_output(record)
-                return True
+                return key
         key = next((key for key in _PROMPTS if key in record), "")
         if not key or not isinstance(record[key], str | list | None):
-            return False
+            return ""
         if key == "input" and not ("output" in record or "model" in record):
-            return False
-        self._add_system(record, [])
-        self._add_side(self._prompt(record, key), "user")
+            return ""
+        prompt = self._prompt(record, key)
+        is_turns = _is_turns(prompt)
+        self._add_system(record, decoded(prompt) if is_turns else [])
+        self._add_history(record.get("history"))
+        self._add_side(prompt, "user")
         self._add_output(record)
-        return True
+        return key
 
     def _add_system(self, record: Mapping[str, Any], items: list[Any]) -> None:
         first = items[0] if items else None
         has_own = isinstance(first, Mapping) and _role(first) == "system"
-        for key in () if has_own else _SYSTEM:
+        for key in () if has_own else SYSTEM:
             value = record.get(key)
-            texts = self._texts(value) if isinstance(value, str | list) else []
+            texts = self._texts(value) if isinstance(value, str | list | Mapping) else []
             if any(text.strip() for text in texts):
                 self._add_text("system", texts)
                 return
+
+    def _add_history(self, pairs: Any) -> None:
+        """Add turns before the prompt, as LLaMA-Factory writes them: pairs of texts."""
+        for pair in pairs if _is_list(pairs) else ():
+            if _is_list(pair) and len(pair) == 2:  # noqa: PLR2004
+                self._add_side(pair[0], "user")
+                self._add_side(pair[1], "assistant")
 
     @staticmethod
     def _prompt(record: Mapping[str, Any], key: str) -> Any:
@@ -265,7 +349,7 @@ class _Reading:
         """Add what a server answered: its response, or what stands next to the request."""
         before = len(self.turns), len(self.left_out)
         for key in _RESPONSES:
-            value = _body(record.get(key), _OUTPUTS)
+            value = _body(record.get(key), _BODIES)
             if value is not None:
                 self._add_answer(value)
                 break
@@ -277,11 +361,23 @@ class _Reading:
     def _add_output(self, record: Mapping[str, Any]) -> None:
         """Add what a model wrote, if it stands under one of the usual keys."""
         for key in _OUTPUTS:
-            value = _body(record.get(key), _OUTPUTS)
+            value = _body(record.get(key), _BODIES)
             if value is not None:
                 self.num_given = len(self.turns)
-                self._add_answer({key: value} if key == "choices" else value)
+                if _is_samples(value):
+                    self._add_samples(value)
+                else:
+                    self._add_answer({key: value} if key in _BATCHES else value)
                 return
+
+    def _add_samples(self, values: Sequence[Any]) -> None:
+        """Add the first of several answers to one prompt, and keep the others beside it."""
+        for value in values:
+            begin = len(self.turns)
+            self._add_answer(value)
+            if begin > self.num_given:
+                self.samples += [turn.text for turn in self.turns[begin:]]
+                del self.turns[begin:]
 
     def _add_answer(self, value: Any, depth: int = 0) -> None:
         """Add a response: its first choice, its items, its message, its content or its text."""
@@ -290,7 +386,9 @@ class _Reading:
         if not isinstance(value, Mapping):
             self._add_side(value, "assistant")
         elif "choices" in value:
-            self._add_choices(_decoded(value["choices"]))
+            self._add_choices(decoded(value["choices"]))
+        elif _is_list(value.get("candidates")):
+            self._add_choices([each.get("content") for each in value["candidates"] if each])
         elif isinstance(value.get("message"), Mapping):
             self._add_turn(value["message"], "assistant")
         elif "role" in value or "content" in value:
@@ -312,18 +410,14 @@ class _Reading:
         if not found:
             self.left_out.append("response without an answer")
             return
-        self.left_out += ["further choice"] * (len(found) - 1)
-        message = found[0].get("message")
-        if isinstance(message, Mapping):
-            self._add_turn(message, "assistant")
-        else:
-            self._add_side(found[0].get("text"), "assistant")
+        self.num_given = len(self.turns)
+        self._add_samples([_chosen(each) for each in found])
 
     def _add_side(self, value: Any, role: str) -> None:
         """Add one side of an exchange: a text, a message, or a list of either."""
         if _is_turns(value):
-            self._add_turns(_decoded(value), role)
-        elif isinstance(value, Mapping) and ("role" in value or "content" in value):
+            self._add_turns(decoded(value), role)
+        elif isinstance(value, Mapping) and _is_turn(value):
             self._add_turn(value, role)
         elif _is_list(value) and any(isinstance(each, int) for each in value):
             self.left_out.append("text that is given as token ids")
@@ -371,27 +465,38 @@ class _Reading:
             self.turns[before - 1 :] = [Turn("assistant", f"{last[0].text}\n{last[1].text}")]
 
     def _add_turn(self, item: Mapping[str, Any], role: str) -> None:
+        item = _bare(item)
         role = _role(item) or role
         known = _ROLES.get(role)
         if known is None:
             self.left_out.append(f"turn of unknown role {role!r}" if role else "turn without role")
             return
-        content = _content(item)
-        if known == "user" and (results := _results_in(content)):
-            self._add_text("tool", self._texts(results))
-            content = [part for part in content if part not in results]
-            if not content:
-                return
-        texts = []
+        texts: list[str] = []
         if known == "assistant":
             texts = self._texts(item.get("reasoning_content") or item.get("reasoning"))
-        texts += self._texts(content)
+        content = _content(item)
+        was_given = False
+        for part in content if _is_list(content) else [content]:
+            result = _result_in(part)
+            if result is not None and known != "tool":
+                if known == "assistant":  # the call is part of what it wrote before
+                    texts += self._texts(part)
+                if texts:
+                    self._add_text(known, texts)
+                self._add_text("tool", self._texts(result))
+                texts, was_given = [], True
+            else:
+                texts += self._texts(part)
         calls = item.get("tool_calls")
         texts += self._calls(calls if isinstance(calls, list) else [item.get("function_call")])
-        self._add_text(known, texts)
+        if texts or not was_given:
+            self._add_text(known, texts)
 
     def _add_text(self, role: str, texts: list[str]) -> None:
-        text = "\n".join(texts)
+        joined = "\n".join(texts)
+        text = whole_characters(joined)
+        if text != joined:
+            self.left_out.append(HALF_CHARACTER)
         if text and not text.isspace():
             self.turns.append(Turn(role, text))
         else:
@@ -414,18 +519,15 @@ class _Reading:
         return []
 
     def _part(self, part: Mapping[str, Any], depth: int) -> list[str]:
+        call, inner = _call_in(part), _inner_of(part)
+        if call is not None:
+            return self._calls([call])
+        if inner is not None:
+            return self._texts(inner, depth)
         kind = part.get("type", part.get("content_type"))
-        if kind == "tool_use":
-            return self._calls([part])
         if isinstance(kind, str) and kind not in _TEXT_PARTS:
-            for key in ("thinking", "refusal", "content"):
-                if part.get(key) is not None and kind in {key, "tool_result"}:
-                    return self._texts(part[key], depth)
             self.left_out.append(_named(kind))
             return []
-        for key in ("text", "value", "content", "parts"):
-            if part.get(key) is not None:
-                return self._texts(part[key], depth)
         others = [_named(key) for key in part if key in {"image_url", "image", "input_audio"}]
         self.left_out += others or ["content that is no text"]
         return []
@@ -436,9 +538,13 @@ class _Reading:
         for call in calls:
             if call is None:
                 continue
-            function = call.get("function", call) if isinstance(call, Mapping) else None
-            given: Mapping[str, Any] = function if isinstance(function, Mapping) else {}
-            name, arguments = given.get("name"), given.get("arguments", given.get("input"))
+            given: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
+            if isinstance(given.get("function"), Mapping):
+                given = given["function"]
+            name = next((given[key] for key in _NAMES if isinstance(given.get(key), str)), None)
+            if name is None and _is_tool(given.get("type")):
+                name = str(given["type"]).partition("-")[2]
+            arguments = next((given[key] for key in _ARGUMENTS if key in given), None)
             if not isinstance(name, str) or not name:
                 self.left_out.append("tool call without a name")
                 continue
@@ -446,15 +552,103 @@ class _Reading:
         return written
 
 
+_NAMES: Final = ("name", "toolName", "function")
+_ARGUMENTS: Final = ("arguments", "input", "args")
+_BATCHES: Final = frozenset({"choices", "candidates"})
+
+
+def _bare(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message without what LangChain or ChatGPT's export put around it."""
+    for key in ("kwargs", "data"):
+        inner = item.get(key)
+        if isinstance(inner, Mapping) and "content" in inner and "content" not in item:
+            name = item.get("id", item.get("type"))
+            name = name[-1] if _is_list(name) and name else name
+            further = inner.get("additional_kwargs")
+            extra = further if isinstance(further, Mapping) else {}
+            return {**extra, **inner, "role": name}
+    return item
+
+
 def _role(item: Mapping[str, Any]) -> str:
-    for key in ("role", "from"):
-        if isinstance(item.get(key), str):
-            return str(item[key]).strip().lower()
+    author = item.get("author")
+    if isinstance(author, Mapping):
+        item = author
+    for key in ("role", "from", "sender", "type"):
+        name = item.get(key)
+        if isinstance(name, str) and (key != "type" or name.lower() in _ROLE_TYPES):
+            return name.strip().lower()
     return ""
 
 
 def _content(item: Mapping[str, Any]) -> Any:
-    return next((item[key] for key in ("content", "value", "text") if key in item), None)
+    keys = ("content", "value", "parts", "text")
+    found = [item[key] for key in keys if key in item]
+    return next((each for each in found if each), found[0] if found else None)
+
+
+def _is_tool(kind: Any) -> bool:
+    """Return whether a part is a tool's, as the AI SDK names its type: `tool-weather`."""
+    return isinstance(kind, str) and kind.startswith("tool-") and kind not in _RESULTS
+
+
+def _result_in(part: Any) -> Any:
+    """Return what a tool answered, of a part that has it; None of any other part."""
+    if not isinstance(part, Mapping):
+        return None
+    for key in ("functionResponse", "toolResult"):
+        inner = part.get(key)
+        if isinstance(inner, Mapping):
+            return _told(inner.get("content", inner.get("response", "")))
+    if part.get("type") in _RESULTS:
+        return _told(next((part[k] for k in ("content", "output", "result") if k in part), ""))
+    if (_is_tool(part.get("type")) or part.get("type") == "dynamic-tool") and "output" in part:
+        return _told(part["output"])
+    return None
+
+
+def _call_in(part: Mapping[str, Any]) -> Any:
+    """Return the call of a tool that a part is, or has inside as Gemini and Bedrock write it."""
+    for key in ("functionCall", "function_call", "toolUse"):
+        if isinstance(part.get(key), Mapping):
+            return part[key]
+    kind = part.get("type")
+    return part if isinstance(kind, str) and (kind in _CALLS or _is_tool(kind)) else None
+
+
+def _inner_of(part: Mapping[str, Any]) -> Any:
+    """Return the content within a part; None where it holds none that is text."""
+    result = _result_in(part)
+    if result is not None:
+        return result
+    thought = part.get("reasoningContent")
+    if isinstance(thought, Mapping):
+        return thought.get("reasoningText", "")
+    kind = part.get("type", part.get("content_type"))
+    keys: tuple[str, ...] = ("text", "value", "content", "parts", "reasoning", "result")
+    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+        keys = (kind,) if kind in {"thinking", "refusal"} else ()
+    return next((part[key] for key in keys if part.get(key) is not None), None)
+
+
+def _told(value: Any) -> Any:
+    """Return a tool's answer as contents have it: objects that are no parts are JSON."""
+    is_part = isinstance(value, Mapping) and {"text", "value", "content", "parts"} & value.keys()
+    return _json(value) if isinstance(value, Mapping) and not is_part else value
+
+
+def _chosen(choice: Mapping[str, Any]) -> Any:
+    """Return what a choice holds: a message, a text, or a content by itself."""
+    return next((choice[key] for key in ("message", "text") if choice.get(key)), choice)
+
+
+def _is_turn(value: Mapping[str, Any]) -> bool:
+    return bool({"role", "content", "sender", "author", "parts"} & value.keys()) or "from" in value
+
+
+def _is_samples(value: Any) -> bool:
+    """Return whether a list holds several answers: texts, or one message each."""
+    return _is_list(value) and len(value) > 1 and all(isinstance(each, str) for each in value)
 
 
 def _arguments(value: Any) -> str:
@@ -477,12 +671,6 @@ def _json(value: Any) -> str:
 def _named(kind: str) -> str:
     """Return what a part of a content is, by its type: an image is called so in several ways."""
     return next((name for name in ("image", "audio", "video", "file") if name in kind), kind)
-
-
-def _results_in(content: Any) -> list[Any]:
-    """Return the results of tools in a user's content, where Anthropic's Messages have them."""
-    parts = content if _is_list(content) else []
-    return [p for p in parts if isinstance(p, Mapping) and p.get("type") == "tool_result"]
 
 
 def _is_item(value: Mapping[str, Any]) -> bool:
@@ -521,14 +709,16 @@ def _is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
+def _has_role(value: Mapping[str, Any]) -> bool:
+    inner = _bare(value)
+    return bool({"role", "from"} & inner.keys()) or _role(inner) in _ROLES
+
+
 def _is_turns(value: Any) -> bool:
-    value = _decoded(value)
+    value = decoded(value)
     if not _is_list(value) or not value:
         return False
-    return all(
-        isinstance(each, Mapping) and ({"role", "from"} & each.keys() or _is_item(each))
-        for each in value
-    )
+    return all(isinstance(each, Mapping) and (_has_role(each) or _is_item(each)) for each in value)
 
 
 def _body(value: Any, keys: Collection[str]) -> Any:
@@ -536,19 +726,8 @@ def _body(value: Any, keys: Collection[str]) -> Any:
 
     A text is decoded only where it has one of the keys: answers may be JSON themselves.
     """
-    inner = _decoded(value)
+    inner = decoded(value)
     if isinstance(inner, Mapping) and inner.get("body") is not None:
-        inner = _decoded(inner["body"])
+        inner = decoded(inner["body"])
     has_key = isinstance(inner, Mapping) and any(key in inner for key in keys)
     return inner if has_key or not isinstance(value, str) else value
-
-
-def _decoded(value: Any) -> Any:
-    """Return a list or an object that is written as JSON text, as tables do; else the value."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in {"[", "{"}:
-        return value
-    try:
-        decoded = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return decoded

@@ -1,5 +1,6 @@
 """Finding the files of a source: by walking folders, by git, and by patterns and suffixes."""
 
+import codecs
 import logging
 import os
 import shutil
@@ -22,10 +23,9 @@ from indexer.sources.licences import (
 )
 from indexer.sources.source_options import EXCLUDED, NOT_INCLUDED, Git, Patterns, SourceOptions
 
-_UNKNOWN_SUFFIX: Final = "unknown suffix"
+_UNKNOWN_SUFFIX: Final = "not text by its first bytes"
 _SYMBOLIC_LINK: Final = "symbolic link"
 _REMEDIES: Final = {
-    _UNKNOWN_SUFFIX: "take such files with --include",
     NOT_INCLUDED: "add a pattern with --include",
     _SYMBOLIC_LINK: "name the file that it leads to",
 }
@@ -217,6 +217,26 @@ def _is_index(folder: Path) -> bool:
     return all(map(os.path.isdir, (folder / CATALOG_FOLDER, folder / SEGMENTS_FOLDER)))
 
 
+_LOOKED_AT_BYTES: Final = 8000
+"""Of a file of unknown suffix, as git does; without a NUL and in UTF-8 they are text."""
+
+
+def _looks_like_text(path: Path) -> bool:
+    """Return whether a regular file begins with text; what cannot be read does not."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with path.open("rb") as file:
+            head = file.read(_LOOKED_AT_BYTES)
+    except OSError:
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
+
+
 class Finder:
     """Finds files source by source, each file once; counts those that it passes over.
 
@@ -271,7 +291,11 @@ class Finder:
             form = text_format_of(name)
         objection = self._patterns.objection(relative)
         if objection is None and form is None:
-            objection = _UNKNOWN_SUFFIX
+            if _looks_like_text(path):
+                self._tally.by_content[path.suffix or name] += 1
+                form = text_format_of(name)
+            else:
+                objection = _UNKNOWN_SUFFIX
         if objection is None and os.path.islink(path):  # noqa: PTH114  (a closed folder is no error here)
             objection = _SYMBOLIC_LINK
         if objection is not None:

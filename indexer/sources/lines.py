@@ -11,8 +11,9 @@ from indexer.sources.blocks import (
     SourcePiece,
     UnusableError,
 )
+from indexer.sources.envelopes import Record, sessions
 from indexer.sources.record_documents import documents_of
-from indexer.sources.record_files import Record, json_of, max_record_characters
+from indexer.sources.record_files import json_of, max_record_characters
 from indexer.sources.source_options import (
     NAME_ENCODING,
     NOT_TEXT,
@@ -79,7 +80,7 @@ def read_lines(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
     """Yield the documents of a piece; count the lines that hold none; see `line_records`."""
-    for name, record in line_records(piece, options, tally):
+    for name, record in sessions(line_records(piece, options, tally), options.field):
         try:
             yield from documents_of(record, name, piece.file, options, tally)
         except UnusableError as unusable:

@@ -28,6 +28,7 @@ COPY_AGAIN: Final = "copy it again, or give it the suffix of what it is"
 _Reader = Callable[[SourcePiece, SourceOptions, BuildTally], Iterator[SourceDocument]]
 _READERS: Final[dict[FileForm, _Reader]] = {
     FileForm.TEXT: read_text,
+    FileForm.NOTEBOOK: read_text,
     FileForm.LINES: read_lines,
     FileForm.JSON: read_json,
     FileForm.CSV: read_csv,

@@ -89,10 +89,9 @@ def documents_of(
     try:
         taken = list(_texts(conversation, options))
     finally:
-        place = file.name, str(conversation.shape)
         is_missing = options.field not in ("", DEFAULT_FIELD, *columns)
         counted = _counted(conversation, options.turns, options.field if is_missing else "")
-        tally.count_conversation(place, counted)
+        tally.count_conversation(file.name, conversation.shape, counted)
     if not taken:
         raise _without_turns(conversation, columns, options.turns)
     for number, text in taken:
@@ -159,6 +158,8 @@ def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple
     """Yield the turns that are wanted with their numbers; all together have the number 0."""
     if options.turns != Turns.ALL:
         yield from turns_of(conversation, str(options.turns))
+        if options.turns == Turns.ASSISTANT:
+            yield from enumerate(conversation.samples, len(conversation.turns) + 1)
     elif conversation.turns:
         yield 0, _together(conversation, options)
 
@@ -189,7 +190,8 @@ def _counted(conversation: Conversation, turns: Turns, missing_field: str) -> Co
     taken = [turn for turn in conversation.turns if turns in {Turns.ALL, turn.role}]
     kind = "turns" if turns == Turns.ALL else f"{turns} turns"
     left_out = Counter(conversation.left_out)
-    return ConversationTally(kind, 1, len(taken), left_out, missing_field)
+    num_samples = len(conversation.samples) if turns == Turns.ASSISTANT else 0
+    return ConversationTally(kind, 1, len(taken) + num_samples, left_out, missing_field)
 
 
 def _without_turns(

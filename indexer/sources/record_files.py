@@ -23,6 +23,7 @@ from indexer.sources.blocks import (
     UnusableError,
 )
 from indexer.sources.conversations import conversation_of
+from indexer.sources.envelopes import Record, sessions
 from indexer.sources.record_documents import documents_of, record_columns
 from indexer.sources.source_options import (
     NAME_ENCODING,
@@ -32,9 +33,6 @@ from indexer.sources.source_options import (
     SourceOptions,
 )
 from indexer.sources.texts import BOM_BYTES, encoding_of, opened
-
-Record = tuple[str, Any]
-"""A record's name, and the value that JSON or a table has there."""
 
 NOT_JSON: Final = "not JSON"
 _REST_IS_LOST: Final = "the rest of the file was not read; one record a line, as .jsonl, is"
@@ -265,7 +263,7 @@ def read_csv(
 def _documents(
     records: Iterator[Record], piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
-    for name, record in records:
+    for name, record in sessions(records, options.field):
         try:
             yield from documents_of(record, name, piece.file, options, tally)
         except UnusableError as unusable:

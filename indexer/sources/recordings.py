@@ -18,11 +18,11 @@ from indexer.sources.blocks import (
     text_format_of,
 )
 from indexer.sources.conversations import Conversation, conversation_of
+from indexer.sources.envelopes import Record, sessions
 from indexer.sources.lines import line_records, text_lines
 from indexer.sources.planning import COPY_AGAIN, pieces_of_file
 from indexer.sources.record_documents import TableError, listed_keys, no_conversation
 from indexer.sources.record_files import (
-    Record,
     csv_records,
     json_of,
     json_records,
@@ -83,12 +83,12 @@ class RecordingTally(BuildTally):
             )
         taken = list(taken_of(found))
         counted = ConversationTally(kind, 1, len(taken), Counter(found.left_out))
-        self.count_conversation((name_of(path), str(found.shape)), counted)
+        self.count_conversation(name_of(path), found.shape, counted)
         return taken
 
     def describe(self) -> list[str]:
         """Return lines that say what was recognised, and what was skipped if anything was."""
-        skipped = [f"skipped: {self.describe_skipped()}"] if self.num_dropped else []
+        skipped = [f"skipped: {self.describe_skipped()}"] if self.skipped else []
         return [*self.describe_conversations(), *skipped]
 
     def why_nothing(self) -> str:
@@ -107,7 +107,8 @@ def read_records(path: Path, tally: BuildTally) -> Iterator[Record]:
         SourceError: the file cannot be opened, or is a table without conversations.
     """
     pieces = _pieces(path, tally)
-    return _read(path, (each for piece in pieces for each in _records(piece, tally)), tally)
+    found = (each for piece in pieces for each in _records(piece, tally))
+    return _read(path, sessions(found), tally)
 
 
 def read_entries(path: Path, tally: BuildTally) -> Iterator[Record]:
@@ -122,7 +123,8 @@ def read_entries(path: Path, tally: BuildTally) -> Iterator[Record]:
     if found is not None and found.form != FileForm.TEXT:
         return read_records(path, tally)
     pieces = _pieces(path, tally)
-    return _read(path, (each for piece in pieces for each in _entries(piece, tally)), tally)
+    entries = (each for piece in pieces for each in _entries(piece, tally))
+    return _read(path, sessions(entries), tally)
 
 
 def _entries(piece: SourcePiece, tally: BuildTally) -> Iterator[Record]:

@@ -6,10 +6,9 @@ from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
 from pathspec import GitIgnoreSpec
-from pydantic import Field
 
 from indexer.errors import SourceError
-from indexer.flags import Metavar
+from indexer.launch import Flag
 from indexer.sources.conversations import Turns
 
 EXCLUDED: Final = "excluded by a pattern"
@@ -135,59 +134,57 @@ class SourceOptions:
 
     field: Annotated[
         str,
-        Metavar("KEY"),
-        Field(
-            description="The text's key in JSON, or its column in tables; or that of a list of "
-            "turns. Records without it are read as conversations."
+        Flag(
+            "The text's key in JSON, or its column in tables; or that of a list of "
+            "turns. Records without it are read as conversations.",
+            metavar="KEY",
         ),
     ] = DEFAULT_FIELD
     turns: Annotated[
         Turns,
-        Field(
-            description="Of conversations, index each turn of the assistant, each of the user, or "
+        Flag(
+            "Of conversations, index each turn of the assistant, each of the user, or "
             "all turns of one together: as the tokenizer's chat template writes them, if it has "
             "one, else with empty lines between them."
         ),
     ] = Turns.ASSISTANT
     include: Annotated[
         tuple[str, ...],
-        Metavar("GLOB"),
-        Field(
-            description="In folders, take only what matches, whatever its suffix: a pattern as in "
-            ".gitignore, against the path below the folder. May be given several times."
+        Flag(
+            "In folders, take only what matches, whatever its suffix: a pattern as in "
+            ".gitignore, against the path below the folder. May be given several times.",
+            metavar="GLOB",
         ),
     ] = ()
     exclude: Annotated[
         tuple[str, ...],
-        Metavar("GLOB"),
-        Field(description="In folders, leave out what matches. May be given several times."),
+        Flag("In folders, leave out what matches. May be given several times.", metavar="GLOB"),
     ] = ()
     git: Annotated[
         Git,
-        Field(description="Whether of a git repository only the tracked files are taken."),
+        Flag("Whether of a git repository only the tracked files are taken."),
     ] = Git.AUTO
     licence: Annotated[
         str,
-        Metavar("TEXT"),
-        Field(
-            description="The licence of every document. Without it: the field, the file's "
-            "SPDX-License-Identifier, or the nearest licence file of its folder."
+        Flag(
+            "The licence of every document. Without it: the field, the file's "
+            "SPDX-License-Identifier, or the nearest licence file of its folder.",
+            metavar="TEXT",
         ),
     ] = ""
     licence_field: Annotated[
-        str, Metavar("KEY"), Field(description="A document's licence: its key or column.")
+        str, Flag("A document's licence: its key or column.", metavar="KEY")
     ] = ""
     encoding: Annotated[
         str,
-        Metavar("NAME"),
-        Field(description="Of text that does not begin with a byte order mark."),
+        Flag("Of text that does not begin with a byte order mark.", metavar="NAME"),
     ] = "utf-8"
     stdin_format: Annotated[
         StdinFormat,
-        Field(description="What standard input holds: JSON lines, or one document of text."),
+        Flag("What standard input holds: JSON lines, or one document of text."),
     ] = StdinFormat.JSONL
     max_document_bytes: Annotated[
-        int, Field(ge=1, description="Skip longer documents; they are counted.")
+        int, Flag("Skip longer documents; they are counted.", least=1)
     ] = DEFAULT_MAX_DOCUMENT_BYTES
     template: ChatTemplate | None = None
     block_bytes: int = DEFAULT_BLOCK_BYTES

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from indexer.build_report import BuildTally
 from indexer.sources.blocks import FileForm, SourceDocument, SourceFile, SourcePiece, UnusableError
+from indexer.sources.envelopes import Record
 from indexer.sources.licences import licence_in
 from indexer.sources.record_documents import TableError, documents_of, record_columns
-from indexer.sources.record_files import Record
 from indexer.sources.source_options import (
     NAME_ENCODING,
     NOT_TEXT,

@@ -1,8 +1,11 @@
 """Files as bytes and as text: decompressed, in bounded lines, or one document each."""
 
+import bz2
 import codecs
 import gzip
 import io
+import json
+import lzma
 import shutil
 import sys
 import zlib
@@ -36,7 +39,7 @@ from indexer.sources.source_options import (
 BOM_BYTES: Final = 4
 """How much of the beginning of a file tells its encoding."""
 
-DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError)
+DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, lzma.LZMAError)
 """Raised by reading a damaged compressed file, after the data before the damage."""
 
 # UTF-32 first: its mark begins with that of UTF-16.
@@ -50,6 +53,8 @@ _MARKS: Final = {
 _MAGIC: Final = {
     b"\x1f\x8b": ("gzip", "add .gz to its name"),
     b"\x28\xb5\x2f\xfd": ("Zstandard", "add .zst to its name"),
+    b"BZh": ("bzip2", "add .bz2 to its name"),
+    b"\xfd7zXZ": ("xz", "add .xz to its name"),
     b"PK\x03\x04": ("a zip archive", "unpack it; of a spreadsheet, save the table as CSV"),
     b"PAR1": ("Parquet", "end its name in .parquet"),
     b"ARROW1": ("Arrow", "end its name in .arrow"),
@@ -75,6 +80,10 @@ def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
             yield gzip.GzipFile(fileobj=raw), raw
         elif file.format.compression == Compression.ZSTD:
             yield zstd.ZstdFile(raw), raw
+        elif file.format.compression == Compression.BZ2:
+            yield bz2.BZ2File(raw), raw
+        elif file.format.compression == Compression.XZ:
+            yield lzma.LZMAFile(raw), raw  # noqa: SIM115  (its file is closed here)
         else:
             yield raw, raw
 
@@ -145,7 +154,7 @@ def _ends(line: str | bytes) -> bool:
 def read_text(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
-    """Yield the text of a file; count it if it is none, or longer than the limit.
+    """Yield the text of a file, or of a notebook's cells; count it if it is none, or too long.
 
     Raises:
         OSError: the file cannot be read.
@@ -162,8 +171,33 @@ def read_text(
     except UnicodeError:
         tally.drop(NOT_TEXT, file.name, NAME_ENCODING)
         return
+    if file.format.form == FileForm.NOTEBOOK:
+        cells = cells_of(text)
+        if cells is None:
+            tally.drop("notebook that is no JSON", file.name, "save it again")
+            return
+        text = cells
     licence = options.licence or declared_licence(text) or file.licence
     yield SourceDocument(file.name, licence, text)
+
+
+def cells_of(text: str) -> str | None:
+    """Return what was written into the cells of a notebook, code and Markdown, without outputs.
+
+    https://nbformat.readthedocs.io; before version 4, cells were in worksheets.
+
+    Returns:
+        The sources with an empty line between two; None where the text is no notebook.
+    """
+    try:
+        notebook = json.loads(text)
+        sheets = notebook.get("worksheets") or [notebook]
+        cells = [cell for sheet in sheets for cell in sheet.get("cells", ())]
+        sources = [cell.get("source", cell.get("input", "")) for cell in cells]
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return None
+    texts = ("".join(each) if isinstance(each, list) else str(each) for each in sources)
+    return "\n\n".join(each for each in texts if each.strip())
 
 
 STANDARD_INPUT_NAME: Final = "stdin"

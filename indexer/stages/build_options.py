@@ -5,16 +5,13 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
-from pydantic import Field
-
 from indexer.build_report import BuildTally
 from indexer.engines import Engine, Serial
 from indexer.engines.memory import default_limit, describe_size
 from indexer.engines.processes import ProcessPool
 from indexer.errors import IndexerError, SourceError
-from indexer.flags import Metavar
 from indexer.format.names import MAX_POSITIONS
-from indexer.launch import plugged
+from indexer.launch import Flag, plugged
 from indexer.sources import ChatTemplate, SourceOptions, Turns
 from indexer.stages.screening import Screening
 from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
@@ -68,53 +65,51 @@ class BuildOptions:
     sources: SourceOptions = SourceOptions()  # noqa: RUF009  (it never changes)
     segment_tokens: Annotated[
         int,
-        Field(
-            ge=1,
-            le=MAX_POSITIONS,
-            description="Begin a new segment rather than exceed this. Sorting one takes some "
+        Flag(
+            "Begin a new segment rather than exceed this. Sorting one takes some "
             "ten bytes of memory per token; look-ups take longer with more segments.",
+            least=1,
+            most=MAX_POSITIONS,
         ),
     ] = MAX_SEGMENT_TOKENS
     keep_duplicates: Annotated[
         bool,
-        Field(
-            description="Index a text as often as it occurs. Without this, documents whose text "
+        Flag(
+            "Index a text as often as it occurs. Without this, documents whose text "
             "is equal to that of one before are left out and counted."
         ),
     ] = False
     strict: Annotated[
         float | None,
-        Metavar("SHARE"),
-        Field(
-            ge=0,
-            le=1,
-            description="End with status 1, and change nothing, if more than this share of records "
+        Flag(
+            "End with status 1, and change nothing, if more than this share of records "
             "and files could not be read: 0.01 tolerates one in a hundred, 0 none. Files passed "
             "over by their names, empty texts and duplicates do not count.",
+            metavar="SHARE",
+            least=0,
+            most=1,
         ),
     ] = None
     replace: Annotated[
         bool,
-        Field(
-            description="Put documents in the place of those that the index holds under the same "
+        Flag(
+            "Put documents in the place of those that the index holds under the same "
             "names: new versions of files. Without it both are drafted from, and the report "
             "counts them."
         ),
     ] = False
     keep_texts: Annotated[
         bool,
-        Field(
-            description="Keep the texts in the index, compressed, so that it can be built for "
+        Flag(
+            "Keep the texts in the index, compressed, so that it can be built for "
             "another tokenizer without its sources."
         ),
     ] = False
-    overwrite: Annotated[
-        bool, Field(description="Replace the index at DIR once the new one is whole.")
-    ] = False
+    overwrite: Annotated[bool, Flag("Replace the index at DIR once the new one is whole.")] = False
     resume: Annotated[
         bool,
-        Field(
-            description="Go on where an earlier build of DIR with --resume was killed or failed: "
+        Flag(
+            "Go on where an earlier build of DIR with --resume was killed or failed: "
             "what it had read and sorted is taken over if sources, tokenizer and options are the "
             "same. If this build fails, what it has done stays, next to DIR, for another."
         ),

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, get_type_hints
 
 from indexer.engines import Engine
 from indexer.errors import writing_to
 from indexer.format.names import FORMAT_VERSION
 from indexer.format.output import sync_file, sync_folder, write_file
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 _KEY_BYTES: Final = 16
 _NOTE: Final = ".done"
@@ -92,6 +93,8 @@ def _done(function: Callable[[_Task], _Result], task: _Task) -> _Result:
 @cache
 def _form_of(function: Callable[..., Any]) -> "TypeAdapter[Any]":
     """Return what writes a function's results as JSON, and reads them."""
+    from pydantic import TypeAdapter  # noqa: PLC0415  (a build that keeps nothing needs none)
+
     return TypeAdapter(get_type_hints(function, include_extras=True)["return"])
 
 
@@ -101,7 +104,7 @@ def _kept(task: Task, form: "TypeAdapter[Any]") -> Any:
         note = json.loads(_note_of(task.folder).read_bytes())
         if isinstance(note, dict) and note.get("key") == task.key:
             return form.validate_json(json.dumps(note.get("result")))
-    except (OSError, ValueError, RecursionError, ValidationError):
+    except (OSError, ValueError, RecursionError):  # what the form refuses is a ValueError
         pass
     return None
 

@@ -78,6 +78,7 @@ class Preview:
                 *files,
                 *([f"  and {num_more:,} more files"] if num_more > 0 else []),
                 *self.tally.describe_conversations(),
+                *self.tally.describe_suffixes(),
                 *(f"  {name}: {words}" for name, words in self.samples),
                 f"skipped: {self.tally.describe_skipped() or 'nothing'}",
             ]

@@ -1,7 +1,7 @@
 """Tokenising texts, in batches that the tokenizer spreads over its threads."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +12,15 @@ from indexer.build_report import BuildTally
 from indexer.errors import TokenizerError, reason_of
 from indexer.format.compression import zstd
 from indexer.format.names import Tokens
-from indexer.sources import NAME_ENCODING, NOT_TEXT, RAISE_LIMIT, TOO_LARGE, SourceDocument
+from indexer.sources import (
+    HALF_CHARACTER,
+    NAME_ENCODING,
+    NOT_TEXT,
+    RAISE_LIMIT,
+    TOO_LARGE,
+    SourceDocument,
+    whole_characters,
+)
 from indexer.stages.parts import TokenisedDocument
 from indexer.stages.screening import EXCLUDED, Screener, Screening
 
@@ -70,8 +78,9 @@ def usable_texts(
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError:  # half a surrogate pair, which JSON allows
-            tally.drop(NOT_TEXT, name, "it holds half of a surrogate pair: write it as UTF-8")
-            continue
+            text = whole_characters(text)
+            num_bytes = len(text.encode("utf-8"))
+            tally.skip(HALF_CHARACTER, name)
         if num_bytes > max_document_bytes:
             tally.drop(TOO_LARGE, name, RAISE_LIMIT)
         elif "\0" in text:
@@ -81,7 +90,7 @@ def usable_texts(
         elif screen is None:
             yield UsableText(name, document.licence, text, num_bytes)
         else:
-            yield from _screened(document, screen, tally)
+            yield from _screened(replace(document, text=text), screen, tally)
     if screen is not None:
         tally.screened = screen.take_tally()
 

@@ -13,7 +13,9 @@ from numpy.typing import ArrayLike
 
 from indexer.errors import SourceError, TokenizerError
 from indexer.reader import Vocabulary
+from indexer.sources.blocks import whole_characters
 from indexer.sources.conversations import Turn, exchanges_of, messages_of, plain_text
+from indexer.sources.envelopes import SYSTEM
 from indexer.sources.recordings import EXPECTED, RecordingTally, UnusableError, read_records
 from indexer.tokenizer import (
     DEFAULT_MODEL,
@@ -89,10 +91,23 @@ class ChatEncoder:
 
 
 NO_TRACE: Final = "no trace"
+_STATED: Final = frozenset({"group", "lane", "prediction", "predictions"})
+"""Keys of records that say more of an answer: none of them is a repeat."""
+
+REPEATED: Final = "answer that was read before"
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
 _MAX_LABEL: Final = 64  # characters: no longer than a label may be, in any script
 _OTHERS: Final = frozenset(
-    ("messages", "conversations", "conversation", "instruction", "question", "input", "system")
+    (
+        "messages",
+        "conversations",
+        "conversation",
+        "instruction",
+        "question",
+        "input",
+        "history",
+        *SYSTEM,
+    )
 )
 """Keys next to `output` that make more of a record than a text and what followed it."""
 
@@ -212,6 +227,7 @@ class _Sides:
 
     Attributes:
         is_last: whether what the record says was expected is this output.
+        group: of the answers to one prompt, of which the record has several; empty for one.
     """
 
     prompt: _Prompt
@@ -219,6 +235,7 @@ class _Sides:
     row: Any
     place: str
     is_last: bool
+    group: str = ""
 
 
 class _Reading:
@@ -228,6 +245,7 @@ class _Reading:
         self._path = path
         self._encoder = encoder
         self._is_strict = skipped is None
+        self._seen: set[int] = set()
         self.tally = RecordingTally() if skipped is None else skipped
 
     def sides(self, take: "_Take") -> Iterator[_Sides]:
@@ -235,9 +253,27 @@ class _Reading:
         for place, row in self._records():
             with self._skipping(place):
                 found = list(take(row, self._path, self.tally))
-                for number, (prompt, output) in enumerate(found, start=1):
+                for number, (prompt, output, num_samples) in enumerate(found, start=1):
+                    if self._was_read(row, prompt, output):
+                        self.tally.skip(REPEATED, place)
+                        continue
                     is_last = take is _sides and number == len(found)
-                    yield _Sides(prompt, output, row, place, is_last)
+                    group = place if num_samples > 1 else ""
+                    yield _Sides(prompt, output, row, place, is_last, group)
+
+    def _was_read(self, row: Any, prompt: "_Prompt", output: "_Text") -> bool:
+        """Return whether an answer to the same was read before, as logs that grow have it.
+
+        Answers that were written at once, of which a record states the group, may be equal.
+        """
+        if isinstance(output, np.ndarray) or isinstance(prompt, np.ndarray):
+            return False
+        if isinstance(row, dict) and not _STATED.isdisjoint(row):
+            return False
+        key = hash((prompt, output))  # of 64 bits: a million answers collide once in 40 million
+        was_read = key in self._seen
+        self._seen.add(key)
+        return was_read
 
     def traces(self, recorded: Iterable[_Sides]) -> Iterator[_Traced]:
         """Yield the traces that sides are, with their records."""
@@ -281,41 +317,41 @@ class _Reading:
             raise UnusableError(
                 "too long", f"a prompt with its output has at most {most:,} tokens: leave it out"
             )
-        return Trace(prompt, output, predictions, *_place_in(sides.row))
+        group, lane = _place_in(sides.row)
+        return Trace(prompt, output, predictions, group or sides.group, lane)
 
 
-_Take = Callable[[Any, Path, RecordingTally], Iterable[tuple[_Prompt, _Text]]]
+_Taken = tuple[_Prompt, _Text, int]
+_Take = Callable[[Any, Path, RecordingTally], Iterable[_Taken]]
 
 
-def _sides(row: Any, path: Path, tally: RecordingTally) -> list[tuple[_Prompt, _Text]]:
-    """Return the prompts and outputs of a record.
+def _sides(row: Any, path: Path, tally: RecordingTally) -> list[_Taken]:
+    """Return the prompts and outputs of a record, and how many answers it has to each prompt.
 
     Raises:
         UnusableError: it is no trace.
     """
     if _is_plain(row):
-        return [(_field(row, "prompt"), _field(row, "output"))]
+        return [(_field(row, "prompt"), _field(row, "output"), 1)]
     exchanges = tally.take(row, path, "outputs", exchanges_of)
     if not exchanges and isinstance(row.get("prompt"), str):
         _field(row, "output")
-    for exchange in exchanges:
-        for text in (exchange.output, *(turn.text for turn in exchange.prompt)):
-            _encodable(text, "a turn")
-    return [(exchange.prompt, exchange.output) for exchange in exchanges]
+    return [(each.prompt, each.output, each.num_samples) for each in exchanges]
 
 
-def _outputs(row: Any, path: Path, tally: RecordingTally) -> list[tuple[_Prompt, _Text]]:
+def _outputs(row: Any, path: Path, tally: RecordingTally) -> list[_Taken]:
     """Return the outputs of a record, which may lack a prompt; see `_sides`."""
     if _is_plain(row):
-        return [((), _field(row, "output"))]
-    return [((), output) for _, output in _sides(row, path, tally)]
+        return [((), _field(row, "output"), 1)]
+    return [((), output, number) for _, output, number in _sides(row, path, tally)]
 
 
 def _is_plain(row: Any) -> bool:
     """Return whether a record has ids, or `prompt` or `output` that must be texts."""
     if not isinstance(row, dict) or "prompt_ids" in row or "output_ids" in row:
         return True
-    return isinstance(row.get("output"), str) and not _OTHERS & row.keys()
+    is_text = isinstance(row.get("output"), str) and not isinstance(row.get("prompt"), list | dict)
+    return is_text and not _OTHERS & row.keys()
 
 
 def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:
@@ -368,9 +404,7 @@ def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:
 def _stated(stated: Any, encoder: TextEncoder) -> list[Prediction]:
     if isinstance(stated, str):
         stated = {"type": "content", "content": stated}
-    return predictions_of(
-        stated, lambda text: encoder.encode_output(_encodable(text, "a prediction"))
-    )
+    return predictions_of(stated, lambda text: encoder.encode_output(whole_characters(text)))
 
 
 def _listed(stated: Any, label: str, encoder: TextEncoder) -> Prediction:
@@ -382,7 +416,7 @@ def _listed(stated: Any, label: str, encoder: TextEncoder) -> Prediction:
         return Prediction(_checked(fields["ids"], "`predictions`"), label)
     if not isinstance(fields["text"], str):
         raise UnusableError(NO_TRACE, "`predictions` hold a text that is none")
-    text = _encodable(fields["text"], "a prediction")
+    text = whole_characters(fields["text"])
     return Prediction(np.array(encoder.encode_output(text), np.int32), label)
 
 
@@ -399,17 +433,7 @@ def _field(row: Any, name: str) -> str | TokenIds:
         raise UnusableError(
             NO_TRACE, f"`{name}` {problem}: give it as text, or `{name}_ids` as a list"
         )
-    return _encodable(text, f"`{name}`")
-
-
-def _encodable(text: str, what: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UnusableError(
-            "damaged character", f"{what} holds half of a surrogate pair: write it whole"
-        ) from error
-    return text
+    return whole_characters(text)
 
 
 def _checked(ids: ArrayLike, what: str) -> TokenIds:

@@ -288,7 +288,7 @@ def test_counts_of_a_task_are_kept_whole() -> None:
     tally.screened.redact(["key"], "c")
     counted = ConversationTally("assistant turns", 3, 2, missing_field="text")
     counted.left_out["image"] += 1
-    tally.count_conversation(("a.jsonl", "messages"), counted)
+    tally.count_conversation("a.jsonl", "messages", counted)
     assert round_trip(tally) == tally
 
 

@@ -52,6 +52,7 @@ def test_add_reports_what_it_did_and_shows_that_it_moves(
         "skipped": {"too large": 1},
         "skipped_places": {"too large": f"{tmp_path}/c.jsonl:2"},
         "dropped": 1,
+        "by_content": {},
         "replaced": 0,
         "earlier_versions": 1,
         "conversations": [],

@@ -60,6 +60,7 @@ def test_build_reports_what_it_did(
         "bytes": 11,
         "skipped": {"not text": 1},
         "dropped": 1,
+        "by_content": {},
         "conversations": [],
         "screened": None,
     }

@@ -82,7 +82,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         "no text in field 'text'",
         "'id', 'body': .* --field",
     ),
-    ("a.parquet", {"prompt": ["x"], "chosen": ["y"]}, "", "no column 'text'", "'prompt', 'chosen'"),
+    ("a.parquet", {"prompt": ["x"], "other": ["y"]}, "", "no column 'text'", "'prompt', 'other'"),
     # what is no JSON, or not in the form that the name says
     (
         "a.jsonl",
@@ -142,13 +142,13 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         "1 assistant turns",
         "a.jsonl:1#2: data: ",
     ),
-    ("a.jsonl", [USER, USER], "", "2 turn by itself", "in one record, under `messages`"),
+    ("a.jsonl", [USER, USER], "", "1 no assistant turn", "its roles user"),
     (
         "a.jsonl",
         [{"mapping": {"n": {}}}],
         "",
-        "1 tree of turns",
-        "of ChatGPT .* `messages`",
+        "1 empty conversation",
+        "it has no turn of a role",
     ),
     ("a.jsonl", [{"messages": None}], "", "1 empty conversation", "its `messages` is null"),
     (
@@ -175,7 +175,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
     ("a.jsonl", '{"text": ' + "[" * 9999, "", "1 not JSON", "it is nested too deeply"),
     ("a.json", '[{"text": ' + "[" * 9999, "", "1 not JSON", "it is nested too deeply"),
     ("a.jsonl", [{"text": float("nan")}], "", "no text in field 'text'", "keys are 'text': name"),
-    ("a.jsonl", '{"text": "\\ud800"}\n', "", "1 ", "surrogate"),
+    ("a.jsonl", '{"text": "\\ud800"}\n', "", "1 half of a character", "a.jsonl:1"),
     (
         "a.json",
         "<!DOCTYPE html>\n<html><body>502 Bad Gateway</body></html>",
@@ -254,7 +254,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         "no assistant turn",
     ),
     # files that are not taken
-    ("d/a.dat", "x", "", "1 unknown suffix", "take such files with --include"),
+    ("d/a.dat", "x\0", "", "1 not text by its first bytes", "d/a.dat"),
     (
         "d/a.txt",
         "x",

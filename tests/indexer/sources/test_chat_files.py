@@ -294,11 +294,8 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
     (
         "batch.jsonl",
         batch_log,
-        {"1#2": ANSWER},
-        (
-            "requests and responses of a server, 1 assistant turns of 1 conversations; "
-            "left out: 1 x further choice"
-        ),
+        {"1#2": ANSWER, "1#3": "other"},
+        "requests and responses of a server, 2 assistant turns of 1 conversations",
         {},
     ),
     (

@@ -31,7 +31,7 @@ BLOCK = {"type": "text", "text": ANSWERED.text, "citations": None}
 MESSAGE = {"type": "message", "role": "assistant", "content": [BLOCK], "stop_reason": "end_turn"}
 
 
-def read(record: object) -> tuple[Shape, list[tuple[str, str]], list[str]]:
+def read(record: object) -> tuple[str, list[tuple[str, str]], list[str]]:
     found = conversation_of(record)
     assert found is not None
     return found.shape, [(turn.role, turn.text) for turn in found.turns], list(found.left_out)
@@ -348,9 +348,27 @@ def test_a_request_without_an_answer_has_no_assistant_turn(response: object) -> 
     assert left_out == ["response without an answer"]
 
 
-def test_further_choices_are_named() -> None:
-    record = {"request": {"prompt": "x"}, "response": {"choices": [{"text": "y"}, {"text": "z"}]}}
-    assert read(record)[1:] == ([("user", "x"), ("assistant", "y")], ["further choice"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"request": {"prompt": "x"}, "response": {"choices": [{"text": "y"}, {"text": "z"}]}},
+        *({"prompt": "x", key: ["y", "z"]} for key in ("response", "output", "completion")),
+        {"question": "x", "answer": ["y", "z"]},
+        {"resps": [["y", "z"]], "arguments": [["x", {}]]},
+        {
+            "contents": [{"role": "user", "parts": [{"text": "x"}]}],
+            "candidates": [{"content": {"role": "model", "parts": [{"text": t}]}} for t in "yz"],
+        },
+    ],
+)
+def test_several_answers_to_one_prompt_are_samples_of_it(record: dict[str, Any]) -> None:
+    found = conversation_of(record)
+    assert found is not None
+    assert list(exchanges_of(found)) == [
+        Exchange((Turn("user", "x"),), "y", 2),
+        Exchange((Turn("user", "x"),), "z", 2),
+    ]
+    assert found.left_out == ()
 
 
 def test_exchanges_are_all_answers_with_all_before_them() -> None:

@@ -30,11 +30,16 @@ def test_folders_are_read_by_suffix_in_order_of_names(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("never read")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "zeros.bin").write_bytes(b"text and \0")
+    (tmp_path / "sub/page.mdx").write_text("# by content, whatever its suffix \U0001f600")
     documents, skipped = read(tmp_path)
     order = ["a.md", "b.py", "sub/Makefile", "sub/z.TXT", "sub/deep/q.rs"]
-    assert documents == {f"{tmp_path}/{name}": name for name in order}
+    order.insert(3, "sub/page.mdx")
     assert list(documents) == [f"{tmp_path}/{name}" for name in order]
-    assert skipped == {"unknown suffix": 1}
+    assert documents.pop(f"{tmp_path}/sub/page.mdx").startswith("# by content")
+    order.remove("sub/page.mdx")
+    assert documents == {f"{tmp_path}/{name}": name for name in order}
+    assert skipped == {"not text by its first bytes": 2}
 
 
 def test_symbolic_links_are_not_followed_out_of_a_folder(tmp_path: Path) -> None:
@@ -134,12 +139,20 @@ def test_what_is_not_text_is_skipped_and_counted(
     report = build_index(
         [source], tmp_path / "index", tokenizer, BuildOptions(SourceOptions(max_document_bytes=100))
     )
-    assert report.tally.skipped == {"empty": 2, "not text": 3, "too large": 1}
+    assert report.tally.skipped == {
+        "empty": 2,
+        "not text": 2,
+        "too large": 1,
+        "half of a character": 1,
+    }
     assert texts_of(tmp_path / "index") == {
         f"{source}/good.txt": "h\u00e9llo \U0001f600\r\n",
         f"{source}/limit.txt": "x" * 100,
+        f"{source}/surrogate.jsonl:1": "half \ufffd of a pair",
     }
-    assert report.tally.num_bytes == 100 + len((source / "good.txt").read_bytes())
+    assert report.tally.num_bytes == 100 + len("half ??? of a pair") + len(
+        (source / "good.txt").read_bytes()
+    )
 
 
 def test_unreadable_files_and_pipes_are_skipped_and_counted(

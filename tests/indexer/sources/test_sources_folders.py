@@ -38,7 +38,8 @@ def names(*sources: Path, **options: object) -> list[str]:
 
 @needs_git
 def test_of_a_repository_the_tracked_files_are_read(tmp_path: Path) -> None:
-    folder = repository(tmp_path / "r", b_py="b", docs__a_md="a", x_png="x", docs__h__b_md="b")
+    folder = repository(tmp_path / "r", b_py="b", docs__a_md="a", docs__h__b_md="b")
+    (folder / "x.png").write_bytes(b"\x89PNG")
     (folder / "docs/\u00e9 \t\n.md").write_text("odd name")
     (folder / ".hidden.md").write_text("hidden")
     git(folder, "add", "-A")
@@ -50,8 +51,8 @@ def test_of_a_repository_the_tracked_files_are_read(tmp_path: Path) -> None:
         *("docs/\u00e9 \t\n.md", "docs/h/b.md"),
     ]
     _, tally = read_all(folder)
-    assert tally.skipped == {"unknown suffix": 1}
-    assert tally.skipped_places == {"unknown suffix": f"{folder}/x.png"}
+    assert tally.skipped == {"not text by its first bytes": 1}
+    assert tally.skipped_places == {"not text by its first bytes": f"{folder}/x.png"}
 
 
 @needs_git
@@ -135,7 +136,8 @@ def test_an_empty_git_folder_makes_no_repository(tmp_path: Path) -> None:
 
 
 def test_patterns_choose_among_the_files_of_folders(tmp_path: Path) -> None:
-    write(tmp_path, a_md="a", b_py="b", docs__c_md="c", docs__old__d_md="d", docs__e_odd="e")
+    write(tmp_path, a_md="a", b_py="b", docs__c_md="c", docs__old__d_md="d")
+    (tmp_path / "docs/e.odd").write_bytes(b"e\0dd")
     assert names(tmp_path, include=("*.md",)) == ["a.md", "docs/c.md", "docs/old/d.md"]
     assert names(tmp_path, include=("/*.md", "*.odd")) == ["a.md", "docs/e.odd"]
     assert names(tmp_path, exclude=("docs/",)) == ["a.md", "b.py"]

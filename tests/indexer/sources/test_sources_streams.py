@@ -44,7 +44,7 @@ def test_whole_files_and_lines_are_decompressed(
         f"rows.jsonl.{suffix}:1": "one",
         f"rows.jsonl.{suffix}:2": "two",
     }
-    assert tally.skipped == {"unknown suffix": 1}
+    assert tally.skipped == {"not text by its first bytes": 1}
 
 
 @pytest.mark.parametrize(("compress", "suffix"), COMPRESSIONS)

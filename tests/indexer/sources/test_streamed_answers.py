@@ -118,13 +118,16 @@ def test_answers_in_pieces_are_put_together(response: Any) -> None:
     assert answer(response) == (WHOLE_CHAT, [])
 
 
-def test_the_first_of_several_choices_is_taken() -> None:
+def test_several_choices_are_put_together_each_by_itself() -> None:
     chunks = [
         {"choices": [{"index": index, "delta": {"content": f"{index}{letter}"}}]}
         for letter in "ab"
         for index in (1, 0)
     ]
-    assert answer(chunks) == ("0a0b", ["further choice"])
+    assert answer(chunks) == ("0a0b", [])
+    found = conversation_of({"request": {"prompt": "x"}, "response": chunks})
+    assert found is not None
+    assert found.samples == ("1a1b",)
 
 
 def test_completions_of_text_and_calls_without_numbers_are_put_together() -> None:

@@ -126,7 +126,8 @@ def test_a_log_of_conversations_is_replayed_turn_by_turn_on_measured_passes(
     said = [("user", "abcd"), ("assistant", "bcdbcd"), ("user", "dcb"), ("assistant", "cdcdcd")]
     messages = [{"role": role, "content": content} for role, content in said]
     path = tmp_path / "chats.json"
-    path.write_text(json.dumps([{"messages": messages, "model": "m"}, {"messages": messages[:2]}]))
+    other = [{"role": "user", "content": "badc"}, messages[1]]
+    path.write_text(json.dumps([{"messages": messages, "model": "m"}, {"messages": other}]))
     measuring = ["--model", str(model_directory), "--cost-cache", "none"]
     arguments = [*measuring, "--budget", "4", "--json"]
     assert run(monkeypatch, "estimate", str(path), *arguments) == 0
