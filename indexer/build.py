@@ -30,6 +30,8 @@ from indexer.stages.gathering import (
     READING,
     Block,
     Building,
+    GivenTexts,
+    KeptTexts,
     OnProgress,
     gather_part,
     no_document,
@@ -37,7 +39,7 @@ from indexer.stages.gathering import (
     planned,
     scratch_folder,
 )
-from indexer.stages.parts import GivenTexts, KeptTexts, Part, TokenisedDocument
+from indexer.stages.parts import Part, TokenisedDocument
 from indexer.stages.screening import record_of, screened_as
 from indexer.stages.segments import gather
 from indexer.stages.tokenise import EMPTY, stored_form

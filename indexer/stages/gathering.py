@@ -26,23 +26,18 @@ from indexer.format.names import (
     PHRASES_FOLDER,
     SCRATCH_FOLDER,
     SEGMENTS_FOLDER,
+    TEXTS_FILE,
     TOKENIZER_FILE,
     ordinal_name,
     token_dtype,
 )
+from indexer.format.opening import check_file
 from indexer.format.output import move_folder
-from indexer.format.records import Contents, PhrasesRecord, SegmentRecord, checksum_of
-from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceBlock, plan, read
+from indexer.format.records import Contents, FileRecord, PhrasesRecord, SegmentRecord, checksum_of
+from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceBlock, SourceDocument, plan, read
 from indexer.stages.build_options import BuildOptions
 from indexer.stages.kept_results import forget_result, key_of, map_kept, remove_unfinished
-from indexer.stages.parts import (
-    GivenTexts,
-    KeptTexts,
-    Part,
-    PartWriter,
-    TokenisedDocument,
-    kept_runs,
-)
+from indexer.stages.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.stages.phrase_writer import write_phrases
 from indexer.stages.segments import Piece, SegmentTask, write_segment
 from indexer.stages.tokenise import (
@@ -69,6 +64,42 @@ takes as long as the whole index is large; continuations that are frequent in se
 are frequent in all. With a fixed share, each token is counted a bounded number of times."""
 
 _SCRATCH_NAME_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTexts:
+    """The texts of a segment as a block of documents to read.
+
+    Attributes:
+        part: the segment.
+        file: the record of its file of texts.
+    """
+
+    part: Part
+    file: FileRecord
+
+    def documents(self) -> Iterator[SourceDocument]:
+        """Yield the documents.
+
+        Raises:
+            DamagedIndexError: the file of texts is damaged.
+        """
+        check_file(self.part.folder / TEXTS_FILE, self.file)
+        for name, licence, text in self.part.texts():
+            yield SourceDocument(name, licence, text)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTexts:
+    """Names and texts that a caller has, as a block of documents to read; cannot be pickled."""
+
+    pairs: Iterable[tuple[str, str]]
+
+    def documents(self) -> Iterator[SourceDocument]:
+        """Yield the documents."""
+        for name, text in self.pairs:
+            yield SourceDocument(name, "", text)
+
 
 Block = SourceBlock | KeptTexts | GivenTexts
 

@@ -1,7 +1,7 @@
 """Parts: tokenised documents before sorting, on disk between the stages of a build."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,9 @@ from indexer.errors import DamagedIndexError, SourceError, writing_to
 from indexer.format.compression import zstd
 from indexer.format.documents import DocumentTable, DocumentTableBuilder, digest_of
 from indexer.format.names import MAX_POSITIONS, TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
-from indexer.format.opening import check_file, map_array, open_documents
+from indexer.format.opening import map_array, open_documents
 from indexer.format.output import write_array
-from indexer.format.records import Document, FileRecord, SegmentRecord
-from indexer.sources import SourceDocument
+from indexer.format.records import Document, SegmentRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,41 +125,6 @@ class Part:
                     yield line.removesuffix(b"\n")
         except (OSError, EOFError, zstd.ZstdError) as error:
             raise _damaged_texts(self.folder) from error
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTexts:
-    """The texts of a segment as a block of documents to read.
-
-    Attributes:
-        part: the segment.
-        file: the record of its file of texts.
-    """
-
-    part: Part
-    file: FileRecord
-
-    def documents(self) -> Iterator[SourceDocument]:
-        """Yield the documents.
-
-        Raises:
-            DamagedIndexError: the file of texts is damaged.
-        """
-        check_file(self.part.folder / TEXTS_FILE, self.file)
-        for name, licence, text in self.part.texts():
-            yield SourceDocument(name, licence, text)
-
-
-@dataclass(frozen=True, slots=True)
-class GivenTexts:
-    """Names and texts that a caller has, as a block of documents to read; cannot be pickled."""
-
-    pairs: Iterable[tuple[str, str]]
-
-    def documents(self) -> Iterator[SourceDocument]:
-        """Yield the documents."""
-        for name, text in self.pairs:
-            yield SourceDocument(name, "", text)
 
 
 class PartWriter:
