@@ -9,12 +9,16 @@ from decoder.observation import ObservedPass, Observer, counted
 _TELLING_PASSES: Final = 16
 """Passes from which on an estimate has a range: with fewer, one slow pass decides it."""
 
-_MOST_OFF: Final = 2.0
+_MOST_OFF: Final = 3.0
 """How many times as long, or as short, passes may take as when costs were measured. A busy machine
 changes which widths are expensive, not only how long passes take."""
 
 _SIGMAS: Final = 2.0
 """Standard errors to either side of an estimate: nineteen in twenty such ranges hold the truth."""
+
+_WHY_NOTHING: Final = (
+    ", because nothing was found, or because wider passes were measured to be too expensive here"
+)
 
 UNKNOWN: Final = (
     "what drafts are worth here is not known yet: no pass was made behind the prompt's own"
@@ -32,6 +36,7 @@ class Speedup:
         own_s: seconds with drafts, the prompt's pass included.
         plain_s: seconds that the same tokens take without drafts, estimated or measured.
         num_passes: passes behind the prompts' own; without any nothing is known.
+        num_nodes: drafted in these passes.
         passes_s: seconds that these took in the target.
         measured_s: seconds that such passes took when their costs were measured.
         products: sums over these passes of plain², plain x own and own² seconds: how much they
@@ -44,6 +49,7 @@ class Speedup:
     own_s: float = 0.0
     plain_s: float = 0.0
     num_passes: int = 0
+    num_nodes: int = 0
     passes_s: float = 0.0
     measured_s: float = 0.0
     products: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -122,6 +128,7 @@ class Speedup:
         self.plain_s += plain
         self.own_s += own
         self.num_passes += 1
+        self.num_nodes += len(step.tree)
         self.passes_s += whole_s
         self.measured_s += wide_s / load
         self._vary(plain * plain, plain * own, own * own)
@@ -137,6 +144,7 @@ class Speedup:
         self.own_s += other.own_s
         self.plain_s += other.plain_s
         self.num_passes += other.num_passes
+        self.num_nodes += other.num_nodes
         self.passes_s += other.passes_s
         self.measured_s += other.measured_s
         self._vary(*other.products)
@@ -161,6 +169,8 @@ class Speedup:
         if times is None:
             return self._doubt() if self._is_off else UNKNOWN
         gain = f"{times:.1f}x plain decoding on this machine"
+        if not self.num_compared and not self.num_nodes:
+            return f"{gain}: nothing was drafted{_WHY_NOTHING}"
         if not self.num_compared:
             return f"{gain}{self._surety()}"
         useless = ": drafts do not pay here" if times < 1 else ""
@@ -180,8 +190,8 @@ class Speedup:
         """Return why an estimate is withheld."""
         return (
             f"what drafts are worth here is not known now: passes take {self._off:.2g} times as "
-            "long as when their costs were measured, as where other work has come or gone "
-            "(`--compare` measures it)"
+            "long as when their costs were measured. Has other work begun or ended here? "
+            "`foredraft generate --compare` measures it"
         )
 
     def _identity(self) -> str:

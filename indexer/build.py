@@ -249,7 +249,15 @@ def _write(
     if not segments:
         raise no_document(building.tally)
     nothing = PhrasesRecord("", (), {})
-    contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer, screening)
+    contents = Contents(
+        vocabulary,
+        tuple(segments),
+        nothing,
+        len(segments),
+        tokenizer,
+        screening,
+        building.options.sources.licence,
+    )
     contents = replace(contents, phrases=building.phrases(0, contents))
     publish(building.folder, 0, contents)
     return contents
@@ -283,7 +291,8 @@ def as_replaced(
     if before is None:
         return tokenizer or DEFAULT_MODEL, options
     screen = screened_as(before.screening, options.screen, output)
-    return tokenizer or _tokenizer_of(before, output), replace(options, screen=screen)
+    options = replace(options, screen=screen).with_licence(before.licence, output)
+    return tokenizer or _tokenizer_of(before, output), options
 
 
 def _tokenizer_of(before: Contents, output: Path) -> str:

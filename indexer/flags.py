@@ -182,7 +182,8 @@ def is_secret(field: FieldInfo) -> bool:
 
 def expected_by(error: ValidationError) -> str:
     """Return the expected value in words, for the end of a sentence."""
-    return error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
+    said = error.errors(include_url=False)[0]["msg"]
+    return said.removeprefix("Value error, ").replace("Input ", "it ", 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def test_commands_run(
     assert {language for language, _ in found} == {"sh", "python"}
     for language, block in found:
         text = block
-        for name in ("my.index", "drafts.sock", "passes.html", "page.html"):
+        for name in ("my.index", "answers.index", "drafts.sock", "passes.html", "page.html"):
             text = text.replace(name, f"{tmp_path}/{name}")
         text = re.sub(r"(?<![\w/])passes\.jsonl", f"{tmp_path}/passes.jsonl", text)
         for printed in run_block(language, text, services):

@@ -233,7 +233,7 @@ def _found_costs(
     why = (
         "once on this machine: some seconds"
         if surface is None
-        else "as they no longer take what they took: the machine is busier or quieter than then"
+        else "again: passes take another time now, as the machine is busier or quieter"
     )
     _log.warning("measuring what passes cost, %s", why)
     surface = measure(target)

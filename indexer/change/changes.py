@@ -70,7 +70,7 @@ def add_documents(
         contents, tally, tell = writer.contents, BuildTally(), on_progress or no_progress
         options = replace(
             options, keep_texts=contents.keeps_texts, screen=_screen_of(writer, options.screen)
-        )
+        ).with_licence(contents.licence, writer.folder)
         _check_tokenizer(writer)
         options = _with_template(options, contents.vocabulary.name)
         blocks = planned(sources, options, tally, tell, scratch)

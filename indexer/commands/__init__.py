@@ -28,6 +28,7 @@ from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources import SourceOptions
+from indexer.stages.build_options import BuildOptions
 from indexer.tokenizer import DEFAULT_MODEL, load_core
 
 app = CommandLine(
@@ -99,15 +100,22 @@ def build(
         return
     if output is None:
         raise typer.BadParameter("say where the index goes", param_hint="'--output' / '-o'")
-    kept = f"{output} is as it was"
-    if built.resume:
-        kept += "; what was read and sorted is kept beside it: the same command goes on with that"
-    with interrupted(kept), BuildProgress() as progress:
+    with interrupted(_kept_of(output, options)), BuildProgress() as progress:
         if from_index is not None:
             report = build_from_index(from_index, output, tokenizer, options, progress)
         else:
             report = build_index(sources or [], output, tokenizer, options, progress)
     show(report, as_json=as_json)
+
+
+def _kept_of(output: Path, options: BuildOptions) -> str:
+    """Return what a build that ends early leaves."""
+    index = f"{output} is as it was" if output.exists() else f"there is no index at {output}"
+    if not options.resume:
+        return f"{index}; with --resume, what was read and sorted would have been kept"
+    return (
+        f"{index}; what was read and sorted is kept beside it: the same command goes on with that"
+    )
 
 
 app.command("add")(add_command)

@@ -126,7 +126,7 @@ class Summary:
     def _screened(self) -> str:
         parts = ["secrets are replaced"] if self.screening.redacted else []
         parts += ["a list of phrases is left out"] if self.screening.excluded else []
-        return ", ".join(parts) or "for nothing"
+        return ", ".join(parts) or "no"
 
     def _changed(self) -> str:
         """Return when the index was changed last, in the local time zone, as ISO 8601 has it."""

@@ -179,6 +179,8 @@ class Contents:
         next_segment: number of the next segment to be written: names are never used twice.
         tokenizer: the stored tokenizer; None for an index that was built of token ids.
         screening: of its documents.
+        licence: that was stated for all of them, and that what is added has unless another one is
+            stated; empty where each document has its own.
     """
 
     vocabulary: Vocabulary
@@ -187,6 +189,7 @@ class Contents:
     next_segment: int
     tokenizer: FileRecord | None = None
     screening: ScreeningRecord = NOT_SCREENED
+    licence: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -207,6 +210,7 @@ class Contents:
     def encode(self) -> dict[str, Any]:
         """Return what stands in the JSON of a snapshot, the format's version apart."""
         return {
+            "licence": self.licence,
             "next_segment": self.next_segment,
             "phrases": self.phrases.encode(),
             "screening": self.screening.encode(),
@@ -238,6 +242,7 @@ class Contents:
             int(value["next_segment"]),
             FileRecord.decode(tokenizer) if tokenizer else None,
             ScreeningRecord.decode(value["screening"]),
+            str(value["licence"]),
         )
 
 

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from logging import getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from indexer.build_report import BuildTally
@@ -146,6 +147,18 @@ class BuildOptions:
             tuple((name, text) for name, text in special if isinstance(text, str)),
         )
         return replace(self, sources=replace(self.sources, template=template))
+
+    def with_licence(self, stated: str, index: Path) -> "BuildOptions":
+        """Return the options with the licence that was stated for an index, if none is stated now.
+
+        Args:
+            stated: for the index; empty if none was.
+            index: its folder, for messages.
+        """
+        if not stated or self.sources.licence:
+            return self
+        _log.info("the licence is %s, as was stated for %s", stated, index)
+        return replace(self, sources=replace(self.sources, licence=stated))
 
     def check_dropped(self, tally: BuildTally) -> None:
         """Check that no more than the allowed share could not be read.

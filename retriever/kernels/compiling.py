@@ -241,7 +241,7 @@ def _tell_compiling(*, is_kept: bool) -> None:
     As a warning, so that it is seen where a program has set up no logging, too.
     """
     once = ", once on this machine" if is_kept else ""
-    _log.warning("compiling kernels%s: half a minute of processor", once)
+    _log.warning("compiling kernels%s: up to a minute of processor", once)
 
 
 class RareKernels:

@@ -77,11 +77,13 @@ def test_an_estimate_says_how_sure_it_is() -> None:
         many.summary(),
     )
     assert few.report()["range"] == few.range
+    nothing = observed(*[seen(1, 2.0)] * 40)
+    assert "x plain decoding on this machine: nothing was drafted, because" in nothing.summary()
     useless = observed(*[seen(1, 3.2, 7)] * 40)
     assert useless.summary().endswith("estimated from 40 passes: drafts do not pay here")
 
 
-@pytest.mark.parametrize("load", [1 / 1.9, 1.9])
+@pytest.mark.parametrize("load", [1 / 2.9, 2.9])
 def test_what_slows_all_passes_alike_changes_no_estimate(load: float) -> None:
     free = Times(0.0, 3.2 * load, 0.0)
     speedup = observed(*[replace(seen(3, 1.0, 7), times=free)] * 20)
@@ -90,7 +92,7 @@ def test_what_slows_all_passes_alike_changes_no_estimate(load: float) -> None:
     assert speedup.times_plain == pytest.approx(3 / 1.6, rel=0.02)
 
 
-@pytest.mark.parametrize("times", [1 / 20, 1 / 3, 3.0, 20.0])
+@pytest.mark.parametrize("times", [1 / 20, 1 / 4, 4.0, 20.0])
 def test_an_estimate_is_withheld_where_costs_no_longer_hold(times: float) -> None:
     """Costs of another load once said 24.9 times, of 1.28 tokens a pass, and 0.2 times."""
     speedup = observed(*[seen(1, 2.0 * times), seen(2, 3.2 * times, 7)] * 20)

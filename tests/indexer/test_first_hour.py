@@ -24,6 +24,7 @@ from indexer.errors import IndexerError, TokenizerError
 from indexer.plugins.screening.exclusion import ExcludedPhrases
 from indexer.plugins.screening.screen import ScreenOptions
 from indexer.reader import Index
+from indexer.sources import SourceOptions
 from indexer.stages.build_options import BuildOptions
 from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_core, vocabulary_of
 from tests.indexer.conftest import Cli
@@ -74,6 +75,24 @@ def test_a_redacted_index_is_replaced_by_a_redacted_one(tmp_path: Path) -> None:
     assert SECRET not in texts_of(index)
     nothing = as_replaced(tmp_path / "nothing", None, BuildOptions())
     assert nothing == (DEFAULT_MODEL, BuildOptions())
+
+
+def test_a_licence_that_was_stated_is_that_of_what_is_added(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, index = tmp_path / "notes.md", tmp_path / "index"
+    stated = SourceOptions(licence="PSF-2.0")
+    for text in ("one", "two"):
+        source.write_text(text)
+        build_index([source], index, DEFAULT_MODEL, BuildOptions(stated, overwrite=True))
+        stated = SourceOptions()  # of the index that is replaced
+    source.write_text("three")
+    with caplog.at_level("INFO"):
+        add_documents(index, [source])
+    assert "the licence is PSF-2.0, as was stated for" in caplog.text
+    source.write_text("four")
+    add_documents(index, [source], BuildOptions(SourceOptions(licence="MIT")))
+    assert [each.licence for each in list_documents(index)] == ["PSF-2.0", "PSF-2.0", "MIT"]
 
 
 def test_a_list_of_phrases_is_asked_of_whatever_is_added(tmp_path: Path) -> None:
@@ -211,6 +230,6 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     said = lines.read()
     lines.close()
     assert process.wait(60) == 130
-    assert "interrupted: index is as it was" in said
+    assert "interrupted: there is no index at index; what was read and sorted is kept" in said
     assert "the same command goes on with that" in said
     assert not (tmp_path / "index").exists()

@@ -70,7 +70,7 @@ class ScreenOptions:
                 "folder"
             )
         if before.redacted and not self.redact:
-            _log.info("%s was built with --redact: so is what comes now", index)
+            _log.info("%s was built with --redact, so new documents are redacted, too", index)
             return replace(self, redact=True)
         return self
 

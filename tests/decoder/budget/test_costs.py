@@ -162,7 +162,7 @@ def test_costs_that_no_longer_hold_are_measured_again_and_that_is_said(
     for _ in range(2):
         known_costs(Target(model), model, where, lambda _: SURFACE, lambda *_: False)
     assert caplog.messages[1].endswith(
-        "as they no longer take what they took: the machine is busier or quieter than then"
+        "again: passes take another time now, as the machine is busier or quieter"
     )
 
 
