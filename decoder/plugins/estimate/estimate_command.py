@@ -85,7 +85,7 @@ def estimate(
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
             crowded = _crowded(records, rules, curve, drafts.budgets[-1])
-            estimated = _estimate(outcomes, records, curve, drafts, crowded, encoder.used_tokenizer)
+            estimated = _estimate(outcomes, records, curve, drafts, crowded, encoder)
     if plot is not None:
         draw(estimated, plot)
     _show(estimated, is_json=is_json)
@@ -149,8 +149,9 @@ def _estimate(
     curve: CostCurve,
     drafts: EstimatedDrafts,
     crowded: Crowded | None,
-    tokenizer: str | None,
+    encoder: ChatEncoder,
 ) -> Estimate:
+    tokenizer, fit = encoder.used_tokenizer, encoder.fit
     short = f"; {records.num_short:,} have less than two: nothing to draft"
     taken = [
         f"{records.num_records:,} outputs of {records.num_tokens:,} tokens"
@@ -161,7 +162,22 @@ def _estimate(
         taken.append(f"tokens are those of {tokenizer}: name your model's by --tokenizer")
     if drafts.index:
         taken.append("no index holds the log's own outputs, which would foretell themselves")
-    return Estimate(outcomes[0], outcomes[1:], curve, records.kinds, records.field, taken, crowded)
+    if fit.num_tokens:
+        taken.append(
+            f"{fit.num_tokens / fit.num_characters:.2f} tokens a character, "
+            f"{fit.share_of_parts:.0%} of them parts of one"
+        )
+    return Estimate(
+        outcomes[0],
+        outcomes[1:],
+        curve,
+        records.kinds,
+        records.field,
+        taken,
+        records.num_records,
+        fit,
+        crowded,
+    )
 
 
 def _show(estimate: Estimate, *, is_json: bool) -> None:

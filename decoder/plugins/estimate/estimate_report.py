@@ -11,12 +11,20 @@ from decoder.plugins.estimate.cost_curve import CostCurve
 from decoder.plugins.estimate.projection import PAYING, Nodes, ProjectedOutcome, best_of
 from decoder.plugins.estimate.token_log import ALL
 from retriever.commands.factories import OWN
+from retriever.traces.traces import TokenizerFit
 
 WORTH_IT: Final = 1.05
 """Least speed-up that counts: a machine's own noise is a few percent."""
 
 REPETITIVE: Final = 1.15
 """Tokens per step below which drafts fail because texts do not repeat, whatever passes cost."""
+
+
+MOST_PARTS: Final = 0.1
+"""Share of tokens that are parts of characters from which on they decide the verdict."""
+
+FEW_OUTPUTS: Final = 50
+"""With fewer outputs, a verdict is that of a handful of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,8 @@ class Estimate:
         kinds: of traffic; one for all where they are not told apart.
         field: of the log that tells them; empty if none does.
         assumptions: of the replay, a sentence each.
+        num_outputs: that were replayed.
+        fit: how the tokenizer divides their texts.
         crowded: for passes by a roofline, what our drafts gain where more sequences share one.
     """
 
@@ -39,6 +49,8 @@ class Estimate:
     kinds: Sequence[str]
     field: str
     assumptions: Sequence[str]
+    num_outputs: int
+    fit: TokenizerFit | None = None
     crowded: "Crowded | None" = None
 
     @property
@@ -88,6 +100,12 @@ class Crowded:
 
 def verdict(estimate: Estimate) -> str:
     """Return in one sentence whether our drafts help, how much, and where they do not."""
+    parts = estimate.fit.share_of_parts if estimate.fit is not None else 0.0
+    if parts > MOST_PARTS:
+        return (
+            f"no verdict: {parts:.0%} of the tokens are parts of characters, which are easy to "
+            "draft; your model's tokenizer may know this script better: name it by --tokenizer"
+        )
     best = estimate.best(OWN)
     speedup = estimate.speedup(OWN)
     helped = [kind for kind in estimate.kinds if estimate.helps(kind)]
@@ -98,6 +116,8 @@ def verdict(estimate: Estimate) -> str:
         f"{_about(estimate)} {speedup:.1f} times plain decoding with {_budget(best)}"
         f"{_bounds(estimate)}"
     )
+    if estimate.num_outputs < FEW_OUTPUTS:
+        told += f"; {estimate.num_outputs} outputs are few: more of them may tell otherwise"
     others = [kind for kind in estimate.kinds if kind not in helped]
     return told + (f"; it won't help with {_listed(estimate, others)}" if others else "")
 

@@ -25,6 +25,7 @@ from decoder.plugins.estimate.estimate_report import (
 )
 from decoder.plugins.estimate.projection import PAYING, Nodes, ProjectedOutcome, Tally
 from retriever.commands.factories import OWN
+from retriever.traces.traces import TokenizerFit
 
 CURVE = CostCurve(CostSurface.flat([1, 65], [1.0, 1.0]), "a made-up machine", ("all is flat",))
 
@@ -42,7 +43,7 @@ def outcome(drafter: str, nodes: Nodes, *kinds: tuple[str, int, float]) -> Proje
 def estimate(*outcomes: ProjectedOutcome) -> Estimate:
     kinds = list(outcomes[0].tallies)
     plain = outcome("", 0, *((kind, 100, 1.0) for kind in kinds))
-    return Estimate(plain, outcomes, CURVE, kinds, "kind", ["the log is whole"])
+    return Estimate(plain, outcomes, CURVE, kinds, "kind", ["the log is whole"], 100)
 
 
 def test_the_verdict_names_the_gain_and_the_nodes() -> None:
@@ -135,3 +136,15 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PlotError, match=r"pip install 'foredraft\[bench\]'"):
         check_plot(tmp_path / "plot.png")
+
+
+def test_there_is_no_verdict_where_tokens_are_parts_of_characters() -> None:
+    fit = TokenizerFit()
+    fit.count("abc", [(0, 1), (1, 2), (2, 3)])
+    fit.count("\u6e2f", [(0, 1), (0, 1), (0, 1)])
+    assert (fit.num_characters, fit.num_tokens, fit.num_parts) == (4, 6, 3)
+    made = estimate(outcome(OWN, 4, ("all", 60, 1.0)))
+    told = verdict(replace(made, fit=fit))
+    assert told.startswith("no verdict: 50% of the tokens are parts of characters")
+    few = verdict(replace(made, num_outputs=3))
+    assert few.endswith("; 3 outputs are few: more of them may tell otherwise")

@@ -312,6 +312,35 @@ def predicted_in(path: Path, *rows: Any) -> list[list[tuple[str, list[int]]]]:
     return [[(each.label, each.tokens.tolist()) for each in t.predictions] for t in traces]
 
 
+def test_what_a_growing_log_repeats_is_replayed_once(tmp_path: Path) -> None:
+    turns = [
+        {"role": role, "content": f"{letter}{role[0]}"}
+        for letter in "abcde"
+        for role in ("user", "assistant")
+    ]
+    whole = list(
+        encoding.read_traces(write(tmp_path / "w.jsonl", [{"messages": turns}]), Letters())
+    )
+    growing = [{"messages": turns[:end]} for end in range(2, 11, 2)]
+    for rows in (growing, growing[::-1], [*growing, *growing]):
+        tally = RecordingTally()
+        path = write(tmp_path / "g.jsonl", rows)
+        found = list(encoding.read_traces(path, Letters(), skipped=tally))
+        sides = {(tuple(each.prompt.tolist()), tuple(each.output.tolist())) for each in found}
+        assert len(found) == len(sides) == 5
+        assert sides == {(tuple(t.prompt.tolist()), tuple(t.output.tolist())) for t in whole}
+        repeats = sum(len(row["messages"]) // 2 for row in rows) - 5
+        assert tally.skipped == {encoding.REPEATED: repeats}
+        assert tally.describe()[-1].startswith(f"skipped: {repeats} answer that was read before")
+
+
+def test_samples_of_one_prompt_are_a_group(tmp_path: Path) -> None:
+    path = write(tmp_path / "n.jsonl", [{"prompt": "a", "response": ["b", "c"]}, {"prompt": "a"}])
+    found = list(encoding.read_traces(path, Letters(), limit=2))
+    assert [each.output.tolist() for each in found] == [words("b"), words("c")]
+    assert {each.group for each in found} == {f"{path}:1"}
+
+
 def test_predictions_of_records_and_requests_are_read(tmp_path: Path) -> None:
     row = {"prompt": "a", "output": "b"}
     content = {"type": "content", "content": [{"type": "text", "text": "x"}]}
