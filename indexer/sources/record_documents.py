@@ -111,12 +111,6 @@ def no_conversation(record: object) -> UnusableError | None:
         return UnusableError(
             "turn by itself", "keep the turns of a conversation in one record, under `messages`"
         )
-    if isinstance(record.get("mapping"), Mapping):
-        return UnusableError(
-            "tree of turns",
-            "exports of ChatGPT have one under `mapping`: write the path to `current_node` as a "
-            "list under `messages`",
-        )
     return _without_turn_list(record)
 
 
