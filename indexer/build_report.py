@@ -107,6 +107,11 @@ class ScreenTally:
         return f" (first: {self.places[reason][0]})" if reason in self.places else ""
 
 
+def counted_of(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _ordered(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(line): counts[line] for line in sorted(counts)}
 
@@ -151,8 +156,9 @@ class ConversationTally:
         counts = ", ".join(f"{count:,} x {what}" for what, count in self.left_out.most_common())
         without = f"; left out: {counts}" if counts else ""
         unused = f"; none has the field {self.missing_field!r}" if self.missing_field else ""
-        counted = f"{self.num_turns:,} {self.kind} of {self.num_conversations:,} conversations"
-        return f"{counted}{unused}{without}"
+        kind = self.kind.removesuffix("s") if self.num_turns == 1 else self.kind
+        conversations = counted_of(self.num_conversations, "conversation")
+        return f"{self.num_turns:,} {kind} of {conversations}{unused}{without}"
 
 
 @dataclass(slots=True)
@@ -351,9 +357,10 @@ class BuildReport:
         """Return the report for people to read."""
         each = self.tally.stage_seconds.items()
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in each)
+        documents = counted_of(self.num_documents, "document")
+        tokens = counted_of(self.num_tokens, "token")
         report = (
-            f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
-            f"in {self.num_segments} segment(s)\n"
+            f"{self.output}: {documents}, {tokens} in {counted_of(self.num_segments, 'segment')}\n"
             f"{self.tally.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
             f"{self.tokens_per_s:,.0f} tokens/s ({stages})"
         )
@@ -404,10 +411,11 @@ class ChangeReport:
 
     def describe(self) -> str:
         """Return the report for people to read."""
-        what = f"{self.verb} {self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        documents = counted_of(self.num_documents, "document")
+        what = f"{self.verb} {documents}, {counted_of(self.num_tokens, 'token')}"
         if self.verb == "merged":
-            what = f"{self.num_documents:,} segments fewer"
-        now = f"{self.num_segments} segment(s) now"
+            what = f"{counted_of(self.num_documents, 'segment')} fewer"
+        now = f"{counted_of(self.num_segments, 'segment')} now"
         lines = [self.tally.described(f"{self.path}: {what} in {self.seconds:.1f} s; {now}")]
         if self.num_older:
             lines.append(

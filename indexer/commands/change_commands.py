@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from indexer.build_report import counted_of
 from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.change.choosing import ListedDocument, chosen_documents
 from indexer.commands.command_options import (
@@ -128,4 +129,5 @@ def _show_documents(documents: list[ListedDocument], *, as_json: bool) -> None:
     for document in documents:
         typer.echo(document.describe())
     num_tokens = sum(document.num_tokens for document in documents)
-    typer.echo(f"{len(documents):,} documents, {num_tokens:,} tokens would be removed")
+    counted = counted_of(len(documents), "document")
+    typer.echo(f"{counted}, {counted_of(num_tokens, 'token')} would be removed")

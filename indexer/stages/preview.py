@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.build_report import BuildTally
+from indexer.build_report import BuildTally, counted_of
 from indexer.format.documents import digest_of
 from indexer.format.names import DIGEST_BYTES
 from indexer.sources import SourceBlock, plan, read
@@ -67,11 +67,12 @@ class Preview:
     def describe(self) -> str:
         """Return the preview for people to read."""
         files = [
-            f"  {file.name}: {file.form}, {file.num_documents:,} documents"
+            f"  {file.name}: {file.form}, {counted_of(file.num_documents, 'document')}"
             for file in self.files[:_MAX_FILES]
         ]
         num_more = len(self.files) - _MAX_FILES
-        found = f"{self.tally.num_documents:,} documents, {self.num_bytes:,} bytes of text"
+        documents = counted_of(self.tally.num_documents, "document")
+        found = f"{documents}, {self.num_bytes:,} bytes of text"
         return "\n".join(
             [
                 f"would index {found}, of {len(self.files):,} files; nothing was written",

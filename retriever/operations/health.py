@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from retriever.client.credentials import Credentials, open_channel
 from retriever.errors import CredentialsError
 from retriever.security.private_files import read_file
-from retriever.wire.statuses import advice
+from retriever.wire.statuses import error_of
 
 SERVICE: Final = "retriever.v1.RetrieverService"
 LIVENESS: Final = "liveness"
@@ -55,18 +55,13 @@ def why_not_serving(
             asked = health_pb2.HealthCheckRequest(service=LIVENESS if live else SERVICE)
             answer = stub.Check(asked, timeout=timeout_s)
         except grpc.RpcError as error:
-            return f"no answer from {address}: {_reason_of(error)}"
+            return str(error_of(error, address))
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return ""
     return (
         f"the service at {address} takes no calls now: it starts, is about to end, or cannot read "
         "its credential files"
     )
-
-
-def _reason_of(error: Any) -> str:
-    details = str(error.details() or "")
-    return advice(details) or f"{error.code().name}, {' '.join(details.split())}"
 
 
 def own_credentials(environment: Mapping[str, str] = os.environ) -> Credentials | None:

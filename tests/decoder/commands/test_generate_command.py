@@ -149,7 +149,7 @@ def test_each_answer_of_a_recorded_conversation_is_given_again(
     assert [(row["line"], row["prompt"]) for row in rows] == [(1, "abc"), (1, "bca")]
     assert all(row["speedup"]["is_identical"] for row in rows)
     found, skipped = captured.err.splitlines()[:2]
-    assert found == f"{log}: OpenAI messages, 2 prompts of 1 conversations"
+    assert found == f"{log}: OpenAI messages, 2 prompts of 1 conversation"
     assert skipped.startswith(f"skipped: 1 not JSON (first: {log}:2; ")
     for row, text in zip(rows, ("abc", "abc\n\ncba\n\nbca"), strict=True):
         alone = ("--prompt", text, "--max-new-tokens", "5", "--json")

@@ -168,7 +168,7 @@ def test_what_cannot_be_used_is_skipped_and_said(tmp_path: Path) -> None:
     assert found.skipped == {"not JSON": 2, "no conversation": 1}
     conversations, skipped = found.describe()
     assert conversations == (
-        f"{path}: OpenAI messages, 1 prompts of 1 conversations; left out: 1 x image"
+        f"{path}: OpenAI messages, 1 prompt of 1 conversation; left out: 1 x image"
     )
     assert skipped.startswith(f"skipped: 2 not JSON (first: {path}:2; ")
 

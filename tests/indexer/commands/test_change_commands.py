@@ -32,7 +32,7 @@ def test_add_reports_what_it_did_and_shows_that_it_moves(
     status, out, err = cli("add", built, tmp_path / "c.jsonl", "--field", "body")
     assert status == 0
     assert re.fullmatch(
-        rf"{built}: added 1 documents, 3 tokens in \d+\.\d s; 2 segment\(s\) now\n"
+        rf"{built}: added 1 document, 3 tokens in \d+\.\d s; 2 segments now\n"
         r"skipped: 1 exact duplicate \(first: \S+c\.jsonl:2\)\n",
         out,
     )
@@ -67,7 +67,7 @@ def test_remove_lists_what_would_go_and_removes_what_is_named(
     status, out, _ = cli(*arguments)
     assert status == 0
     assert out == (
-        f"       11  -             {source}/a.txt\n1 documents, 11 tokens would be removed\n"
+        f"       11  -             {source}/a.txt\n1 document, 11 tokens would be removed\n"
     )
     assert json.loads(cli(*arguments, "--json")[1]) == {
         "documents": [{"name": f"{source}/a.txt", "licence": "", "tokens": 11}]

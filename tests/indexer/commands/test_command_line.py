@@ -40,7 +40,7 @@ def test_build_reports_what_it_did(
     options = ("--tokenizer", tokenizer_folder, "--overwrite")
     status, out, err = cli("build", source, "--output", tmp_path / "x", *options)
     assert status == 0
-    assert "1 documents, 11 tokens in 1 segment(s)" in out
+    assert "1 document, 11 tokens in 1 segment" in out
     assert "skipped: 1 not text" in out
     done = "finding sources\nloading the tokenizer\nreading 0.0 KiB\nsorting\ncounting\n"
     assert err == done

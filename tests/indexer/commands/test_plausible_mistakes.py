@@ -139,7 +139,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         "a.jsonl",
         [{"request": {"messages": [USER]}, "response": 'data: {"choices": [{"del'}],
         "",
-        "1 assistant turns",
+        "1 assistant turn",
         "a.jsonl:1#2: data: ",
     ),
     ("a.jsonl", [USER, USER], "", "1 no assistant turn", "its roles user"),
@@ -342,9 +342,9 @@ def test_a_dry_run_says_what_would_be_indexed_and_writes_nothing(cli: Cli, tmp_p
     path = tmp_path / "in"
     assert out.splitlines() == [
         "would index 2 documents, 33 bytes of text, of 2 files; nothing was written",
-        f"  {path}/chat.jsonl: JSON lines, 1 documents",
-        f"  {path}/notes.md: text, 1 documents",
-        f"{path}/chat.jsonl: OpenAI messages, 1 assistant turns of 1 conversations",
+        f"  {path}/chat.jsonl: JSON lines, 1 document",
+        f"  {path}/notes.md: text, 1 document",
+        f"{path}/chat.jsonl: OpenAI messages, 1 assistant turn of 1 conversation",
         f"  {path}/chat.jsonl:1#2: Good morning. What now?",
         f"  {path}/notes.md: Some notes",
         "skipped: nothing",
@@ -386,7 +386,7 @@ def test_a_field_that_no_conversation_has_is_told(
 ) -> None:
     write(tmp_path / "a.jsonl", chat(USER, assistant("x")))
     _, out, _ = cli("build", tmp_path / "a.jsonl", "--field", field, "--dry-run")
-    told = "1 assistant turns of 1 conversations; none has the field 'content'\n"
+    told = "1 assistant turn of 1 conversation; none has the field 'content'\n"
     assert (told in out) == is_missing
     assert ("has the field" in out) == is_missing
 
@@ -399,12 +399,12 @@ def test_build_and_add_say_which_conversations_they_found(
     index = tmp_path / "x"
     _, out, _ = cli("build", tmp_path / "a.jsonl", "-o", index, "--tokenizer", tokenizer_folder)
     assert out.startswith(
-        f"{tmp_path}/a.jsonl: OpenAI messages, 1 assistant turns of 1 conversations\n{index}: 1 doc"
+        f"{tmp_path}/a.jsonl: OpenAI messages, 1 assistant turn of 1 conversation\n{index}: 1 doc"
     )
     assert "would index 2 documents" in cli("add", index, tmp_path / "b.jsonl", "--dry-run")[1]
     _, out, _ = cli("add", index, tmp_path / "b.jsonl")
     assert out.startswith(
-        f"{tmp_path}/b.jsonl: OpenAI messages, 2 assistant turns of 1 conversations\n{index}: added"
+        f"{tmp_path}/b.jsonl: OpenAI messages, 2 assistant turns of 1 conversation\n{index}: added"
     )
 
 

@@ -227,7 +227,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         tools_and_images,
         {"1#2": CALL, "1#4": ANSWER},
         (
-            "OpenAI messages, 2 assistant turns of 1 conversations; left out: 1 x image, "
+            "OpenAI messages, 2 assistant turns of 1 conversation; left out: 1 x image, "
             "1 x turn of unknown role 'narrator'"
         ),
         {},
@@ -243,7 +243,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         "sharegpt-tools.jsonl",
         sharegpt_tools,
         {"1#3": CALL, "1#5": ANSWER},
-        "ShareGPT conversations, 2 assistant turns of 1 conversations",
+        "ShareGPT conversations, 2 assistant turns of 1 conversation",
         {},
     ),
     (
@@ -271,7 +271,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         "questions.parquet",
         questions,
         {"0#2": ANSWER},
-        "questions and answers, 1 assistant turns of 2 conversations",
+        "questions and answers, 1 assistant turn of 2 conversations",
         {"no assistant turn": 1},
     ),
     (
@@ -295,7 +295,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         "batch.jsonl",
         batch_log,
         {"1#2": ANSWER, "1#3": "other"},
-        "requests and responses of a server, 2 assistant turns of 1 conversations",
+        "requests and responses of a server, 2 assistant turns of 1 conversation",
         {},
     ),
     (
@@ -313,7 +313,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         batch_output,
         {"1#1": ANSWER},
         (
-            "responses of a server, 1 assistant turns of 2 conversations; "
+            "responses of a server, 1 assistant turn of 2 conversations; "
             "left out: 1 x response without an answer"
         ),
         {"empty conversation": 1},
@@ -332,7 +332,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         "export.json",
         export,
         {"0#2": f"{ANSWER}\nFar."},
-        "OpenAI messages, 1 assistant turns of 1 conversations",
+        "OpenAI messages, 1 assistant turn of 1 conversation",
         {},
     ),
 ]
@@ -375,7 +375,7 @@ def test_a_log_of_responses_says_its_requests_and_responses_apart(tmp_path: Path
     assert texts(documents) == {f"{path}:{place}": text for place, text in expected.items()}
     assert tally.describe_conversations() == [
         f"{path}: requests and responses of a server, 3 assistant turns of 2 conversations",
-        f"{path}: responses of a server, 1 assistant turns of 1 conversations",
+        f"{path}: responses of a server, 1 assistant turn of 1 conversation",
     ]
 
 

@@ -261,7 +261,7 @@ def test_the_health_check_tells_who_takes_calls() -> None:
     for check in checks:
         done = program(*check, address)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert f"no answer from {address}" in done.stderr
+        assert f"no draft service answers at {address}" in done.stderr
     assert "usage:" in program(*checks[0]).stderr
 
 

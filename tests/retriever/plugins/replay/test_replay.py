@@ -165,7 +165,7 @@ def test_a_log_without_an_answer_is_said_to_have_none(tmp_path: Path) -> None:
     log = write(tmp_path / "t.jsonl", [{"request": asked, "response": {"error": {"code": 503}}}])
     assert refused(log) == (
         f"error: {log} holds no recorded output: {log}: requests and responses of a server, 0 "
-        "outputs of 1 conversations; left out: 1 x response without an answer\n"
+        "outputs of 1 conversation; left out: 1 x response without an answer\n"
     )
 
 
@@ -215,7 +215,7 @@ def test_every_turn_of_the_assistant_is_replayed_with_all_before_it(
     assert len(list(encoding.read_traces(path, encoder, skipped=found))) == 3
     assert found.describe() == [
         f"{path}: OpenAI messages, 2 outputs of 2 conversations",
-        f"{path}: requests and responses of a server, 1 outputs of 1 conversations",
+        f"{path}: requests and responses of a server, 1 output of 1 conversation",
     ]
 
 
