@@ -13,6 +13,10 @@ _MOST_OFF: Final = 3.0
 """How many times as long, or as short, passes may take as when costs were measured. A busy machine
 changes which widths are expensive, not only how long passes take."""
 
+_COMPILED_S: Final = 1.0
+"""Where a draft took longer than this, and than its pass, kernels were compiled: once on a machine,
+so such a pass says nothing of the others."""
+
 _SIGMAS: Final = 2.0
 """Standard errors to either side of an estimate: nineteen in twenty such ranges hold the truth."""
 
@@ -104,9 +108,9 @@ class Speedup:
             nonlocal context, is_first
             if is_first:
                 is_first = False
-                self.own_s += step.times.total_s
+                self.own_s += step.times.target_s + step.times.host_s
                 self.plain_s += step.times.target_s
-            else:
+            elif step.times.draft_s <= max(_COMPILED_S, step.times.target_s):
                 table = costs.table_to(step.width, context)
                 self._add(step, float(table[step.num_sequences - 1]), float(table[-1]), costs.load)
             context += len(step.tokens)

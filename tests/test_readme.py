@@ -1,5 +1,6 @@
 """The commands of the README and of the docs run as they are written, in order."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -68,6 +69,8 @@ def run_block(language: str, text: str, services: list["subprocess.Popen[str]"])
         given = ""
         for command in line.split(" | "):
             words = shlex.split(command)
+            if line.startswith("foredraft generate --index") and "answers.index" in line:
+                words.append("--json")
             program = [sys.executable, "-m"] if words[0] == "foredraft" else []
             given = run([*program, *words], services, given)
         yield given
@@ -86,8 +89,18 @@ def test_commands_run(
             text = text.replace(name, f"{tmp_path}/{name}")
         text = re.sub(r"(?<![\w/])passes\.jsonl", f"{tmp_path}/passes.jsonl", text)
         for printed in run_block(language, text, services):
+            if printed.startswith("{"):
+                share_of_index = drawn_from_index(json.loads(printed))
+                assert share_of_index > 0.15, printed
             if language == "python" and pages == ["README.md"]:
                 assert in_shape(printed.splitlines(), shown_output()), printed
+
+
+def drawn_from_index(report: dict[str, Any]) -> float:
+    """The share of an answer's tokens that came from an index."""
+    accepted = report["accepted"]
+    found: int = accepted.get("corpus", 0) + accepted.get("phrases", 0)
+    return found / int(report["num_tokens"])
 
 
 def shown_output() -> list[str]:

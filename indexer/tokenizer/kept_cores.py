@@ -45,7 +45,7 @@ def load_core(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     core = direct_core(files, name)
     if core is not None:
         return core
-    kept = _kept_core(files)
+    kept = core_file(files)
     core = None if kept is None else _read_core(kept, name)
     if core is not None:
         return core
@@ -103,15 +103,21 @@ def _template_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, dict
     return template, {name: text for name, text in special if isinstance(text, str)}
 
 
-def _kept_core(files: ModelFiles) -> Path | None:
-    """Return where the core of a model's tokenizer is kept; `None` where nothing is."""
+def core_file(files: ModelFiles) -> Path | None:
+    """Return where the core of a model's tokenizer is kept; `None` where nothing is.
+
+    The name changes with the files that transformers reads, and with its version.
+    """
     import platformdirs  # noqa: PLC0415  (a reader of an index needs none)
 
     stated = os.environ.get(CACHE_VARIABLE)
     if stated == NOWHERE or find_spec("transformers") is None:
         return None
     folder = Path(files.location)
-    states = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    if files.gguf_file is not None:  # beside it may lie anything
+        paths = [each for each in paths if each.name == files.gguf_file or _is_read(each)]
+    states = ((path.name, path.stat()) for path in paths)
     content = [
         _CORE_FORMAT,
         str(folder.resolve()),
@@ -122,6 +128,11 @@ def _kept_core(files: ModelFiles) -> Path | None:
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     cache = Path(stated or platformdirs.user_cache_dir("foredraft", appauthor=False))
     return cache / f"tokenizer-{digest[:24]}.json"
+
+
+def _is_read(path: Path) -> bool:
+    """Return whether transformers reads a file that lies beside a GGUF file."""
+    return path.suffix in {".json", ".jinja", ".model"}
 
 
 def _read_core(path: Path, name: str) -> CoreTokenizer | None:

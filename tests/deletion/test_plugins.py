@@ -116,6 +116,7 @@ def test_a_service_says_which_plugin_an_option_needs(
     )
 
 
+@pytest.mark.programs
 @pytest.mark.plugin("indexer.plugins.screening")
 def test_an_index_is_built_and_changed_without_plugins_but_not_unscreened(
     bare: Path, tmp_path: Path

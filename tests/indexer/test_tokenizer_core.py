@@ -23,6 +23,8 @@ from indexer.tokenizer import (
     load_tokenizer,
     vocabulary_of,
 )
+from indexer.tokenizer.kept_cores import core_file
+from indexer.tokenizer.model_files import ModelFiles
 
 TEXT = "Caf\u00e9 <eos> x = 1\n"
 
@@ -99,6 +101,21 @@ def test_a_changed_file_or_a_damaged_cache_is_noticed(
     changed = load_core(str(folder))
     assert not isinstance(changed, CoreTokenizer)
     assert vocabulary_of(changed) != vocabulary_of(tokenizer)
+
+
+def test_what_lies_beside_a_gguf_file_and_is_not_read_changes_nothing(
+    cache: Path, tmp_path: Path
+) -> None:
+    """In a folder of downloads the tokenizer was prepared again at every start."""
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    files = ModelFiles(str(tmp_path), "m.gguf")
+    before = core_file(files)
+    assert before is not None
+    assert before.parent == cache
+    (tmp_path / "notes.txt").write_text("of another download")
+    assert core_file(files) == before
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert core_file(files) != before
 
 
 def test_nothing_is_kept_where_that_is_not_wanted_or_not_possible(

@@ -260,7 +260,7 @@ def test_models_load_from_a_directory(model_directory: Path, precision: Precisio
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"name": "./no-such-model"}, TokenizerError, "no such model"),
+        ({"name": "./no-such-model"}, TokenizerError, "there is no folder"),
         ({"device": "nowhere"}, DeviceError, "nowhere"),
         ({"device": "meta"}, DeviceError, "meta"),
         ({"attention": "imaginary"}, ModelLoadError, "imaginary"),
