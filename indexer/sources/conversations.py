@@ -237,7 +237,8 @@ def prompts_of(conversation: Conversation) -> Iterator[tuple[Turn, ...]]:
 
     Turns among which no user speaks are none.
     """
-    prompts = [exchange.prompt for exchange in exchanges_of(conversation)]
+    # Samples have one prompt together.
+    prompts = [*dict.fromkeys(exchange.prompt for exchange in exchanges_of(conversation))]
     if conversation.turns and conversation.turns[-1].role != "assistant":
         prompts.append(conversation.turns)
     return (prompt for prompt in prompts if any(turn.role == "user" for turn in prompt))
@@ -372,10 +373,11 @@ class _Reading:
 
     def _add_samples(self, values: Sequence[Any]) -> None:
         """Add the first of several answers to one prompt, and keep the others beside it."""
+        first = len(self.turns)
         for value in values:
             begin = len(self.turns)
             self._add_answer(value)
-            if begin > self.num_given:
+            if begin > first:
                 self.samples += [turn.text for turn in self.turns[begin:]]
                 del self.turns[begin:]
 
@@ -410,7 +412,6 @@ class _Reading:
         if not found:
             self.left_out.append("response without an answer")
             return
-        self.num_given = len(self.turns)
         self._add_samples([_chosen(each) for each in found])
 
     def _add_side(self, value: Any, role: str) -> None:

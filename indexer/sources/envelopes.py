@@ -7,7 +7,7 @@ An envelope is recognised by its shape, not by a file's name, and taken off: wha
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 Record = tuple[str, Any]
@@ -29,7 +29,7 @@ class Opened:
     name: str
     given: Any = None
     answers: Sequence[Any] = ()
-    left_out: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = ()
 
 
 _NO_MODEL: Final = "span of no model"

@@ -103,7 +103,7 @@ def _kept(task: Task, form: "TypeAdapter[Any]") -> Any:
     try:
         note = json.loads(_note_of(task.folder).read_bytes())
         if isinstance(note, dict) and note.get("key") == task.key:
-            return form.validate_json(json.dumps(note.get("result")))
+            return form.validate_python(note.get("result"))
     except (OSError, ValueError, RecursionError):  # what the form refuses is a ValueError
         pass
     return None

@@ -369,6 +369,7 @@ def test_several_answers_to_one_prompt_are_samples_of_it(record: dict[str, Any])
         Exchange((Turn("user", "x"),), "z", 2),
     ]
     assert found.left_out == ()
+    assert list(prompts_of(found)) == [(Turn("user", "x"),)]
 
 
 def test_exchanges_are_all_answers_with_all_before_them() -> None:
