@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from indexer.errors import UnusableError
+
 _MAX_PLACES: Final = 3
 """Documents or lines that a report names for each reason: enough to look at, few enough to read."""
 
@@ -234,6 +236,14 @@ class BuildTally:
         """Count a document or a file that was meant to be read and cannot be; see `skip`."""
         self.num_dropped += 1
         self.skip(reason, place, remedy)
+
+    @contextmanager
+    def dropping(self, place: str) -> Iterator[None]:
+        """Count what the block finds unusable; see `drop`."""
+        try:
+            yield
+        except UnusableError as unusable:
+            self.drop(str(unusable), place, unusable.remedy)
 
     def count_conversation(self, file: str, shape: str, counted: ConversationTally) -> None:
         """Count conversations of a file in a shape."""

@@ -32,6 +32,23 @@ class SourceError(IndexerError):
     """A source is missing, or the sources together hold nothing that could be indexed."""
 
 
+class UnusableError(IndexerError):
+    """A document, a record or the rest of a file cannot be used; it costs itself and no more.
+
+    Args:
+        reason: under which it is counted; also the message.
+        remedy: what to do.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class RefusedFileError(UnusableError):
+    """A file is not what its name says, or has nothing that was asked for, from the beginning."""
+
+
 class TokenizerError(IndexerError):
     """A tokenizer cannot be found, loaded or used."""
 

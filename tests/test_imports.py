@@ -27,9 +27,9 @@ READER = {
     "indexer.launch",
     "indexer.reader",
     "indexer.sources.blocks",
-    "indexer.sources.conversations",
-    "indexer.sources.envelopes",
+    "indexer.sources.chats.conversations",
     "indexer.sources.recordings",
+    "indexer.sources.chats.shapes",
     "indexer.stages.segments",
     "indexer.tokenizer",
 }

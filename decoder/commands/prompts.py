@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import numpy as np
 
 from decoder.errors import InvalidPromptError, PromptFileError
-from indexer.errors import SourceError, reason_of
-from indexer.sources.conversations import Turn, messages_of, plain_text, prompts_of
-from indexer.sources.recordings import RecordingTally, UnusableError, read_entries
+from indexer.errors import SourceError, UnusableError, reason_of
+from indexer.sources.chats.conversations import Turn, messages_of, plain_text, prompts_of
+from indexer.sources.recordings import RecordingTally, read_records
 from retriever.drafter import Prediction
 from retriever.errors import InvalidRequestError
 from retriever.sequences import checked_predictions
@@ -171,7 +171,7 @@ def _spread(categories: Iterable[list[Prompt]]) -> Iterator[Prompt]:
 
 def _prompts_in(path: Path, tally: RecordingTally, *, is_strict: bool) -> Iterator[Prompt]:
     """Yield the prompts of a file; count what cannot be used, or refuse it."""
-    for place, entry in read_entries(path, tally):
+    for place, entry in read_records(path, tally, with_lines=True):
         _check(path, tally, is_strict=is_strict)
         try:
             yield from _prompts_of(entry, path, int(place.rpartition(":")[2]), tally)

@@ -10,7 +10,7 @@ from indexer.sources.blocks import (
     SourceDocument,
     whole_characters,
 )
-from indexer.sources.conversations import Turns
+from indexer.sources.chats.conversations import Turns
 from indexer.sources.planning import plan, read
 from indexer.sources.source_options import (
     DEFAULT_BLOCK_BYTES,
@@ -23,6 +23,7 @@ from indexer.sources.source_options import (
     TOO_LARGE,
     ChatTemplate,
     Git,
+    Markup,
     SourceOptions,
     StdinFormat,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "TOO_LARGE",
     "ChatTemplate",
     "Git",
+    "Markup",
     "SourceBlock",
     "SourceDocument",
     "SourceOptions",

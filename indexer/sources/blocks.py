@@ -11,11 +11,15 @@ from typing import Final
 
 
 class FileForm(StrEnum):
-    """The form of a file: one text, cells of a notebook, lines, an array of JSON, or a table."""
+    """The form of a file: a text, what holds texts, records in lines or in JSON, or a table."""
 
     TEXT = "text"
     NOTEBOOK = "notebook"
+    PAGE = "page"
+    SUBTITLES = "subtitles"
+    MAIL = "mail"
     LINES = "JSON lines"
+    PROMPTS = "lines of text or JSON"
     JSON = "JSON"
     CSV = "CSV"
     PARQUET = "Parquet"
@@ -44,6 +48,11 @@ class Format:
         """Whether pyarrow reads the file."""
         return self.form in _TABLES.values()
 
+    @property
+    def is_text(self) -> bool:
+        """Whether its records are texts, and not objects of JSON or rows."""
+        return self.form in _TEXTS
+
 
 _COMPRESSIONS: Final = {
     ".gz": Compression.GZIP,
@@ -51,6 +60,9 @@ _COMPRESSIONS: Final = {
     ".bz2": Compression.BZ2,
     ".xz": Compression.XZ,
 }
+_TEXTS: Final = frozenset(
+    {FileForm.TEXT, FileForm.NOTEBOOK, FileForm.PAGE, FileForm.SUBTITLES, FileForm.MAIL}
+)
 _TABLES: Final = {".parquet": FileForm.PARQUET, ".arrow": FileForm.ARROW}
 _RECORDS: Final = {
     ".jsonl": FileForm.LINES,
@@ -58,6 +70,12 @@ _RECORDS: Final = {
     ".json": FileForm.JSON,
     ".traj": FileForm.JSON,
     ".ipynb": FileForm.NOTEBOOK,
+    ".srt": FileForm.SUBTITLES,
+    ".vtt": FileForm.SUBTITLES,
+    ".mbox": FileForm.MAIL,
+    ".eml": FileForm.MAIL,
+    ".htm": FileForm.PAGE,
+    ".html": FileForm.PAGE,
     ".csv": FileForm.CSV,
     ".tsv": FileForm.CSV,
 }
@@ -124,19 +142,6 @@ def whole_characters(text: str) -> str:
     JSON allows them: a stream that was cut leaves one, and Python one for a byte that was no text.
     """
     return _HALF.sub("\ufffd", text)
-
-
-class UnusableError(Exception):
-    """A document cannot be used.
-
-    Args:
-        reason: under which it is counted; also the message.
-        remedy: what to do.
-    """
-
-    def __init__(self, reason: str, remedy: str = "") -> None:
-        super().__init__(reason)
-        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,11 @@
 """Planning: the files of all sources, cut into blocks of about one size."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from indexer.build_report import BuildTally
-from indexer.errors import SourceError, reason_of
+from indexer.errors import RefusedFileError, SourceError, UnusableError
 from indexer.sources.blocks import (
-    FileForm,
     SourceBlock,
     SourceDocument,
     SourceFile,
@@ -15,26 +13,11 @@ from indexer.sources.blocks import (
     gather,
     name_of,
 )
+from indexer.sources.file_streams import keep_standard_input
 from indexer.sources.finding import Finder
-from indexer.sources.lines import cut_lines, read_lines
-from indexer.sources.record_documents import TableError
-from indexer.sources.record_files import check_columns, read_csv, read_json, with_form
-from indexer.sources.source_options import NAME_ENCODING, NOT_TEXT, STANDARD_INPUT, SourceOptions
-from indexer.sources.tables import DamagedTableError, cut_table, read_table
-from indexer.sources.texts import DAMAGED, keep_standard_input, read_text
-
-COPY_AGAIN: Final = "copy it again, or give it the suffix of what it is"
-
-_Reader = Callable[[SourcePiece, SourceOptions, BuildTally], Iterator[SourceDocument]]
-_READERS: Final[dict[FileForm, _Reader]] = {
-    FileForm.TEXT: read_text,
-    FileForm.NOTEBOOK: read_text,
-    FileForm.LINES: read_lines,
-    FileForm.JSON: read_json,
-    FileForm.CSV: read_csv,
-    FileForm.PARQUET: read_table,
-    FileForm.ARROW: read_table,
-}
+from indexer.sources.record_documents import documents_of
+from indexer.sources.record_reading import pieces_of, records_of
+from indexer.sources.source_options import STANDARD_INPUT, SourceOptions
 
 
 def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Iterator[SourceDocument]:
@@ -49,20 +32,10 @@ def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Itera
         tally: counts skipped documents and the bytes read.
     """
     for piece in block.pieces:
-        name = piece.file.name
         read_before = tally.num_bytes_read
-        try:
-            yield from _READERS[piece.file.format.form](piece, options, tally)
-        except DAMAGED:
-            tally.drop(f"unreadable: damaged {piece.file.format.compression}", name, COPY_AGAIN)
-        except DamagedTableError as error:
-            tally.drop(f"unreadable: {error}", name, COPY_AGAIN)
-        except TableError as error:
-            tally.drop(error.reason, name, error.remedy)
-        except UnicodeError:
-            tally.drop(NOT_TEXT, name, NAME_ENCODING)
-        except OSError as error:
-            tally.drop(f"unreadable: {reason_of(error)}", name)
+        for name, record in records_of(piece, options, tally):
+            with tally.dropping(name):
+                yield from documents_of(record, name, piece.file, options, tally)
         tally.num_bytes_read = read_before + piece.num_bytes
 
 
@@ -112,34 +85,9 @@ def _pieces_of(
         num_files += 1
         tally.num_files_found += 1
         try:
-            yield from pieces_of_file(file, options)
-        except TableError as error:
-            refused.append(error)
-            tally.drop(error.reason, file.name, error.remedy)
-        except DAMAGED:
-            tally.drop(f"unreadable: damaged {file.format.compression}", file.name, COPY_AGAIN)
-        except DamagedTableError as error:
-            tally.drop(f"unreadable: {error}", file.name, COPY_AGAIN)
-        except OSError as error:
-            tally.drop(f"unreadable: {reason_of(error)}", file.name)
+            yield from pieces_of(file, options)
+        except UnusableError as unusable:
+            tally.drop(str(unusable), file.name, unusable.remedy)
+            refused += [unusable] if isinstance(unusable, RefusedFileError) else []
     if refused and len(refused) == num_files:
-        raise SourceError(f"{source}: {refused[0]}")
-
-
-def pieces_of_file(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
-    """Cut a file into pieces, in the form that its name and its content say.
-
-    Raises:
-        TableError: it is a table without a column that can be used, or pyarrow is missing.
-        DamagedTableError: it is a damaged table.
-        texts.DAMAGED: it cannot be decompressed.
-        OSError: it cannot be read.
-    """
-    file = with_form(file, options)
-    if file.format.is_table:
-        return cut_table(file, options)
-    if file.format.form == FileForm.CSV:
-        check_columns(file, options)
-    if file.format.form == FileForm.LINES:
-        return cut_lines(file, options)
-    return [SourcePiece(file, file.num_bytes)]
+        raise SourceError(f"{source}: {refused[0]}: {refused[0].remedy}")

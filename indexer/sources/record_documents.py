@@ -1,64 +1,28 @@
-"""Records as documents: the text under a key, or turns of a conversation."""
+"""Documents in records: the text under a key, or turns of a conversation."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from textwrap import shorten
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from indexer.build_report import BuildTally, ConversationTally
-from indexer.errors import SourceError, needing_transformers, reason_of
-from indexer.sources.blocks import SourceDocument, SourceFile, UnusableError
-from indexer.sources.conversations import (
-    TURN_LISTS,
+from indexer.errors import UnusableError, needing_transformers, reason_of
+from indexer.sources.blocks import SourceDocument, SourceFile
+from indexer.sources.chats.conversations import (
     Conversation,
     Turns,
-    conversation_columns,
     conversation_of,
     messages_of,
     plain_text,
     turns_of,
 )
-from indexer.sources.licences import licence_in
+from indexer.sources.chats.shapes import TURN_LISTS, Shape, named
+from indexer.sources.chats.streamed_answers import is_chunk
+from indexer.sources.columns import listed_keys
+from indexer.sources.licences import declared_licence, licence_in
 from indexer.sources.source_options import DEFAULT_FIELD, SourceOptions
-from indexer.sources.streamed_answers import is_chunk
 
-_MAX_KEYS: Final = 12
-"""Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
-
-_MAX_KEY_CHARACTERS: Final = 40
 _PYTHON_LIST: Final = re.compile(r"\s*\[\s*\{\s*'")
-
-
-class TableError(SourceError):
-    """A table out of which no document can be read; `reason` is what it is counted under."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"{reason}: {remedy}")
-        self.reason = reason
-        self.remedy = remedy
-
-
-def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
-    """Return the columns that are read of a table: texts or conversations, and licences.
-
-    Without a field, where conversations alone are wanted, all columns are.
-
-    Raises:
-        TableError: there is neither a column of texts nor any of conversations.
-    """
-    wanted = [options.field]
-    if options.field not in names:
-        wanted = conversation_columns(names, with_outputs=bool(options.field))
-    if not wanted:
-        listed = listed_keys(names)
-        raise TableError(
-            f"no column {options.field!r}", f"name one of these with --field: {listed}"
-        )
-    if not options.field:
-        return list(names)
-    licence = options.licence_field
-    return [*wanted, licence] if licence in names and licence not in wanted else wanted
 
 
 def documents_of(
@@ -76,20 +40,26 @@ def documents_of(
     Raises:
         UnusableError: there is none.
     """
+    if isinstance(record, str) and file.format.is_text:
+        licence = options.licence or declared_licence(record) or file.licence
+        yield SourceDocument(name, licence, record)
+        return
     columns = record if isinstance(record, Mapping) else {}
     own = licence_in(columns.get(options.licence_field)) if options.licence_field else ""
     licence = options.licence or own or file.licence
-    text = columns.get(options.field)
-    if isinstance(text, str):
-        yield SourceDocument(name, licence, text)
-        return
     conversation = conversation_of(record, options.field)
     if conversation is None:
         raise no_conversation(record) or _without_text(record, options)
+    if conversation.shape == Shape.TEXT:
+        texts = [turn.text for turn in conversation.turns]
+        for number, text in enumerate(texts, 1):
+            yield SourceDocument(f"{name}#{number}" if len(texts) > 1 else name, licence, text)
+        return
     try:
         taken = list(_texts(conversation, options))
     finally:
-        is_missing = options.field not in ("", DEFAULT_FIELD, *columns)
+        is_named = options.field not in ("", DEFAULT_FIELD)
+        is_missing = is_named and named(record, options.field) is None
         counted = _counted(conversation, options.turns, options.field if is_missing else "")
         tally.count_conversation(file.name, conversation.shape, counted)
     if not taken:
@@ -130,22 +100,14 @@ def _without_turn_list(record: Mapping[str, Any]) -> UnusableError | None:
 
 def _without_text(record: object, options: SourceOptions) -> UnusableError:
     if isinstance(record, Mapping):
-        remedy = f"its keys are {listed_keys(record)}: name the text's with --field"
+        is_there = options.field in record
+        which = "that one is no text: name another" if is_there else "name the text's"
+        remedy = f"its keys are {listed_keys(record)}: {which} with --field"
     elif isinstance(record, list):
         remedy = "it is a list: name the file .json"
     else:
         remedy = "it is no object with keys"
     return UnusableError(f"no text in field {options.field!r}", remedy)
-
-
-def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return keys in words, the first of many."""
-    shown = [
-        repr(shorten(str(name), _MAX_KEY_CHARACTERS, placeholder="…"))
-        for name in list(names)[:_MAX_KEYS]
-    ]
-    more = [f"{len(names) - _MAX_KEYS} more"] if len(names) > _MAX_KEYS else []
-    return ", ".join(shown + more) or "none"
 
 
 def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple[int, str]]:

@@ -5,14 +5,35 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
+import jmespath
+from jmespath.exceptions import JMESPathError
 from pathspec import GitIgnoreSpec
 
 from indexer.errors import SourceError
 from indexer.launch import Flag
-from indexer.sources.conversations import Turns
+from indexer.sources.chats.conversations import Turns
+from indexer.sources.chats.shapes import is_expression
 
 EXCLUDED: Final = "excluded by a pattern"
 NOT_INCLUDED: Final = "not included by a pattern"
+
+
+def check_field(field: str) -> None:
+    """Check that a field can be a key, or is an expression.
+
+    Raises:
+        SourceError: it looks like an expression and is none.
+    """
+    if not is_expression(field):
+        return
+    try:
+        jmespath.compile(field)
+    except JMESPathError as error:
+        said = " ".join(str(error).split())
+        raise SourceError(
+            f"--field {field!r} is neither a plain key nor an expression of JMESPath: {said}; a "
+            f"key with such characters stands in quotes, as in '\"a.b\"'"
+        ) from error
 
 
 class Patterns:
@@ -58,6 +79,12 @@ def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
 
 
 DEFAULT_FIELD: Final = "text"
+FIELD_FLAG: Final = Flag(
+    "Where a record has its text or its turns: a key or column, or an expression of JMESPath, such "
+    "as 'data.answer' or '{prompt: data.question, output: data.answer}'. Records without it are "
+    "read in the shapes that are known.",
+    metavar="KEY",
+)
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
 """Longer files are mostly dumps and generated code, and tokenising takes up to 200 bytes of memory
 for each byte of a piece, and twelve for each of the longest document."""
@@ -90,6 +117,13 @@ class StdinFormat(StrEnum):
     TEXT = "text"
 
 
+class Markup(StrEnum):
+    """What of a page of HTML is read."""
+
+    SOURCE = "source"
+    TEXT = "text"
+
+
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """How a tokenizer writes a conversation; can be pickled, unlike the tokenizer.
@@ -108,8 +142,9 @@ class SourceOptions:
     """How sources are found and read; every value has a default that fits most corpora.
 
     Attributes:
-        field: key of the text in a record of JSON, or name of the column in a table; also of a
-            list of turns. Records without it are read as conversations.
+        field: names the text, the texts or the turns in a record: a key, the name of a column, or
+            an expression of JMESPath, which may also give an object of a known shape. Records
+            without it are read as conversations.
         turns: which turns of conversations are documents: each of the assistant's, each of the
             user's, or all turns of a conversation together.
         include: of the files in folders, only those that match one of these patterns, whatever
@@ -124,22 +159,18 @@ class SourceOptions:
         max_document_bytes: of longer documents no more than this is read, and they are skipped.
         template: writes all turns of a conversation as one text; without one their texts are
             joined by empty lines.
+        notebook_outputs: whether texts that a notebook's code printed are read, too.
+        html: whether of pages of HTML the source is read, or the text that a reader sees.
         block_bytes: how much on disk a block is to hold, about.
+        whole_records: whether more of a record is wanted than its documents.
 
     Raises:
-        SourceError: a pattern or the encoding is unknown, or a limit is below 1.
+        SourceError: a pattern, the field or the encoding is malformed, or a limit is below 1.
     """
 
     flags_title: ClassVar[str] = "Sources"
 
-    field: Annotated[
-        str,
-        Flag(
-            "The text's key in JSON, or its column in tables; or that of a list of "
-            "turns. Records without it are read as conversations.",
-            metavar="KEY",
-        ),
-    ] = DEFAULT_FIELD
+    field: Annotated[str, FIELD_FLAG] = DEFAULT_FIELD
     turns: Annotated[
         Turns,
         Flag(
@@ -186,11 +217,19 @@ class SourceOptions:
     max_document_bytes: Annotated[
         int, Flag("Skip longer documents; they are counted.", least=1)
     ] = DEFAULT_MAX_DOCUMENT_BYTES
+    notebook_outputs: Annotated[
+        bool, Flag("Of notebooks, read the texts that their code printed, too.")
+    ] = False
+    html: Annotated[
+        Markup, Flag("Of pages of HTML, read the source, or the text that a reader sees.")
+    ] = Markup.SOURCE
     template: ChatTemplate | None = None
     block_bytes: int = DEFAULT_BLOCK_BYTES
+    whole_records: bool = False
 
     def __post_init__(self) -> None:
         Patterns(self.include, self.exclude)
+        check_field(self.field)
         for name in ("max_document_bytes", "block_bytes"):
             if getattr(self, name) < 1:
                 raise SourceError(f"{name} is {getattr(self, name)}: give 1 or more")

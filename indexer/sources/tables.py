@@ -14,10 +14,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from indexer.build_report import BuildTally
-from indexer.sources.blocks import FileForm, SourceDocument, SourceFile, SourcePiece, UnusableError
-from indexer.sources.envelopes import Record
-from indexer.sources.licences import licence_in
-from indexer.sources.record_documents import TableError, documents_of, record_columns
+from indexer.errors import RefusedFileError, UnusableError
+from indexer.sources.blocks import FileForm, SourceFile, SourcePiece
+from indexer.sources.chats.sessions import Record
+from indexer.sources.columns import record_columns
+from indexer.sources.file_streams import COPY_AGAIN
 from indexer.sources.source_options import (
     NAME_ENCODING,
     NOT_TEXT,
@@ -27,61 +28,18 @@ from indexer.sources.source_options import (
 )
 
 if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch, Scalar, Schema
+    from pyarrow import Array, RecordBatch, Schema
+    from pyarrow.parquet import ParquetFile
 
 
 def wanted_columns(schema: "Schema", options: SourceOptions) -> list[int]:
     """Return the numbers of the columns of texts or of conversations, and of licences.
 
     Raises:
-        TableError: there is neither a column of texts nor any of conversations.
+        RefusedFileError: there is neither a column of texts nor any of conversations.
     """
     names = list(schema.names)
     return [names.index(name) for name in record_columns(names, options)]
-
-
-class Rows:
-    """The rows of a batch as documents.
-
-    Raises:
-        pyarrow.ArrowInvalid: the batch is damaged: its offsets lead outside of it.
-    """
-
-    def __init__(self, batch: "RecordBatch", file: SourceFile, options: SourceOptions) -> None:
-        names = batch.schema.names
-        batch.validate()
-        self._texts = _checked(batch.column(names.index(options.field)))
-        self._licences: Array | None = None
-        if options.licence_field in names and not options.licence:
-            self._licences = batch.column(names.index(options.licence_field))
-            self._licences.validate(full=True)
-        self._file = file
-        self._options = options
-
-    def document(self, number: int, name: str) -> SourceDocument:
-        """Return the document in a row, under a name.
-
-        Raises:
-            UnusableError: it holds no text, or too much of it.
-        """
-        own = "" if self._licences is None else licence_in(self._licences[number].as_py())
-        licence = self._options.licence or own or self._file.licence
-        return SourceDocument(name, licence, self._text(self._texts[number]))
-
-    def _text(self, scalar: "Scalar") -> str:
-        value = getattr(scalar, "value", scalar)  # where a dictionary encodes the column
-        content = value.as_buffer() if hasattr(value, "as_buffer") else None
-        if content is None:
-            raise UnusableError(
-                f"no text in field {self._options.field!r}",
-                "it is null or another type: name another column with --field",
-            )
-        if content.size > self._options.max_document_bytes:
-            raise UnusableError(TOO_LARGE, RAISE_LIMIT)
-        try:
-            return bytes(content).decode(self._options.encoding)
-        except UnicodeError:
-            raise UnusableError(NOT_TEXT, NAME_ENCODING) from None
 
 
 def _checked(column: "Array") -> "Array":
@@ -99,9 +57,6 @@ def _checked(column: "Array") -> "Array":
     return column
 
 
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-
 _INDEXED_MAGIC: Final = b"ARROW1"
 
 
@@ -109,7 +64,7 @@ def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     """Return how many rows each record batch has; of a damaged file, those before the damage.
 
     Raises:
-        TableError: there is no column of texts.
+        RefusedFileError: there is no column of texts.
     """
     from pyarrow import ArrowException  # noqa: PLC0415  (for tables alone)
 
@@ -144,10 +99,6 @@ def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator
             yield map(reader.get_batch, range(reader.num_record_batches)) if is_indexed else reader
 
 
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-    from pyarrow.parquet import ParquetFile
-
 _BATCH_BYTES: Final = 4 << 20
 """Size of the rows that are read together, by the mean of their group: little memory, even where
 rows differ much."""
@@ -163,7 +114,7 @@ def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     """Return how many rows each row group has.
 
     Raises:
-        TableError: there is no column of texts.
+        RefusedFileError: there is no column of texts.
         ValueError: the file is damaged.
     """
     with _opened_parquet(file) as table:
@@ -213,16 +164,12 @@ def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
         yield table
 
 
-class DamagedTableError(Exception):
-    """The rest of a table cannot be read."""
-
-
 def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     """Cut a table into pieces of about `block_bytes`, each of whole row groups or batches.
 
     Raises:
-        TableError: pyarrow is not installed, or there is no column of the name `options.field`.
-        DamagedTableError: the file is damaged, or not what its suffix says.
+        RefusedFileError: pyarrow is not installed, or there is no column to read.
+        UnusableError: the file is damaged, or not what its suffix says.
         OSError: the file cannot be read.
     """
     with _translated(file):
@@ -236,84 +183,48 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     ]  # the last piece reads on into damaged rows, which counts them
 
 
-def read_table(
+def table_records(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
-) -> Iterator[SourceDocument]:
-    """Yield the documents of a piece; count the rows that are none; see `table_records`."""
-    row = piece.first
-    for batch in _batches(piece, options):
-        if _holds_texts(batch, options):
-            yield from _texts_in(batch, row, piece.file, options, tally)
-        else:
-            yield from _conversations_in(batch, row, piece.file, options, tally)
-        row += batch.num_rows
-
-
-def table_records(piece: SourcePiece, options: SourceOptions) -> Iterator[Record]:
-    """Yield the rows of a piece as mappings.
+) -> Iterator[Record]:
+    """Yield the rows of a piece as mappings, each made when it is its turn; count damaged ones.
 
     Raises:
-        TableError: as `cut_table` does.
-        DamagedTableError: the rest is damaged.
+        RefusedFileError: as `cut_table` does.
+        UnusableError: the rest is damaged.
         OSError: the file cannot be read.
     """
-    row = piece.first
-    for batch in _batches(piece, options):
-        for number, record in enumerate(_records_in(batch)):
-            yield f"{piece.file.name}:{row + number}", record
-        row += batch.num_rows
-
-
-def _batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
-    batches = parquet_batches if piece.file.format.form == FileForm.PARQUET else arrow_batches
+    row, form = piece.first, piece.file.format.form
+    batches = parquet_batches if form == FileForm.PARQUET else arrow_batches
     with _translated(piece.file):
-        yield from batches(piece, options)
+        for batch in batches(piece, options):
+            names = batch.schema.names
+            columns = {name: _checked(batch.column(n)) for n, name in enumerate(names)}
+            for number in range(batch.num_rows):
+                name = f"{piece.file.name}:{row + number}"
+                with tally.dropping(name):
+                    cells = {key: column[number] for key, column in columns.items()}
+                    yield name, {key: _value(cells[key], key, options) for key in cells}
+            row += batch.num_rows
 
 
-def _holds_texts(batch: "RecordBatch", options: SourceOptions) -> bool:
-    from pyarrow import types  # noqa: PLC0415  (for tables alone)
-
-    names = batch.schema.names
-    if options.field not in names:
-        return False
-    return not types.is_nested(batch.schema.field(options.field).type)
-
-
-def _texts_in(
-    batch: "RecordBatch", row: int, file: SourceFile, options: SourceOptions, tally: BuildTally
-) -> Iterator[SourceDocument]:
-    with _translated(file):
-        rows = Rows(batch, file, options)
-        for number in range(batch.num_rows):
-            name = f"{file.name}:{row + number}"
-            try:
-                yield rows.document(number, name)
-            except UnusableError as unusable:
-                tally.drop(str(unusable), name, unusable.remedy)
-
-
-def _conversations_in(
-    batch: "RecordBatch", row: int, file: SourceFile, options: SourceOptions, tally: BuildTally
-) -> Iterator[SourceDocument]:
-    with _translated(file):
-        for number, record in enumerate(_records_in(batch), row):
-            name = f"{file.name}:{number}"
-            try:
-                yield from documents_of(record, name, file, options, tally)
-            except UnusableError as unusable:
-                tally.drop(str(unusable), name, unusable.remedy)
-
-
-def _records_in(batch: "RecordBatch") -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch, each made when it is its turn.
+def _value(cell: Any, column: str, options: SourceOptions) -> Any:
+    """Return what a cell holds.
 
     Raises:
-        pyarrow.ArrowInvalid: the batch is damaged: its offsets lead outside of it.
+        UnusableError: it is a text that is too long, or wrongly encoded.
     """
-    batch.validate(full=True)
-    names = batch.schema.names
-    for number in range(batch.num_rows):
-        yield {name: batch.column(place)[number].as_py() for place, name in enumerate(names)}
+    value = getattr(cell, "value", cell)  # where a dictionary encodes the column
+    content = value.as_buffer() if hasattr(value, "as_buffer") else None
+    if content is None:
+        return cell.as_py()
+    if content.size > options.max_document_bytes:
+        raise UnusableError(TOO_LARGE, RAISE_LIMIT)
+    try:
+        return bytes(content).decode(options.encoding)
+    except UnicodeError:
+        if column != options.field and options.whole_records:
+            return None  # such as an image
+        raise UnusableError(NOT_TEXT, NAME_ENCODING) from None
 
 
 def _pieces(file: SourceFile, num_rows: Sequence[int], block_bytes: int) -> list[SourcePiece]:
@@ -335,14 +246,15 @@ def _translated(file: SourceFile) -> Iterator[None]:
     try:
         from pyarrow import ArrowException  # noqa: PLC0415  (for tables alone)
     except ImportError as error:
-        raise TableError(
+        raise RefusedFileError(
             f"reading {form} takes pyarrow", "run `pip install 'foredraft[index]'`"
         ) from error
+    damaged = UnusableError(f"unreadable: damaged {form}", COPY_AGAIN)
     try:
         yield
     except OSError as error:
         if error.errno:
             raise OSError(error.errno, os.strerror(error.errno)) from error
-        raise DamagedTableError(f"damaged {form}") from error
+        raise damaged from error
     except (ArrowException, ArithmeticError, LookupError, ValueError) as error:
-        raise DamagedTableError(f"damaged {form}") from error
+        raise damaged from error

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from indexer.errors import SourceError, TokenizerError
+from indexer.errors import SourceError, TokenizerError, UnusableError
 from indexer.reader import Vocabulary
 from indexer.sources.blocks import whole_characters
-from indexer.sources.conversations import Turn, exchanges_of, messages_of, plain_text
-from indexer.sources.envelopes import SYSTEM
-from indexer.sources.recordings import EXPECTED, RecordingTally, UnusableError, read_records
+from indexer.sources.chats.conversations import Turn, exchanges_of, messages_of, plain_text
+from indexer.sources.chats.shapes import SYSTEM
+from indexer.sources.recordings import EXPECTED, RecordingTally, read_records
 from indexer.tokenizer import (
     DEFAULT_MODEL,
     CoreTokenizer,

@@ -16,7 +16,8 @@ import pytest
 
 from examples.nightly import request_log
 from examples.nightly.request_log import RequestLog, append
-from indexer.sources.conversations import Shape, conversation_of, turns_of
+from indexer.sources.chats.conversations import conversation_of, turns_of
+from indexer.sources.chats.shapes import Shape
 from tests.examples.asgi import CHAT, Saying, asked, chat_chunks, events
 
 ROOT = Path(__file__).parents[2]

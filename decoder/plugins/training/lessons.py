@@ -10,8 +10,8 @@ import numpy as np
 
 from decoder.errors import TeachingTextError
 from decoder.model.pretrained import LanguageModel
-from indexer.errors import SourceError, TokenizerError, reason_of
-from indexer.sources.conversations import (
+from indexer.errors import SourceError, TokenizerError, UnusableError, reason_of
+from indexer.sources.chats.conversations import (
     Conversation,
     Exchange,
     Turn,
@@ -20,7 +20,7 @@ from indexer.sources.conversations import (
     messages_of,
     plain_text,
 )
-from indexer.sources.recordings import RecordingTally, UnusableError, read_entries
+from indexer.sources.recordings import RecordingTally, read_records
 from retriever.drafter import TokenIds
 
 _TEXT: Final = "text"
@@ -70,7 +70,7 @@ def read_lessons(
     user's message.
 
     Args:
-        paths: as `read_entries` takes them.
+        paths: as `read_records` takes them.
         language_model: whose tokenizer and chat template count.
         tally: counts what cannot be used.
         max_tokens: of a prompt: what is longer begins later; and of an output, which ends earlier.
@@ -80,7 +80,7 @@ def read_lessons(
     """
     for path in paths:
         try:
-            for place, entry in read_entries(path, tally):
+            for place, entry in read_records(path, tally, with_lines=True):
                 try:
                     found = _lessons_of(entry, path, language_model, tally)
                 except UnusableError as unusable:

@@ -10,7 +10,7 @@ import pytest
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.errors import PromptFileError
 from decoder.model.pretrained import LanguageModel
-from indexer.sources.conversations import Turn
+from indexer.sources.chats.conversations import Turn
 from indexer.sources.recordings import RecordingTally
 
 

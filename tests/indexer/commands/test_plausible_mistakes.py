@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from indexer.build_report import BuildTally
-from indexer.sources.recordings import read_records
+from indexer.sources.recordings import RecordingTally, read_records
 from tests.indexer.conftest import Cli, TextsOf
 
 Content = str | bytes | list[Any] | dict[str, list[Any]]
@@ -64,8 +63,8 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
     (
         "a.jsonl",
         [{"data": TEXT}],
-        "--field data.text",
-        "field 'data.text'",
+        "--field data.words",
+        "field 'data.words'",
         "keys are 'data': .* --fi",
     ),
     ("a.jsonl", [{"n": 1, "text": 5}], "", "no text in field 'text'", "keys are 'n', 'text'"),
@@ -74,7 +73,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
     ("a.csv", "id,body\n1,x\n", "", "no column 'text'", "with --field: 'id', 'body'"),
     ("a.tsv", "id\tbody\n1\tx\n", "--field Body", "no column 'Body'", "with --field: 'id', 'body'"),
     ("a.parquet", {"id": [1], "body": ["x"]}, "", "no column 'text'", "--field: 'id', 'body'"),
-    ("a.parquet", {"text": [1, 2]}, "", "2 no text in field 'text'", "another column with --field"),
+    ("a.parquet", {"text": [1, 2]}, "", "2 no text in field 'text'", "name another with --field"),
     (
         "a.json",
         '[{"id": 1, "body": "x"}]',
@@ -174,7 +173,13 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
     ),
     ("a.jsonl", '{"text": ' + "[" * 9999, "", "1 not JSON", "it is nested too deeply"),
     ("a.json", '[{"text": ' + "[" * 9999, "", "1 not JSON", "it is nested too deeply"),
-    ("a.jsonl", [{"text": float("nan")}], "", "no text in field 'text'", "keys are 'text': name"),
+    (
+        "a.jsonl",
+        [{"text": float("nan")}],
+        "",
+        "no text in field 'text'",
+        "keys are 'text': that",
+    ),
     ("a.jsonl", '{"text": "\\ud800"}\n', "", "1 half of a character", "a.jsonl:1"),
     (
         "a.json",
@@ -446,7 +451,7 @@ def test_a_long_array_of_records_is_streamed(tmp_path: Path) -> None:
     row = json.dumps({"messages": [USER, assistant("x" * 2000)]})
     with path.open("w") as file:
         file.write("[" + ",\n".join([row] * 5000) + "]")
-    tally = BuildTally()
+    tally = RecordingTally()
     held = 0
     import tracemalloc  # noqa: PLC0415  (slows what follows down)
 

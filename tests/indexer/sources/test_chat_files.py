@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from indexer.sources.conversations import exchanges_of
+from indexer.sources.chats.conversations import exchanges_of
 from indexer.sources.recordings import RecordingTally, read_records
 from tests.indexer.sources.source_reading import json_lines, read_all, texts
 

@@ -4,9 +4,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from indexer.sources.conversations import (
+from indexer.sources.chats.conversations import (
     Exchange,
-    Shape,
     Turn,
     conversation_of,
     exchanges_of,
@@ -15,6 +14,7 @@ from indexer.sources.conversations import (
     prompts_of,
     turns_of,
 )
+from indexer.sources.chats.shapes import Shape
 
 ASKED = Turn("user", "How far is Łódź?")
 ANSWERED = Turn("assistant", "130 km 🙂")

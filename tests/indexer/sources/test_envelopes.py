@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from indexer.sources.conversations import Exchange, conversation_of, exchanges_of
-from indexer.sources.envelopes import sessions
+from indexer.sources.chats.conversations import Exchange, conversation_of, exchanges_of
+from indexer.sources.chats.sessions import sessions
 from indexer.sources.recordings import RecordingTally, read_records
 
 Message = dict[str, Any]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from indexer.sources.conversations import Shape, conversation_of
-from indexer.sources.streamed_answers import is_chunk, whole_answer
+from indexer.sources.chats.conversations import conversation_of
+from indexer.sources.chats.shapes import Shape
+from indexer.sources.chats.streamed_answers import is_chunk, whole_answer
 
 TEXT = "130 km 🙂\n\ndata: no event"
 CALL = '{"name": "far", "arguments": {"to": "Łódź"}}'

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from indexer.sources.conversations import Turn
+from indexer.sources.chats.conversations import Turn
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import DraftRequest, Prediction, SequenceOptions
 from retriever.errors import TraceError
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
 def test_unreadable_traces_are_a_clear_error(tmp_path: Path) -> None:
     damaged = tmp_path / "t.jsonl.gz"
     damaged.write_bytes(b"no gzip")
-    assert "damaged compression (first: " in refused(damaged)
+    assert "damaged gzip (first: " in refused(damaged)
     for named, content in (("t.jsonl", gzip.compress(b"x")), ("t.csv", b"PK\x03\x04")):
         (tmp_path / named).write_bytes(content)
         assert "not text but " in refused(tmp_path / named)

@@ -1,10 +1,9 @@
-"""Files as bytes and as text: decompressed, in bounded lines, or one document each."""
+"""Files as streams: decompressed, decoded, in bounded lines; and what is wrong with them."""
 
 import bz2
 import codecs
 import gzip
 import io
-import json
 import lzma
 import shutil
 import sys
@@ -14,24 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
-from indexer.build_report import BuildTally
-from indexer.errors import SourceError, reason_of
+from indexer.errors import RefusedFileError, SourceError, UnusableError, reason_of
 from indexer.format.compression import zstd
 from indexer.sources.blocks import (
     Compression,
     FileForm,
     Format,
-    SourceDocument,
     SourceFile,
-    SourcePiece,
 )
-from indexer.sources.licences import declared_licence
-from indexer.sources.record_documents import TableError
 from indexer.sources.source_options import (
     NAME_ENCODING,
     NOT_TEXT,
-    RAISE_LIMIT,
-    TOO_LARGE,
     SourceOptions,
     StdinFormat,
 )
@@ -39,7 +31,9 @@ from indexer.sources.source_options import (
 BOM_BYTES: Final = 4
 """How much of the beginning of a file tells its encoding."""
 
-DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, lzma.LZMAError)
+COPY_AGAIN: Final = "copy it again, or give it the suffix of what it is"
+
+_DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, lzma.LZMAError)
 """Raised by reading a damaged compressed file, after the data before the damage."""
 
 # UTF-32 first: its mark begins with that of UTF-16.
@@ -66,12 +60,30 @@ _MAGIC_BYTES: Final = 16
 
 
 @contextmanager
+def reading(file: SourceFile) -> Iterator[None]:
+    """Say what is wrong with a file where it cannot be read, or not to its end.
+
+    Raises:
+        UnusableError: the system refuses, it is damaged, or it is not in its encoding.
+    """
+    try:
+        yield
+    except _DAMAGED as error:
+        kind = file.format.compression
+        raise UnusableError(f"unreadable: damaged {kind}", COPY_AGAIN) from error
+    except UnicodeError as error:
+        raise UnusableError(NOT_TEXT, NAME_ENCODING) from error
+    except OSError as error:
+        raise UnusableError(f"unreadable: {reason_of(error)}") from error
+
+
+@contextmanager
 def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
     """Give a stream of a file's bytes, decompressed, and the stream of the file itself.
 
     Raises:
         OSError: the file cannot be opened.
-        TableError: it is of another kind than its name says.
+        RefusedFileError: it is of another kind than its name says.
     """
     with file.path.open("rb") as raw:
         if file.format.compression == Compression.NONE:
@@ -91,7 +103,7 @@ def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
 def _check_kind(head: bytes) -> None:
     for magic, (kind, remedy) in _MAGIC.items():
         if head.startswith(magic):
-            raise TableError(f"{NOT_TEXT} but {kind}", remedy)
+            raise RefusedFileError(f"{NOT_TEXT} but {kind}", remedy)
 
 
 def encoding_of(head: bytes, otherwise: str) -> str:
@@ -149,55 +161,6 @@ def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | 
 
 def _ends(line: str | bytes) -> bool:
     return line.endswith("\n") if isinstance(line, str) else line.endswith(b"\n")
-
-
-def read_text(
-    piece: SourcePiece, options: SourceOptions, tally: BuildTally
-) -> Iterator[SourceDocument]:
-    """Yield the text of a file, or of a notebook's cells; count it if it is none, or too long.
-
-    Raises:
-        OSError: the file cannot be read.
-        DAMAGED: it cannot be decompressed.
-    """
-    file = piece.file
-    with opened(file) as (stream, _):
-        content = stream.read(options.max_document_bytes + 1)
-    if len(content) > options.max_document_bytes:
-        tally.drop(TOO_LARGE, file.name, RAISE_LIMIT)
-        return
-    try:
-        text = content.decode(encoding_of(content[:BOM_BYTES], options.encoding))
-    except UnicodeError:
-        tally.drop(NOT_TEXT, file.name, NAME_ENCODING)
-        return
-    if file.format.form == FileForm.NOTEBOOK:
-        cells = cells_of(text)
-        if cells is None:
-            tally.drop("notebook that is no JSON", file.name, "save it again")
-            return
-        text = cells
-    licence = options.licence or declared_licence(text) or file.licence
-    yield SourceDocument(file.name, licence, text)
-
-
-def cells_of(text: str) -> str | None:
-    """Return what was written into the cells of a notebook, code and Markdown, without outputs.
-
-    https://nbformat.readthedocs.io; before version 4, cells were in worksheets.
-
-    Returns:
-        The sources with an empty line between two; None where the text is no notebook.
-    """
-    try:
-        notebook = json.loads(text)
-        sheets = notebook.get("worksheets") or [notebook]
-        cells = [cell for sheet in sheets for cell in sheet.get("cells", ())]
-        sources = [cell.get("source", cell.get("input", "")) for cell in cells]
-    except (ValueError, RecursionError, AttributeError, TypeError):
-        return None
-    texts = ("".join(each) if isinstance(each, list) else str(each) for each in sources)
-    return "\n\n".join(each for each in texts if each.strip())
 
 
 STANDARD_INPUT_NAME: Final = "stdin"

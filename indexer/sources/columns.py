@@ -1,0 +1,60 @@
+"""Columns of tables: which of them hold what is wanted."""
+
+from collections.abc import Collection, Mapping, Sequence
+from textwrap import shorten
+from typing import Any, Final
+
+from indexer.errors import RefusedFileError
+from indexer.sources.chats.shapes import OUTPUTS, PROMPTS, SYSTEM, TURN_LISTS, is_expression
+from indexer.sources.source_options import SourceOptions
+
+_MAX_KEYS: Final = 12
+"""Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
+
+_MAX_KEY_CHARACTERS: Final = 40
+
+
+def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
+    """Return the columns that are read of a table: texts or conversations, and licences.
+
+    All are where an expression may name any, or the rest of a record is wanted, too.
+
+    Raises:
+        RefusedFileError: there is neither a column of texts nor any of conversations.
+    """
+    if options.field in names:
+        wanted = [options.field]
+    elif is_expression(options.field):
+        return list(names)
+    else:
+        wanted = _conversation_columns(names, with_outputs=not options.whole_records)
+    if not wanted:
+        listed = listed_keys(names)
+        raise RefusedFileError(
+            f"no column {options.field!r}", f"name one of these with --field: {listed}"
+        )
+    if options.whole_records:
+        return list(names)
+    licence = options.licence_field
+    return [*wanted, licence] if licence in names and licence not in wanted else wanted
+
+
+def _conversation_columns(names: Collection[str], *, with_outputs: bool = True) -> list[str]:
+    """Return the columns that conversations stand in; empty if there is none."""
+    is_log = "request" in names and "response" in names
+    has_output = not with_outputs or any(key in names for key in (*OUTPUTS, "chosen"))
+    has_pair = has_output and any(key in names for key in PROMPTS)
+    if not (is_log or has_pair or any(key in names for key in TURN_LISTS)):
+        return []
+    known = {*TURN_LISTS, *PROMPTS, *OUTPUTS, *SYSTEM, "request", "body", "params", "chosen"}
+    return [name for name in names if name in known]
+
+
+def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return keys in words, the first of many."""
+    shown = [
+        repr(shorten(str(name), _MAX_KEY_CHARACTERS, placeholder="…"))
+        for name in list(names)[:_MAX_KEYS]
+    ]
+    more = [f"{len(names) - _MAX_KEYS} more"] if len(names) > _MAX_KEYS else []
+    return ", ".join(shown + more) or "none"
