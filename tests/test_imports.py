@@ -28,8 +28,10 @@ READER = {
     "indexer.reader",
     "indexer.sources.blocks",
     "indexer.sources.chats.conversations",
+    "indexer.sources.record_samples",
     "indexer.sources.recordings",
     "indexer.sources.chats.shapes",
+    "indexer.sources.source_options",
     "indexer.stages.segments",
     "indexer.tokenizer",
 }

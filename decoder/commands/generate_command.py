@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -55,7 +54,7 @@ def answer_prompts(
         check_regex(output.regex)
     traces = _traces(output)
     stops = StopStrings(output.stop)
-    selected = _selected(given.prompt, given.prompts, given.limit)
+    selected = _selected(given)
     prepared = prepare_model(chosen.options(given, drafts.index))
     check_drafts(drafts, prepared.vocabulary)
     check_stop_strings(stops, prepared.tokenizer)
@@ -157,13 +156,13 @@ def _refuse_contradictions(given: AnsweredPrompts, output: ShownSettings, *, as_
     )
 
 
-def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[Prompt]:
+def _selected(given: AnsweredPrompts) -> list[Prompt]:
     """Return the prompts in the order of their file."""
-    if path is None:
-        text = read_text(sys.stdin.buffer) if prompt is None else prompt
+    if given.prompts is None:
+        text = read_text(sys.stdin.buffer) if given.prompt is None else given.prompt
         return [Prompt(DEFAULT_CATEGORY, checked_text(text))]
-    found = RecordingTally()
-    selected = read_prompts(path, limit, skipped=found)
+    found = RecordingTally(field=given.field)
+    selected = read_prompts(given.prompts, given.limit, skipped=found)
     for line in found.describe():
         typer.echo(line, err=True)
     return sorted(selected, key=lambda prompt: prompt.line)

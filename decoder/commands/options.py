@@ -17,6 +17,7 @@ from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.stopping import DEFAULT_MAX_NEW_TOKENS
 from indexer.errors import TokenizerError
 from indexer.flags import RARE, Metavar
+from indexer.sources.source_options import FIELD_HELP
 from indexer.tokenizer import DEFAULT_MODEL, locate_model, not_here
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
@@ -36,6 +37,7 @@ class PromptSettings(BaseModel):
     limit: Annotated[
         int | None, RARE, Field(ge=1, description="Most prompts, spread evenly over categories.")
     ] = None
+    field: Annotated[str, RARE, Metavar("KEY"), Field(description=FIELD_HELP)] = ""
     no_chat_template: Annotated[
         bool, RARE, Field(description="Take prompts as plain text to go on from.")
     ] = not _MODEL.use_chat_template

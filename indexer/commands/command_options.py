@@ -15,6 +15,7 @@ from indexer.engines.memory import parse_size
 from indexer.flags import Metavar, Only
 from indexer.launch import plugged
 from indexer.reader import Index
+from indexer.sources.record_samples import show_samples
 from indexer.stages.build_options import ENGINES, BuildOptions, engine_of
 from indexer.stages.preview import preview_of
 from indexer.stages.screening import SCREENING, Screening
@@ -155,6 +156,8 @@ def show_preview(
             known = [np.array(segment.documents.digests) for segment in index.segments]
     preview = preview_of(sources, options, known)
     show(preview, as_json=as_json)
+    if not as_json:
+        show_samples(preview.samples)
     options.check_dropped(preview.tally)
     if not preview.tally.num_documents:
         raise typer.Exit(1)

@@ -79,11 +79,10 @@ def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
 
 
 DEFAULT_FIELD: Final = "text"
-FIELD_FLAG: Final = Flag(
+FIELD_HELP: Final = (
     "Where a record has its text or its turns: a key or column, or an expression of JMESPath, such "
     "as 'data.answer' or '{prompt: data.question, output: data.answer}'. Records without it are "
-    "read in the shapes that are known.",
-    metavar="KEY",
+    "read in the shapes that are known."
 )
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
 """Longer files are mostly dumps and generated code, and tokenising takes up to 200 bytes of memory
@@ -170,7 +169,7 @@ class SourceOptions:
 
     flags_title: ClassVar[str] = "Sources"
 
-    field: Annotated[str, FIELD_FLAG] = DEFAULT_FIELD
+    field: Annotated[str, Flag(FIELD_HELP, metavar="KEY")] = DEFAULT_FIELD
     turns: Annotated[
         Turns,
         Flag(

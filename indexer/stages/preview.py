@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from textwrap import shorten
 from typing import Any, Final
 
 import numpy as np
@@ -15,15 +14,14 @@ from indexer.build_report import BuildTally, counted_of
 from indexer.format.documents import digest_of
 from indexer.format.names import DIGEST_BYTES
 from indexer.sources import SourceBlock, plan, read
+from indexer.sources.blocks import SourcePiece
+from indexer.sources.record_samples import MOST_SAMPLES, RecordSample, given_in, sample_of
 from indexer.stages.build_options import BuildOptions
 from indexer.stages.gathering import DUPLICATE, first_of
 from indexer.stages.tokenise import UsableText, usable_texts
 
-_MAX_SAMPLES: Final = 5
 _MAX_FILES: Final = 10
-"""Files and documents that people are shown: together they fit on a screen."""
-
-_MAX_WORDS_CHARACTERS: Final = 60
+"""Files that people are shown: they fit on a screen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +39,13 @@ class Preview:
 
     Attributes:
         files: those that would be read, in order.
-        samples: names and first words of some documents: the first of each of the first pieces.
+        samples: some documents: the first of each of the first pieces.
         num_bytes: text of these documents in UTF-8.
         tally: what is skipped and why, equal documents too, and the conversations.
     """
 
     files: tuple[PreviewedFile, ...]
-    samples: tuple[tuple[str, str], ...]
+    samples: tuple[RecordSample, ...]
     num_bytes: int
     tally: BuildTally
 
@@ -60,12 +58,15 @@ class Preview:
                 {"file": file.name, "form": file.form, "documents": file.num_documents}
                 for file in self.files
             ],
-            "samples": [{"document": name, "text": words} for name, words in self.samples],
+            "samples": [
+                {"document": each.name, "given": each.given, "text": each.written}
+                for each in self.samples
+            ],
             **self.tally.to_json(),
         }
 
     def describe(self) -> str:
-        """Return the preview for people to read."""
+        """Return the preview for people to read, but for the samples."""
         files = [
             f"  {file.name}: {file.form}, {counted_of(file.num_documents, 'document')}"
             for file in self.files[:_MAX_FILES]
@@ -80,7 +81,6 @@ class Preview:
                 *([f"  and {num_more:,} more files"] if num_more > 0 else []),
                 *self.tally.describe_conversations(),
                 *self.tally.describe_suffixes(),
-                *(f"  {name}: {words}" for name, words in self.samples),
                 f"skipped: {self.tally.describe_skipped() or 'nothing'}",
             ]
         )
@@ -103,17 +103,19 @@ def preview_of(
     """
     tally = BuildTally()
     files: dict[str, PreviewedFile] = {}
-    samples: list[tuple[str, str]] = []
+    samples: list[RecordSample] = []
     found = _Found()
     with TemporaryDirectory() as scratch:
         for block in plan(sources, options.sources, tally, Path(scratch)):
-            for file, texts in _texts_of(block, options, tally):
+            for piece in block.pieces:
+                file = PreviewedFile(piece.file.name, str(piece.file.format.form), 0)
                 num_documents = 0
-                for number, text in enumerate(texts, 1):
+                for number, text in enumerate(_texts_of(piece, options, tally), 1):
                     num_documents = number
                     found.add(text)
-                    if number == 1 and len(samples) < _MAX_SAMPLES:
-                        samples.append((text.name, _first_words(text.text)))
+                    if number == 1 and len(samples) < MOST_SAMPLES:
+                        given = "" if options.screen else given_in(piece, options.sources)
+                        samples.append(sample_of(text.name, given, text.text))
                 before = files.get(file.name, file).num_documents
                 files[file.name] = PreviewedFile(file.name, file.form, before + num_documents)
     num_bytes = found.count(tally, known, deduplicate=not options.keep_duplicates)
@@ -153,15 +155,6 @@ class _Found:
         return int(sizes.sum())
 
 
-def _texts_of(
-    block: SourceBlock, options: BuildOptions, tally: BuildTally
-) -> Iterator[tuple[PreviewedFile, Iterator[UsableText]]]:
-    for piece in block.pieces:
-        documents = read(SourceBlock((piece,)), options.sources, tally)
-        most = options.sources.max_document_bytes
-        file = PreviewedFile(piece.file.name, str(piece.file.format.form), 0)
-        yield file, usable_texts(documents, most, tally, options.screen)
-
-
-def _first_words(text: str) -> str:
-    return shorten(text[: 10 * _MAX_WORDS_CHARACTERS], _MAX_WORDS_CHARACTERS, placeholder=" …")
+def _texts_of(piece: SourcePiece, options: BuildOptions, tally: BuildTally) -> Iterator[UsableText]:
+    documents = read(SourceBlock((piece,)), options.sources, tally)
+    return usable_texts(documents, options.sources.max_document_bytes, tally, options.screen)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model
 
 from indexer.flags import RARE, Metavar
+from indexer.sources.source_options import FIELD_HELP
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials, without_credentials
 from retriever.errors import InvalidRequestError, SettingsError
@@ -72,6 +73,21 @@ class TokenizerSettings(BaseModel):
             f"Default: that of the index, where it says so, else {DEFAULT_MODEL}."
         ),
     ] = None
+
+
+class RecordSettings(BaseModel):
+    """How recorded conversations are read."""
+
+    model_config = ConfigDict(title="Log", extra="forbid", frozen=True, defer_build=True)
+
+    field: Annotated[str, Metavar("KEY"), Field(description=FIELD_HELP)] = ""
+    dry_run: Annotated[
+        bool,
+        Field(
+            description="Show of the first records what is taken as given and what as written, and "
+            "do nothing else."
+        ),
+    ] = False
 
 
 class DatabaseSettings(BaseModel):

@@ -199,7 +199,7 @@ def measure(
     chosen.check_device()
     check_drafts(drafts)
     contest.check(drafts, output.repeat)
-    found = RecordingTally()
+    found = RecordingTally(field=given.field)
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
     for line in found.describe():

@@ -36,6 +36,7 @@ from decoder.plugins.estimate.options import (
 from decoder.plugins.estimate.projection import PAYING, Nodes, ProjectedOutcome, project
 from decoder.plugins.estimate.token_log import LoggedRecord, TokenLog, token_log
 from indexer.launch import errors_in_one_line
+from indexer.sources.record_samples import show_recording
 from indexer.sources.recordings import RecordingTally
 from retriever.commands.factories import OWN, find_factory
 from retriever.sessions.options import check_files, indexed_tokenizer
@@ -64,6 +65,9 @@ def estimate(
     is_json: bool,
 ) -> None:
     """Say from recorded outputs whether drafts would help; see `foredraft estimate --help`."""
+    if chosen.dry_run:
+        show_recording(log, chosen.field)
+        return
     drafts.check()
     for name in drafts.drafter:
         find_factory(name)
@@ -74,7 +78,7 @@ def estimate(
     encoder = ChatEncoder(chosen.tokenizer or costs.model, indexed_tokenizer(drafts.index))
     curve = _curve(costs, drafts.budgets[-1])
     console = Console(stderr=True)
-    found = RecordingTally()
+    found = RecordingTally(field=chosen.field)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         rows = islice(stream_traces(log, encoder, found), chosen.limit)
         tokenising = progress.add_task("tokenising", total=None)

@@ -11,6 +11,7 @@ from decoder.model.pretrained import ModelOptions, Precision
 from indexer.flags import Metavar
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.limits import Limits
+from retriever.operations.settings import RecordSettings
 
 
 class Device(NamedTuple):
@@ -80,7 +81,7 @@ BUDGETS: Final = (4, 8, 16, 32, 64)
 """Most nodes of a draft that an estimate is made for."""
 
 
-class LogSettings(BaseModel):
+class LogSettings(RecordSettings):
     """What of the log is replayed."""
 
     model_config = ConfigDict(title="Log", extra="forbid", frozen=True, defer_build=True)

@@ -19,12 +19,12 @@ from indexer.sources.chats.conversations import (
     exchanges_of,
     messages_of,
     plain_text,
+    prompts_of,
 )
+from indexer.sources.chats.shapes import Shape
 from indexer.sources.recordings import RecordingTally, read_records
+from indexer.sources.source_options import DEFAULT_FIELD
 from retriever.drafter import TokenIds
-
-_TEXT: Final = "text"
-"""Field of a record that holds a document and no conversation."""
 
 _REFUSED: Final = "turns that the chat template refuses"
 
@@ -66,8 +66,8 @@ def read_lessons(
     """Yield a lesson for each answer, prompt and document of files.
 
     An answer is asked for again, after all that was said before it; what is recorded is kept with
-    it. A document, which is the `text` of a record or a line of text, is put to the target as a
-    user's message.
+    it. A document, which is a line of text or a text that a field names (by default `text`, where a
+    record holds no conversation), is put to the target as a user's message.
 
     Args:
         paths: as `read_records` takes them.
@@ -138,29 +138,24 @@ def _lessons_of(
         UnusableError: it holds neither a document nor a conversation, or the chat template refuses
             its turns.
     """
-    text = _text_of(entry)
-    if text is not None:
+    text = entry if tally.field else _text_of(entry)
+    if isinstance(text, str):
         return [Lesson(_asked((Turn("user", text),), language_model))] if text.strip() else []
     return tally.take(entry, path, "prompts", lambda found: _conversed(found, language_model))
 
 
-def _text_of(entry: Any) -> str | None:
-    """Return what a user is taken to have said: a line, a document, Spec-Bench's first turn."""
-    if isinstance(entry, str):
-        return entry
-    if not isinstance(entry, dict) or conversation_of(entry) is not None:
-        return None
-    if _are_texts(entry.get("turns")):
-        return str(entry["turns"][0])
-    text = entry.get(_TEXT)
-    return text if isinstance(text, str) else None
+def _text_of(entry: Any) -> Any:
+    """Return a line of text, or the text of a record that holds no conversation."""
+    if isinstance(entry, dict) and conversation_of(entry) is None:
+        return entry.get(DEFAULT_FIELD)
+    return entry
 
 
 def _conversed(found: Conversation, language_model: LanguageModel) -> list[Lesson]:
     """Return a lesson for each answer of a conversation, and for its end if that is a question."""
-    exchanges = list(exchanges_of(found))
-    if found.turns and found.turns[-1].role != "assistant":
-        exchanges.append(Exchange(found.turns, ""))
+    exchanges = [] if found.shape == Shape.TEXT else list(exchanges_of(found))
+    answered = {each.prompt for each in exchanges}
+    exchanges += [Exchange(each, "") for each in prompts_of(found) if each not in answered]
     return [
         Lesson(
             _asked(each.prompt, language_model),
@@ -176,11 +171,6 @@ def _opening(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """Return the turns up to a user's first."""
     first = next(number for number, turn in enumerate(turns) if turn.role == "user")
     return turns[: first + 1]
-
-
-def _are_texts(turns: object) -> bool:
-    """Return whether a record is a question as Spec-Bench writes it: a list of messages."""
-    return isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) for turn in turns)
 
 
 def _asked(turns: tuple[Turn, ...], language_model: LanguageModel) -> TokenIds:

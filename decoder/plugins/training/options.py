@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from decoder.errors import refuse_contradictions
 from indexer.flags import Metavar
+from indexer.sources.source_options import FIELD_HELP
 
 
 class CourseOptions(BaseModel):
@@ -60,6 +61,7 @@ class TaughtTexts(BaseModel):
             "with a `text`. Repeatable.",
         ),
     ] = []
+    field: Annotated[str, Metavar("KEY"), Field(description=FIELD_HELP)] = ""
     state: Annotated[
         Path | None,
         Metavar("DIR"),

@@ -114,7 +114,7 @@ def teach(
     prepared = prepare_model(chosen.options(PromptSettings(), compared.index))
     _check(compared, prepared.vocabulary)
     language_model = prepared.load()
-    tally = RecordingTally()
+    tally = RecordingTally(field=texts.field)
     lessons = _lessons(texts, language_model, tally)
     for line in tally.describe():
         typer.echo(line, err=True)

@@ -33,6 +33,7 @@ class Shape(StrEnum):
     RUNS = "runs"
     OBSERVATIONS = "observations"
     EVALUATION = "samples of an evaluation"
+    QUESTIONS = "questions of a benchmark"
     ANSWERS = "answers"
     PREFERENCES = "preferences"
     CHATGPT = "exports of ChatGPT"
@@ -442,6 +443,14 @@ def _evaluated(record: Mapping[str, Any]) -> Found | None:
     return Found(Shape.EVALUATION, decoded(given), texts)
 
 
+def _benchmark(record: Mapping[str, Any]) -> Found | None:
+    """A question of MT-Bench or Spec-Bench, of which the first turn can be asked by itself."""
+    turns = record.get("turns")
+    if not is_list(turns) or not turns or not all(isinstance(each, str) for each in turns):
+        return None
+    return Found(Shape.QUESTIONS, turns[0], answers=())
+
+
 def _answers_alone(record: Mapping[str, Any]) -> Found | None:
     """An answer of MT-Bench, without its questions: https://github.com/lm-sys/FastChat."""
     choices = record.get("choices")
@@ -515,6 +524,7 @@ _SHAPES: Final[tuple[Callable[[Mapping[str, Any]], Found | None], ...]] = (
     _run,
     _observation,
     _evaluated,
+    _benchmark,
     _answers_alone,
     _preference,
     _tree,

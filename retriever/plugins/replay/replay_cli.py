@@ -11,7 +11,7 @@ import typer
 from indexer.flags import AsJson, command_line, with_flags
 from retriever.commands.options import clear_errors
 from retriever.limits import Limits
-from retriever.operations.settings import DraftSettings, TokenizerSettings
+from retriever.operations.settings import DraftSettings, RecordSettings, TokenizerSettings
 
 _MAX_BUDGET: Final = Limits().max_budget_nodes
 
@@ -29,6 +29,7 @@ def replay(
         ),
     ],
     *,
+    recorded: RecordSettings,
     source: DraftSettings,
     texts: TokenizerSettings,
     warm: Annotated[
@@ -100,6 +101,7 @@ def replay(
 
     replay_traces(
         traces,
+        recorded,
         source,
         texts,
         warm or [],

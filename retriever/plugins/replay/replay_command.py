@@ -11,12 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from indexer.reader import Index
+from indexer.sources.record_samples import show_recording
 from indexer.sources.recordings import RecordingTally
 from retriever.commands.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.commands.options import progress
 from retriever.drafter import Drafter
 from retriever.errors import InvalidRequestError
-from retriever.operations.settings import DraftSettings, TokenizerSettings
+from retriever.operations.settings import DraftSettings, RecordSettings, TokenizerSettings
 from retriever.plugins.replay.replay import replay, replay_lanes, tables
 from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
 from retriever.traces.trace_spool import trace_spool
@@ -25,6 +26,7 @@ from retriever.traces.traces import ChatEncoder, read_outputs, read_traces
 
 def replay_traces(
     traces: Path,
+    chosen: RecordSettings,
     source: DraftSettings,
     texts: TokenizerSettings,
     warm: Sequence[Path],
@@ -37,6 +39,9 @@ def replay_traces(
     as_json: bool,
 ) -> None:
     """Replay recorded outputs through a drafter; see `foredraft replay --help`."""
+    if chosen.dry_run:
+        show_recording(traces, chosen.field)
+        return
     make_drafter = find_factory(drafter)
     if drafter != OWN and (source.phrases or source.server):
         raise InvalidRequestError(
@@ -44,7 +49,7 @@ def replay_traces(
         )
     encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     check_files(source.index, source.phrases)
-    found = RecordingTally()
+    found = RecordingTally(field=chosen.field)
     read = read_traces(traces, encoder, limit, found)
     warming = [read_outputs(path, encoder, found) for path in warm]
     with ExitStack() as opened:

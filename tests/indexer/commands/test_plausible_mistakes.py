@@ -139,7 +139,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         [{"request": {"messages": [USER]}, "response": 'data: {"choices": [{"del'}],
         "",
         "1 assistant turn",
-        "a.jsonl:1#2: data: ",
+        "a.jsonl:1#2\n.*\n    written: data: ",
     ),
     ("a.jsonl", [USER, USER], "", "1 no assistant turn", "its roles user"),
     (
@@ -350,9 +350,12 @@ def test_a_dry_run_says_what_would_be_indexed_and_writes_nothing(cli: Cli, tmp_p
         f"  {path}/chat.jsonl: JSON lines, 1 document",
         f"  {path}/notes.md: text, 1 document",
         f"{path}/chat.jsonl: OpenAI messages, 1 assistant turn of 1 conversation",
-        f"  {path}/chat.jsonl:1#2: Good morning. What now?",
-        f"  {path}/notes.md: Some notes",
         "skipped: nothing",
+        f"  {path}/chat.jsonl:1#2",
+        f"    given:   {USER['content']}",
+        "    written: Good morning. What now?",
+        f"  {path}/notes.md",
+        "    text:    Some notes",
     ]
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
     report = json.loads(cli("build", tmp_path / "in", "--dry-run", "--json")[1])
@@ -429,10 +432,10 @@ def test_all_turns_are_written_by_the_chat_template_where_there_is_one(
     write(tmp_path / "a.jsonl", [*chat(USER, assistant("Yes.")), *chat(USER, tool)])
     arguments = ("build", tmp_path / "a.jsonl", "--turns", "all", "--dry-run", "--tokenizer")
     _, out, _ = cli(*arguments, folder)
-    assert "a.jsonl:1: <user>Hello?<eos><assistant>Yes.<eos>\n" in out
+    assert "    text:    <user>Hello?<eos><assistant>Yes.<eos>\n" in out
     assert "1 refused by the chat template" in out
     assert "it says: no tools; take single turns with --turns assistant" in out
-    assert "a.jsonl:1: Hello? Yes.\n" in cli(*arguments, tokenizer_folder)[1]
+    assert "    text:    Hello? Yes.\n" in cli(*arguments, tokenizer_folder)[1]
 
     index = tmp_path / "x"
     build = ("build", tmp_path / "a.jsonl", "--turns", "all", "-o", index)

@@ -1,0 +1,113 @@
+"""The first records of files as people are shown them: what was given, and what was written."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Final
+
+from indexer.build_report import BuildTally
+from indexer.errors import SourceError, UnusableError
+from indexer.sources.blocks import SourcePiece
+from indexer.sources.chats.conversations import (
+    Turns,
+    conversation_of,
+    exchanges_of,
+    plain_text,
+    turns_of,
+)
+from indexer.sources.record_reading import records_of
+from indexer.sources.recordings import RecordingTally, read_records
+from indexer.sources.source_options import SourceOptions
+
+MOST_SAMPLES: Final = 5
+"""Samples that people are shown: together they fit on a screen."""
+
+_MAX_CHARACTERS: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSample:
+    """An output, or a text by itself, with what a model was given before it.
+
+    Attributes:
+        name: of the record.
+        given: the end of all that was said before; empty of a text by itself.
+        written: the beginning of what would be taken.
+    """
+
+    name: str
+    given: str
+    written: str
+
+
+def given_in(piece: SourcePiece, options: SourceOptions) -> str:
+    """Return what was given before the first text of a piece that is wanted; empty for nothing."""
+    return next(_given(piece, options), "")
+
+
+def _given(piece: SourcePiece, options: SourceOptions) -> Iterator[str]:
+    if options.turns != Turns.ASSISTANT:
+        return
+    for _, record in records_of(piece, options, BuildTally()):
+        found = None if isinstance(record, str) else conversation_of(record, options.field)
+        if found is not None:
+            for number, _ in turns_of(found, "assistant"):
+                yield plain_text(found.turns[: number - 1])
+
+
+def _recorded(path: Path, field: str) -> tuple[list[RecordSample], RecordingTally]:
+    """Return the first outputs of a file of recordings, and what was found on the way to them.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
+    tally = RecordingTally(field=field)
+    samples: list[RecordSample] = []
+    for name, record in read_records(path, tally):
+        try:
+            taken = tally.take(record, path, "outputs", exchanges_of)
+        except UnusableError as unusable:
+            tally.drop(str(unusable), name, unusable.remedy)
+            continue
+        samples += [sample_of(name, plain_text(each.prompt), each.output) for each in taken[:1]]
+        if len(samples) == MOST_SAMPLES:
+            break
+    return samples, tally
+
+
+def sample_of(name: str, given: str, written: str) -> RecordSample:
+    """Return a sample, cut to what fits a few lines."""
+    # Of what was given the end matters, which is what the output answers.
+    end = " ".join(given[-2 * _MAX_CHARACTERS :].split())
+    beginning = shorten(written[: 4 * _MAX_CHARACTERS], _MAX_CHARACTERS, placeholder=" …")
+    is_cut = len(end) > _MAX_CHARACTERS or len(given) > 2 * _MAX_CHARACTERS
+    return RecordSample(name, f"… {end[-_MAX_CHARACTERS:]}" if is_cut else end, beginning)
+
+
+def show_recording(path: Path, field: str) -> None:
+    """Print the first outputs of a file of recordings, and what was found on the way to them.
+
+    Raises:
+        SourceError: the file cannot be read, or holds no output.
+    """
+    samples, tally = _recorded(path, field)
+    if not samples:
+        raise SourceError(f"{path} holds no recorded output: {tally.why_nothing()}")
+    show_samples(samples)
+    print(*tally.describe(), sep="\n")  # noqa: T201  (the output of a command)
+
+
+def show_samples(samples: Iterable[RecordSample]) -> None:
+    """Print samples: what was given dim, what was written green."""
+    from rich.console import Console  # noqa: PLC0415  (for people alone)
+    from rich.text import Text  # noqa: PLC0415  (as above)
+
+    text = Text()
+    for sample in samples:
+        text.append(f"  {sample.name}\n")
+        if sample.given:
+            text.append("    given:   ").append(f"{sample.given}\n", "dim")
+        text.append("    written: " if sample.given else "    text:    ")
+        text.append(f"{sample.written}\n", "green")
+    Console(highlight=False, soft_wrap=True).print(text, end="")
