@@ -213,7 +213,7 @@ def tokens_per_step(workload: Workload, name: str, budget: int) -> float:
     finally:
         rows[:] = whole
         _corpora.clear()
-    return round(float(figures["mean_accepted_tokens"]), 4)
+    return round(float(figures["tokens_per_step"]), 4)
 
 
 def _table(name: str, figures: Mapping[str, list[float]], budgets: list[int]) -> str:

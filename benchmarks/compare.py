@@ -88,7 +88,7 @@ def _measure(
             workload=workload.name,
             drafter=name,
             budget=budget,
-            tokens_per_step=figures["mean_accepted_tokens"],
+            tokens_per_step=figures["tokens_per_step"],
             nodes_per_step=figures["mean_nodes"],
             draft_us_p50=figures["draft_us"]["p50"] if name == OWN else None,
             draft_us_p99=figures["draft_us"]["p99"] if name == OWN else None,

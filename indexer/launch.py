@@ -46,6 +46,14 @@ class Flag(NamedTuple):
     most: float | None = None
 
 
+FIELD_HELP: Final = (
+    "Where a record has its text or its turns: a key or column, or an expression of JMESPath, such "
+    "as 'data.answer' or '{prompt: data.question, output: data.answer}'. Records without it are "
+    "read in the shapes that are known."
+)
+"""What `--field` says, wherever records are read."""
+
+
 class Command(NamedTuple):
     """A command, as the program knows it before it loads anything.
 

@@ -17,7 +17,7 @@ from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.stopping import DEFAULT_MAX_NEW_TOKENS
 from indexer.errors import TokenizerError
 from indexer.flags import RARE, Metavar
-from indexer.sources.source_options import FIELD_HELP
+from indexer.launch import FIELD_HELP
 from indexer.tokenizer import DEFAULT_MODEL, locate_model, not_here
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)

@@ -1,10 +1,13 @@
 """Columns of tables: which of them hold what is wanted."""
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from textwrap import shorten
 from typing import Any, Final
 
 from indexer.errors import RefusedFileError
+from indexer.sources.chats.dialects import are_turns
 from indexer.sources.chats.shapes import OUTPUTS, PROMPTS, SYSTEM, TURN_LISTS, is_expression
 from indexer.sources.source_options import SourceOptions
 
@@ -12,6 +15,9 @@ _MAX_KEYS: Final = 12
 """Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
 
 _MAX_KEY_CHARACTERS: Final = 40
+_MAX_FIELDS: Final = 3
+_MAX_PATH: Final = 4
+"""Keys within keys that are looked for texts."""
 
 
 def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
@@ -58,3 +64,26 @@ def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
     ]
     more = [f"{len(names) - _MAX_KEYS} more"] if len(names) > _MAX_KEYS else []
     return ", ".join(shown + more) or "none"
+
+
+def with_fields(record: Mapping[str, Any]) -> str:
+    """Return what `--field` could be for a record: the texts and turns in it, the longest first."""
+    found = sorted(_paths(record, "", 0), key=lambda each: -each[1])[:_MAX_FIELDS]
+    paths = ", ".join(f"'{path}'" for path, _ in found)
+    return f", such as {paths}" if found else ""
+
+
+def _paths(value: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
+    """Yield expressions that name texts or turns, each with its length in characters."""
+    if isinstance(value, str):
+        if len(value.split()) > 1:
+            yield path, len(value)
+    elif are_turns(value):
+        yield path, len(str(value))
+    elif isinstance(value, list) and value and depth < _MAX_PATH:
+        yield from _paths(value[0], f"{path}[]", depth + 1)
+    elif isinstance(value, Mapping) and depth < _MAX_PATH:
+        for key, inner in islice(value.items(), 10 * _MAX_KEYS):
+            plain = re.fullmatch(r"[A-Za-z_]\w*", str(key))
+            name = str(key) if plain or not depth else f'"{key}"'
+            yield from _paths(inner, f"{path}.{name}" if path else name, depth + 1)

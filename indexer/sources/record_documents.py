@@ -18,7 +18,7 @@ from indexer.sources.chats.conversations import (
 )
 from indexer.sources.chats.shapes import TURN_LISTS, Shape, named
 from indexer.sources.chats.streamed_answers import is_chunk
-from indexer.sources.columns import listed_keys
+from indexer.sources.columns import listed_keys, with_fields
 from indexer.sources.licences import declared_licence, licence_in
 from indexer.sources.source_options import DEFAULT_FIELD, SourceOptions
 
@@ -102,7 +102,7 @@ def _without_text(record: object, options: SourceOptions) -> UnusableError:
     if isinstance(record, Mapping):
         is_there = options.field in record
         which = "that one is no text: name another" if is_there else "name the text's"
-        remedy = f"its keys are {listed_keys(record)}: {which} with --field"
+        remedy = f"its keys are {listed_keys(record)}: {which} with --field{with_fields(record)}"
     elif isinstance(record, list):
         remedy = "it is a list: name the file .json"
     else:

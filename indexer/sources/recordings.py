@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from indexer.build_report import BuildTally, ConversationTally
 from indexer.errors import RefusedFileError, SourceError, UnusableError, reason_of
 from indexer.sources.blocks import FileForm, SourceFile, format_of, name_of, text_format_of
 from indexer.sources.chats.conversations import Conversation, conversation_of
 from indexer.sources.chats.sessions import Record
-from indexer.sources.columns import listed_keys
+from indexer.sources.columns import listed_keys, with_fields
 from indexer.sources.record_documents import no_conversation
 from indexer.sources.record_reading import max_record_characters, pieces_of, records_of
 from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
@@ -66,10 +66,9 @@ class RecordingTally(BuildTally):
         """
         found = conversation_of(record, self.field)
         if found is None:
-            keys = listed_keys(record) if isinstance(record, dict) else "none"
-            raise no_conversation(record) or UnusableError(
-                "no conversation", f"its keys are {keys}: {EXPECTED}"
-            )
+            keys: dict[str, Any] = record if isinstance(record, dict) else {}
+            said = f"its keys are {listed_keys(keys)}: {EXPECTED}{with_fields(keys)}"
+            raise no_conversation(record) or UnusableError("no conversation", said)
         taken = list(taken_of(found))
         counted = ConversationTally(kind, 1, len(taken), Counter(found.left_out))
         self.count_conversation(name_of(path), found.shape, counted)

@@ -10,7 +10,7 @@ from jmespath.exceptions import JMESPathError
 from pathspec import GitIgnoreSpec
 
 from indexer.errors import SourceError
-from indexer.launch import Flag
+from indexer.launch import FIELD_HELP, Flag
 from indexer.sources.chats.conversations import Turns
 from indexer.sources.chats.shapes import is_expression
 
@@ -79,11 +79,6 @@ def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
 
 
 DEFAULT_FIELD: Final = "text"
-FIELD_HELP: Final = (
-    "Where a record has its text or its turns: a key or column, or an expression of JMESPath, such "
-    "as 'data.answer' or '{prompt: data.question, output: data.answer}'. Records without it are "
-    "read in the shapes that are known."
-)
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
 """Longer files are mostly dumps and generated code, and tokenising takes up to 200 bytes of memory
 for each byte of a piece, and twelve for each of the longest document."""

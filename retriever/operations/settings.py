@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, create_model
 
 from indexer.flags import RARE, Metavar
-from indexer.sources.source_options import FIELD_HELP
+from indexer.launch import FIELD_HELP
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials, without_credentials
 from retriever.errors import InvalidRequestError, SettingsError

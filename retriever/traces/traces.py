@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MOST_PARTS: Final = 0.1
+"""Share of tokens that are parts of characters from which on they decide every figure."""
+
+
 @dataclass(slots=True)
 class TokenizerFit:
     """How a tokenizer divides texts.
@@ -55,6 +59,23 @@ class TokenizerFit:
     def share_of_parts(self) -> float:
         """Share of the tokens that are parts of characters, from 0 to 1."""
         return self.num_parts / max(self.num_tokens, 1)
+
+    @property
+    def caution(self) -> str:
+        """Why no figure of these tokens tells how well a model's own are drafted, if none does."""
+        if self.share_of_parts <= MOST_PARTS:
+            return ""
+        return (
+            f"{self.share_of_parts:.0%} of the tokens are parts of characters, which are easy to "
+            "draft; your model's tokenizer may know this script better: name it by --tokenizer"
+        )
+
+    def as_json(self) -> dict[str, float]:
+        """Return what is reported."""
+        return {
+            "tokens_per_character": self.num_tokens / max(self.num_characters, 1),
+            "share_of_parts": self.share_of_parts,
+        }
 
     def count(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
         """Count a text, given the characters that each of its tokens stands for."""

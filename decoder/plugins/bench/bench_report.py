@@ -95,8 +95,8 @@ def _figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             for key in _OTHERS
         },
         "prompt_lookup_speedup_over_plain": pace[lookup] / pace[PLAIN],
-        "mean_accepted_tokens": num_tokens[FOREDRAFT] / num_passes[FOREDRAFT],
-        "prompt_lookup_mean_accepted_tokens": num_tokens[lookup] / num_passes[lookup],
+        "tokens_per_step": num_tokens[FOREDRAFT] / num_passes[FOREDRAFT],
+        "prompt_lookup_tokens_per_step": num_tokens[lookup] / num_passes[lookup],
         "identical": identical[FOREDRAFT],
         "undrafted_identical": identical[UNDRAFTED],
         "prompt_lookup_identical": identical[lookup],
@@ -313,8 +313,8 @@ def table_of(report: dict[str, Any]) -> Table:
             str(figures["num_prompts"]),
             f"{figures['tokens_per_second']['foredraft']:.1f}",
             *(f"{figures[f'speedup_over_{key}']:.2f}" for key in _OTHERS),
-            f"{figures['mean_accepted_tokens']:.2f}",
-            f"{figures['prompt_lookup_mean_accepted_tokens']:.2f}",
+            f"{figures['tokens_per_step']:.2f}",
+            f"{figures['prompt_lookup_tokens_per_step']:.2f}",
             f"{figures['identical']}/{figures['num_prompts']}",
         )
     return table

@@ -40,7 +40,7 @@ from indexer.sources.record_samples import show_recording
 from indexer.sources.recordings import RecordingTally
 from retriever.commands.factories import OWN, find_factory
 from retriever.sessions.options import check_files, indexed_tokenizer
-from retriever.traces.traces import ChatEncoder, stream_traces
+from retriever.traces.traces import REPEATED, ChatEncoder, stream_traces
 
 _CROWDED: Final = 32
 """Sequences in a pass of a busy server: what a gain for one alone is set against."""
@@ -89,7 +89,8 @@ def estimate(
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
             crowded = _crowded(records, rules, curve, drafts.budgets[-1])
-            estimated = _estimate(outcomes, records, curve, drafts, crowded, encoder)
+            repeats = found.skipped[REPEATED]
+            estimated = _estimate(outcomes, records, curve, drafts, crowded, encoder, repeats)
     if plot is not None:
         draw(estimated, plot)
     _show(estimated, is_json=is_json)
@@ -154,6 +155,7 @@ def _estimate(
     drafts: EstimatedDrafts,
     crowded: Crowded | None,
     encoder: ChatEncoder,
+    num_repeats: int,
 ) -> Estimate:
     tokenizer, fit = encoder.used_tokenizer, encoder.fit
     short = f"; {records.num_short:,} have less than two: nothing to draft"
@@ -179,6 +181,7 @@ def _estimate(
         records.field,
         taken,
         records.num_records,
+        num_repeats,
         fit,
         crowded,
     )

@@ -20,9 +20,6 @@ REPETITIVE: Final = 1.15
 """Tokens per step below which drafts fail because texts do not repeat, whatever passes cost."""
 
 
-MOST_PARTS: Final = 0.1
-"""Share of tokens that are parts of characters from which on they decide the verdict."""
-
 FEW_OUTPUTS: Final = 50
 """With fewer outputs, a verdict is that of a handful of texts."""
 
@@ -39,6 +36,7 @@ class Estimate:
         field: of the log that tells them; empty if none does.
         assumptions: of the replay, a sentence each.
         num_outputs: that were replayed.
+        num_repeats: answers that were read before, and count once.
         fit: how the tokenizer divides their texts.
         crowded: for passes by a roofline, what our drafts gain where more sequences share one.
     """
@@ -50,6 +48,7 @@ class Estimate:
     field: str
     assumptions: Sequence[str]
     num_outputs: int
+    num_repeats: int = 0
     fit: TokenizerFit | None = None
     crowded: "Crowded | None" = None
 
@@ -100,12 +99,8 @@ class Crowded:
 
 def verdict(estimate: Estimate) -> str:
     """Return in one sentence whether our drafts help, how much, and where they do not."""
-    parts = estimate.fit.share_of_parts if estimate.fit is not None else 0.0
-    if parts > MOST_PARTS:
-        return (
-            f"no verdict: {parts:.0%} of the tokens are parts of characters, which are easy to "
-            "draft; your model's tokenizer may know this script better: name it by --tokenizer"
-        )
+    if estimate.fit is not None and estimate.fit.caution:
+        return f"no verdict: {estimate.fit.caution}"
     best = estimate.best(OWN)
     speedup = estimate.speedup(OWN)
     helped = [kind for kind in estimate.kinds if estimate.helps(kind)]
@@ -183,6 +178,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "helps": estimate.helps(),
         "speedup": estimate.speedup(OWN),
         "nodes": estimate.best(OWN).nodes,
+        "outputs": estimate.num_outputs,
+        "repeats": estimate.num_repeats,
+        "tokenizer": None if estimate.fit is None else estimate.fit.as_json(),
         "is_bound": bool(estimate.curve.roofline),
         "crowded": None if estimate.crowded is None else asdict(estimate.crowded),
         "kinds": {"field": estimate.field, "names": list(estimate.kinds)},

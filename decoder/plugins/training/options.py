@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from decoder.errors import refuse_contradictions
 from indexer.flags import Metavar
-from indexer.sources.source_options import FIELD_HELP
+from indexer.launch import FIELD_HELP
 
 
 class CourseOptions(BaseModel):

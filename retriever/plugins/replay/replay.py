@@ -5,7 +5,7 @@ A draft changes no output, so what a verifier would have accepted can be counted
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class ReplayReport:
         times = self.draft_us or [0.0]
         accepted = self.accepted_by_source.total()
         figures = {
-            "mean_accepted_tokens": self.tokens / max(1, self.steps),
+            "tokens_per_step": self.tokens / max(1, self.steps),
             "mean_nodes": self.nodes / max(1, self.steps),
             "steps": self.steps,
             "tokens": self.tokens,
@@ -234,16 +234,16 @@ def _open(drafter: Drafter, session: str, trace: Trace, group: str = "") -> None
     drafter.open(session, trace.prompt, options)
 
 
-def tables(report: ReplayReport) -> Iterator[Table]:
-    """Give the figures, then their calibration if it was asked for."""
-    yield _figures(report)
+def tables(report: ReplayReport, counted: Mapping[str, Any]) -> Iterator[Table]:
+    """Give the figures, what they were counted of, and their calibration if it was asked for."""
+    yield _figures(report, counted)
     if report.calibration is not None:
         yield _calibration(report.calibration)
 
 
-def _figures(report: ReplayReport) -> Table:
+def _figures(report: ReplayReport, counted: Mapping[str, Any]) -> Table:
     table = Table("figure", "value", title=f"{report.traces} traces replayed")
-    for name, value in report.as_json().items():
+    for name, value in {**report.as_json(), **counted}.items():
         if name == "calibration":
             continue
         parts = value.items() if isinstance(value, dict) else [("", value)]

@@ -21,7 +21,7 @@ from retriever.operations.settings import DraftSettings, RecordSettings, Tokeniz
 from retriever.plugins.replay.replay import replay, replay_lanes, tables
 from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
 from retriever.traces.trace_spool import trace_spool
-from retriever.traces.traces import ChatEncoder, read_outputs, read_traces
+from retriever.traces.traces import REPEATED, ChatEncoder, read_outputs, read_traces
 
 
 def replay_traces(
@@ -82,7 +82,15 @@ def replay_traces(
         else:
             grouped = progress(list(recorded.lanes()), "replaying")
             report = replay_lanes(made, grouped, budget, lanes, calibration_after)
+    counted = {
+        "repeats": found.skipped[REPEATED],
+        "dropped": found.num_dropped,
+        "tokenizer": encoder.used_tokenizer,
+        **encoder.fit.as_json(),
+    }
     if as_json:
-        print(json.dumps(report.as_json()))
-    else:
-        Console().print(*tables(report))
+        print(json.dumps({**report.as_json(), "counted": counted}))
+        return
+    Console().print(*tables(report, counted))
+    if encoder.fit.caution:
+        print(f"these figures say little: {encoder.fit.caution}")

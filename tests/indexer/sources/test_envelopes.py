@@ -380,3 +380,36 @@ def test_what_a_log_repeats_is_told(tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": CHAT, "deep": [[[[[1]]]]]}) + "\n")
     tally = RecordingTally()
     assert [name for name, _ in read_records(path, tally)] == [f"{path}:1"]
+
+
+ODD = {"data": {"q": "When?", "a": "At nine.", "rows": [{"text": "one"}, {"text": "two"}]}}
+
+
+@pytest.mark.parametrize(
+    ("field", "pairs"),
+    [
+        ("data.a", [((), "At nine.")]),
+        ("data.rows[].text", [((), "one"), ((), "two")]),
+        ("{prompt: data.q, output: data.a}", [("When?", "At nine.")]),
+        (
+            "[{role: 'user', content: data.q}, {role: 'ai', content: data.a}]",
+            [("When?", "At nine.")],
+        ),
+        ("{prompt: data.q, response: data.rows[].text}", [("When?", "one"), ("When?", "two")]),
+    ],
+)
+def test_a_shape_of_ones_own_is_a_line(field: str, pairs: list[tuple[Any, str]]) -> None:
+    found = conversation_of(ODD, field)
+    assert found is not None
+    assert [
+        (each.prompt[0].text if each.prompt else (), each.output) for each in exchanges_of(found)
+    ] == pairs
+
+
+@pytest.mark.parametrize("field", ["data.none", "data", "nothing", "sum(data.q)", "data.rows"])
+def test_a_field_that_names_nothing_of_use_leaves_the_known_shapes(field: str) -> None:
+    assert conversation_of(ODD, field) is None
+    known = {"prompt": "When?", "output": "At nine.", **ODD}
+    found = conversation_of(known, field)
+    assert found is not None
+    assert found.turns[-1].text == "At nine."

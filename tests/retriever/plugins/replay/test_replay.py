@@ -40,7 +40,7 @@ def test_steps_and_tokens_are_counted_by_hand(tmp_path: Path) -> None:
     report = run(traces, "--budget", 8)
     assert report["tokens"] == 4
     assert report["steps"] == 2  # the model's own 2, then 3, 4, 5 from the draft
-    assert report["mean_accepted_tokens"] == 2
+    assert report["tokens_per_step"] == 2
     assert report["accepted_by_source"] == {"context": 1.0}
     assert report["draft_us"]["p99"] >= report["draft_us"]["p50"] > 0
 
@@ -187,7 +187,7 @@ def test_unreadable_traces_are_a_clear_error(tmp_path: Path) -> None:
 def test_report_for_people_shows_the_same_figures(tmp_path: Path) -> None:
     traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [2, 3], "output_ids": [2, 3]}])
     result = CliRunner().invoke(app, ["replay", str(traces)])
-    assert "mean_accepted_tokens" in result.stdout
+    assert "tokens_per_step" in result.stdout
 
 
 def test_every_turn_of_the_assistant_is_replayed_with_all_before_it(
