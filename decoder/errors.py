@@ -1,5 +1,10 @@
 """The errors of this package, as one tree."""
 
+from typing import Final
+
+from indexer.errors import IndexerError
+from retriever.errors import RetrieverError
+
 
 class DecoderError(Exception):
     """Base of every error that this package raises."""
@@ -133,3 +138,7 @@ class TeachingTextError(DecoderError):
 
 class TrainingError(DecoderError):
     """Training cannot go on or its result cannot be kept; the message says what to do."""
+
+
+FORESEEN: Final = (DecoderError, RetrieverError, IndexerError, MemoryError)
+"""What commands end with in a line; those that compute with a model add memory of its device."""

@@ -4,14 +4,12 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
-from itertools import pairwise
 from logging import getLogger
-from math import isfinite
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,7 +17,7 @@ import platformdirs
 import torch
 from transformers import PreTrainedModel
 
-from decoder.budget.costs import CostSurface
+from decoder.budget.costs import CostSurface, checked_surface
 from decoder.budget.pass_timing import decided, measure_costs, still_holds
 from decoder.model.capability_check import FOUND_HERE, ModelVerdict
 from decoder.model.compatibility import Capability
@@ -277,26 +275,3 @@ def _verdict(content: dict[str, Any]) -> ModelVerdict:
     """
     found = content["capability"]
     return ModelVerdict(None if found is None else Capability[found], str(content["reason"]))
-
-
-def checked_surface(
-    contexts: Sequence[Any], widths: Sequence[Any], seconds: Sequence[Sequence[Any]]
-) -> CostSurface:
-    """Return a surface of values that were read from somewhere.
-
-    Args:
-        contexts: tokens before a pass, rising.
-        widths: tokens in a pass, rising from 1.
-        seconds: a row for each context, a column for each width.
-
-    Raises:
-        ValueError or TypeError: they are not that.
-    """
-    contexts, widths = tuple(map(int, contexts)), tuple(map(int, widths))
-    rows = tuple(tuple(map(float, row)) for row in seconds)
-    rising = all(low < high for axis in (contexts, widths) for low, high in pairwise(axis))
-    whole = len(rows) == len(contexts) and all(len(row) == len(widths) for row in rows)
-    sound = all(isfinite(s) and s > 0 for row in rows for s in row)
-    if not (contexts and rising and whole and sound and widths[:1] == (1,) and contexts[0] >= 0):
-        raise ValueError("not a table of costs")
-    return CostSurface(contexts, widths, rows)

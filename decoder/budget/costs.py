@@ -5,10 +5,12 @@ Passes are measured once, or learned from those that come, and then adapted.
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Self
+from itertools import pairwise
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,16 +80,22 @@ class CostSurface:
         two: attention costs so much for each token. Never falling with width or context: where
         a pass was measured slower than a larger one, the larger one is held for as slow.
         """
-        after = int(np.searchsorted(self.contexts, context))
-        high = min(max(after, 1), len(self.contexts) - 1)
-        low = max(high - 1, 0)
-        if high == low:
-            only: NDArray[np.float64] = self._rows[0]
-            return only
-        span = self.contexts[high] - self.contexts[low]
-        share = max(context - self.contexts[low], 0) / span
+        low, high, share = self._between(context)
         table: NDArray[np.float64] = self._rows[low] + share * (self._rows[high] - self._rows[low])
         return table
+
+    def pass_s(self, width: int, context: int) -> float:
+        """Return the seconds of a pass of so many tokens, without those of other widths."""
+        low, high, share = self._between(context)
+        first, second = self._lists[low][width - 1], self._lists[high][width - 1]
+        return first + share * (second - first)
+
+    def _between(self, context: int) -> tuple[int, int, float]:
+        """Return the rows that a context stands between, and how far it is from the first."""
+        high = min(max(bisect_left(self.contexts, context), 1), len(self.contexts) - 1)
+        low = max(high - 1, 0)
+        span = self.contexts[high] - self.contexts[low] or 1
+        return low, high, max(context - self.contexts[low], 0) / span if high else 0.0
 
     @cached_property
     def _rows(self) -> NDArray[np.float64]:
@@ -95,6 +103,34 @@ class CostSurface:
         measured = np.maximum.accumulate(measured, axis=0)
         every_width = np.arange(1, self.widths[-1] + 1)
         return np.stack([np.interp(every_width, self.widths, row) for row in measured])
+
+    @cached_property
+    def _lists(self) -> list[list[float]]:
+        rows: list[list[float]] = self._rows.tolist()  # of which an element is read at once
+        return rows
+
+
+def checked_surface(
+    contexts: Sequence[Any], widths: Sequence[Any], seconds: Sequence[Sequence[Any]]
+) -> CostSurface:
+    """Return a surface of values that were read from somewhere.
+
+    Args:
+        contexts: tokens before a pass, rising.
+        widths: tokens in a pass, rising from 1.
+        seconds: a row for each context, a column for each width.
+
+    Raises:
+        ValueError or TypeError: they are not that.
+    """
+    contexts, widths = tuple(map(int, contexts)), tuple(map(int, widths))
+    rows = tuple(tuple(map(float, row)) for row in seconds)
+    rising = all(low < high for axis in (contexts, widths) for low, high in pairwise(axis))
+    whole = len(rows) == len(contexts) and all(len(row) == len(widths) for row in rows)
+    sound = all(math.isfinite(s) and s > 0 for row in rows for s in row)
+    if not (contexts and rising and whole and sound and widths[:1] == (1,) and contexts[0] >= 0):
+        raise ValueError("not a table of costs")
+    return CostSurface(contexts, widths, rows)
 
 
 class AdaptiveCosts:

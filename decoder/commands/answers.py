@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from decoder import errors
 from decoder.commands.generate import (
     Answer,
     AnswerOptions,
@@ -25,14 +26,13 @@ from decoder.commands.generate import (
 from decoder.commands.plain_comparison import PlainAnswers
 from decoder.commands.prompts import Prompt
 from decoder.commands.terminal import Painter, Palette
-from decoder.errors import DecoderError, InvalidPromptError, TraceFileError
+from decoder.errors import InvalidPromptError, TraceFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Observer, Statistics, counted
 from decoder.sampling.constraint import Grammar
 from decoder.speedup import Speedup
-from indexer.errors import IndexerError, reason_of
-from retriever.errors import RetrieverError
+from indexer.errors import reason_of
 from retriever.tree import Source
 
 
@@ -83,7 +83,7 @@ class Endings:
         return f"{share}{what}" if count else ""
 
 
-FORESEEN = (DecoderError, RetrieverError, IndexerError, MemoryError, torch.OutOfMemoryError)
+FORESEEN = (*errors.FORESEEN, torch.OutOfMemoryError)
 """Errors that tell a user what to do; others are bugs, and are shown with a traceback."""
 
 _HEADING_CHARACTERS = 72

@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 from rich.cells import cell_len
@@ -15,12 +15,14 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.style import Style
 from rich.table import Column, Table
-from transformers import PreTrainedTokenizerBase
 
 from decoder.observation import ObservedPass, Watcher
 from decoder.stopping import TextStream
 from retriever.operations.design import colours
 from retriever.tree import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FEW: Final = {
     Source.UNSPECIFIED: "bright_black",
@@ -93,7 +95,7 @@ class Painter:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         write: Callable[[str], object],
         palette: Palette | None,
     ) -> None:

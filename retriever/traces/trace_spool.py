@@ -1,11 +1,13 @@
 """Traces as token ids on disk: read once, gone through many times, one at a time in memory."""
 
+import os
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import BinaryIO, Final
+from pathlib import Path
+from typing import IO, Any, Final
 
 import numpy as np
 
@@ -24,12 +26,16 @@ Lane = Callable[[], Iterator[Trace]]
 class TraceSpool:
     """Traces in a temporary file, each with a number as its label.
 
+    A process that is given the spool reads from the same file, for as long as that is there.
+
     Attributes:
         num_traces: how many there are.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file: Any = file
+        self._path = path
+        self._at = 0  # where is read, which processes that share the file don't share
         self.num_traces = 0
         self._places: list[int] = []
         self._names: list[tuple[str, str]] = []
@@ -49,7 +55,11 @@ class TraceSpool:
             self._file.write(array("i", [len(each.tokens), len(label_bytes)]).tobytes())
             self._file.write(each.tokens.astype(np.int32).tobytes() + label_bytes)
         self._file.write(b"".join(named))
+        self._file.flush()  # for who reads, of this process or of another
         self.num_traces += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}
 
     def labelled(self) -> Iterator[tuple[int, Trace]]:
         """Yield the label and the trace of each, in order."""
@@ -73,12 +83,12 @@ class TraceSpool:
         return (self._trace_at(self._places[number])[1] for number in numbers)
 
     def _trace_at(self, place: int) -> tuple[int, Trace]:
-        self._file.seek(place)
+        self._at = place
         header = self._read(_HEADER).tolist()
         label, num_prompt, num_output, num_predictions, *sizes = header
         tokens = self._read(num_prompt + num_output)
         predictions = tuple(self._prediction() for _ in range(num_predictions))
-        group, lane = (self._file.read(size).decode() for size in sizes)
+        group, lane = (self._bytes(size).decode() for size in sizes)
         return label, Trace(tokens[:num_prompt], tokens[num_prompt:], predictions, group, lane)
 
     def __iter__(self) -> Iterator[Trace]:
@@ -86,14 +96,21 @@ class TraceSpool:
 
     def _prediction(self) -> Prediction:
         num_tokens, num_bytes = self._read(2).tolist()
-        return Prediction(self._read(num_tokens), self._file.read(num_bytes).decode())
+        return Prediction(self._read(num_tokens), self._bytes(num_bytes).decode())
 
     def _read(self, count: int) -> TokenIds:
-        return np.frombuffer(self._file.read(4 * count), np.int32)
+        return np.frombuffer(self._bytes(4 * count), np.int32)
+
+    def _bytes(self, size: int) -> bytes:
+        if self._file is None:  # in a process that was given the spool
+            self._file = Path(self._path).open("rb")  # noqa: SIM115  (as long as the process lasts)
+        read = os.pread(self._file.fileno(), size, self._at)
+        self._at += size
+        return read
 
 
 @contextmanager
 def trace_spool() -> Iterator[TraceSpool]:
     """Have an empty spool during the block."""
-    with tempfile.TemporaryFile() as file:
-        yield TraceSpool(file)
+    with tempfile.NamedTemporaryFile() as file:
+        yield TraceSpool(file, file.name)

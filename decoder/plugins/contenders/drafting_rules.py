@@ -87,24 +87,26 @@ def drafting_rules(
     Raises:
         UnknownDrafterError: there is none of a name.
     """
-
-    @contextmanager
-    def own(_max_nodes: int) -> Iterator[Drafter]:
-        drafter = EmbeddedDrafter.open_indexes(indexes, vocabulary=vocabulary)
-        try:
-            drafter.warm()
-            yield drafter
-        finally:
-            drafter.shut_down()
-
     return [
-        DraftingRule(OWN, own),
+        DraftingRule(OWN, partial(_own, indexes, vocabulary)),
         *(
             DraftingRule(name, partial(opened, find_factory(name), indexes, vocabulary))
             for name in dict.fromkeys(others)
             if name != OWN
         ),
     ]
+
+
+@contextmanager
+def _own(
+    indexes: Sequence[Path], vocabulary: Vocabulary | None, _max_nodes: int
+) -> Iterator[Drafter]:
+    drafter = EmbeddedDrafter.open_indexes(indexes, vocabulary=vocabulary)
+    try:
+        drafter.warm()
+        yield drafter
+    finally:
+        drafter.shut_down()
 
 
 @contextmanager

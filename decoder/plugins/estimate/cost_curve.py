@@ -8,17 +8,16 @@ sequence comes on top. So nodes are free until arithmetic takes longer than read
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from decoder.budget.cost_store import CostStore, checked_surface, known_costs
-from decoder.budget.costs import CostSurface
+from decoder.budget.costs import CostSurface, checked_surface
 from decoder.errors import CostFileError, UnsupportedModelError
-from decoder.model.capability_check import FOUND_HERE
-from decoder.model.compatibility import Capability
-from decoder.model.pretrained import LanguageModel
-from decoder.model.target import Target
 from decoder.plugins.estimate.options import DEVICES, SIZES
 from indexer.errors import reason_of
+
+if TYPE_CHECKING:
+    from decoder.budget.cost_store import CostStore
+    from decoder.model.pretrained import LanguageModel
 
 BANDWIDTH_SHARE: Final = 0.8
 ARITHMETIC_SHARE: Final = 0.6
@@ -52,7 +51,7 @@ class CostCurve:
 
     def seconds(self, num_nodes: int, context: int) -> float:
         """Return what a pass takes that verifies so many nodes behind `context` tokens."""
-        return float(self.surface.table(context)[num_nodes])
+        return self.surface.pass_s(num_nodes + 1, context)
 
     def reaching(self, max_nodes: int) -> "CostCurve":
         """Return a curve that knows passes of `max_nodes` nodes.
@@ -120,12 +119,17 @@ def roofline(name: str, batch: int, max_nodes: int) -> CostCurve:
     )
 
 
-def measured(language_model: LanguageModel, store: CostStore | None) -> CostCurve:
+def measured(language_model: "LanguageModel", store: "CostStore | None") -> CostCurve:
     """Return what passes of a model cost on this machine, measured unless a store knows it.
 
     Raises:
         UnsupportedModelError: the model cannot verify trees.
     """
+    from decoder.budget.cost_store import known_costs  # noqa: PLC0415  (loads torch)
+    from decoder.model.capability_check import FOUND_HERE  # noqa: PLC0415  (as above)
+    from decoder.model.compatibility import Capability  # noqa: PLC0415  (as above)
+    from decoder.model.target import Target  # noqa: PLC0415  (as above)
+
     target = Target(language_model.model, verdicts=store or FOUND_HERE)
     if target.capability is not Capability.TREES:
         raise UnsupportedModelError(

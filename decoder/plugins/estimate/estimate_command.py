@@ -1,7 +1,6 @@
 """The command that says whether drafts would help, from recorded outputs."""
 
 import json
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -10,11 +9,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from decoder.budget.cost_store import store_at
-from decoder.commands.answers import FORESEEN
 from decoder.commands.plots import check_plot
 from decoder.commands.terminal import print_table
-from decoder.model.pretrained import ModelOptions, load_model
+from decoder.errors import FORESEEN
+from decoder.model.pretrained import ModelOptions
 from decoder.plugins.contenders.drafting_rules import DraftingRule, drafting_rules
 from decoder.plugins.estimate.cost_curve import CostCurve, from_file, measured, roofline
 from decoder.plugins.estimate.estimate_plot import draw
@@ -33,8 +31,16 @@ from decoder.plugins.estimate.options import (
     EstimatedDrafts,
     LogSettings,
 )
-from decoder.plugins.estimate.projection import PAYING, Nodes, ProjectedOutcome, project
-from decoder.plugins.estimate.token_log import LoggedRecord, TokenLog, token_log
+from decoder.plugins.estimate.projection import (
+    PAYING,
+    Nodes,
+    ProjectedOutcome,
+    Replay,
+    most_nodes,
+    plain_outcome,
+)
+from decoder.plugins.estimate.side_by_side import outcomes_of
+from decoder.plugins.estimate.token_log import TokenLog, token_log
 from indexer.launch import errors_in_one_line
 from indexer.sources.record_samples import show_recording
 from indexer.sources.recordings import RecordingTally
@@ -86,9 +92,7 @@ def estimate(
             for line in found.describe():
                 progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             rules = drafting_rules(drafts.index, encoder.vocabulary, drafts.drafter)
-            budgets: list[Nodes] = [*drafts.budgets, PAYING]
-            outcomes = _replayed(records, rules, budgets, curve, progress)
-            crowded = _crowded(records, rules, curve, drafts.budgets[-1])
+            outcomes, crowded = _replayed(records, rules, curve, drafts, progress)
             repeats = found.skipped[REPEATED]
             estimated = _estimate(outcomes, records, curve, drafts, crowded, encoder, repeats)
     if plot is not None:
@@ -106,46 +110,51 @@ def _curve(costs: CostSettings, max_nodes: int) -> CostCurve:
         return from_file(costs.costs).reaching(max_nodes)
     if costs.model is None:
         return roofline(costs.roofline or DEFAULT_ROOFLINE, costs.batch, max_nodes)
-    language_model = load_model(ModelOptions(costs.model, costs.device, costs.dtype))
+    import torch  # noqa: PLC0415  (with a model alone)
+
+    from decoder.budget.cost_store import store_at  # noqa: PLC0415  (as above)
+    from decoder.model.pretrained import load_model  # noqa: PLC0415  (as above)
+
+    with errors_in_one_line(torch.OutOfMemoryError):
+        language_model = load_model(ModelOptions(costs.model, costs.device, costs.dtype))
     return measured(language_model, store_at(costs.cost_cache)).reaching(max_nodes)
-
-
-class _Watched:
-    """A log that tells whenever a record has been replayed."""
-
-    def __init__(self, log: TokenLog, seen: Callable[[], object]) -> None:
-        self._log = log
-        self._seen = seen
-
-    def __iter__(self) -> Iterator[LoggedRecord]:
-        for record in self._log:
-            yield record
-            self._seen()
 
 
 def _replayed(
     log: TokenLog,
     rules: list[DraftingRule],
-    budgets: list[Nodes],
     curve: CostCurve,
+    drafts: EstimatedDrafts,
     progress: Progress,
-) -> list[ProjectedOutcome]:
-    """Replay the log with every rule and budget, and show how far that is."""
-    task = progress.add_task("replaying", total=log.num_records * (1 + len(rules) * len(budgets)))
-    watched = _Watched(log, lambda: progress.advance(task))
-    return list(project(watched, rules, budgets, curve))
+) -> tuple[list[ProjectedOutcome], Crowded | None]:
+    """Replay the log with every rule and budget, and our drafts for a busy server, too.
 
+    The latter where passes are computed for one sequence alone.
+    """
+    budgets: list[Nodes] = [PAYING, *reversed(drafts.budgets)]
+    most = most_nodes(budgets, curve)
+    replays = [Replay(rule, nodes, curve, most) for rule in rules for nodes in budgets]
+    busy = None
+    if curve.roofline and curve.batch == 1:
+        busy = roofline(curve.roofline, _CROWDED, most)
+        replays.append(Replay(rules[0], PAYING, busy, most))
+    task = progress.add_task("replaying", total=log.num_records * len(replays))
 
-def _crowded(
-    log: TokenLog, rules: list[DraftingRule], curve: CostCurve, max_nodes: int
-) -> Crowded | None:
-    """Replay our drafts for a busy server, where passes are computed for one sequence alone."""
-    if not curve.roofline or curve.batch != 1:
-        return None
-    own = [rule for rule in rules if rule.name == OWN]
-    busy = roofline(curve.roofline, _CROWDED, max_nodes)
-    plain, drafted = project(log, own, [PAYING], busy)
-    return Crowded(_CROWDED, drafted.speedup(plain))
+    def seen(outcome: ProjectedOutcome, num_records: int) -> None:
+        progress.advance(task, num_records)
+        if (outcome.drafter, outcome.nodes) == (OWN, PAYING):
+            so_far = f"replaying: {outcome.tally().tokens_per_step:.2f} tokens per step so far"
+            progress.update(task, description=so_far)
+
+    outcomes = outcomes_of(log, replays, seen)
+    crowded = None
+    if busy is not None:
+        speedup = outcomes.pop().speedup(plain_outcome(log, busy))
+        crowded = Crowded(_CROWDED, speedup)
+    ordered = sorted(outcomes, key=lambda each: (each.nodes == PAYING, each.nodes))
+    own_order = [rule.name for rule in rules]
+    ordered.sort(key=lambda each: own_order.index(each.drafter))
+    return [plain_outcome(log, curve), *ordered], crowded
 
 
 def _estimate(

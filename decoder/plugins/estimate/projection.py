@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -116,6 +116,22 @@ class ProjectedOutcome:
         return plain.tally(kind).seconds / seconds if seconds else 1.0
 
 
+class Replay(NamedTuple):
+    """A way of drafting with a budget, to be replayed.
+
+    Attributes:
+        rule: the way.
+        nodes: most nodes of a draft, or `PAYING`.
+        curve: what passes cost.
+        max_nodes: most nodes of any replay of the rule.
+    """
+
+    rule: ProjectedRule
+    nodes: Nodes
+    curve: CostCurve
+    max_nodes: int
+
+
 def project(
     log: Iterable[LoggedRecord],
     rules: Sequence[ProjectedRule],
@@ -138,17 +154,22 @@ def project(
     Raises:
         RetrieverError: a drafter refuses a record.
     """
-    yield _plain(log, curve)
-    most = max((nodes for nodes in budgets if isinstance(nodes, int)), default=0)
-    most = max(most, curve.surface.widths[-1] - 1 if PAYING in budgets else 0)
+    yield plain_outcome(log, curve)
+    most = most_nodes(budgets, curve)
     for rule in rules:
         for nodes in budgets:
             if nodes != 0:
-                with rule.opened(most) as drafter:
-                    yield _replayed(log, drafter, ProjectedOutcome(rule.name, nodes), curve, clock)
+                yield replayed(log, Replay(rule, nodes, curve, most), clock)
 
 
-def _plain(log: Iterable[LoggedRecord], curve: CostCurve) -> ProjectedOutcome:
+def most_nodes(budgets: Sequence[Nodes], curve: CostCurve) -> int:
+    """Return the most nodes of a draft under any of some budgets."""
+    widest = curve.surface.widths[-1] - 1 if PAYING in budgets else 0
+    return max([widest, *(nodes for nodes in budgets if isinstance(nodes, int))])
+
+
+def plain_outcome(log: Iterable[LoggedRecord], curve: CostCurve) -> ProjectedOutcome:
+    """Return what plain decoding comes to."""
     outcome = ProjectedOutcome("", 0)
     for record in log:
         tally = outcome.tallies.setdefault(record.kind, Tally())
@@ -161,19 +182,32 @@ def _plain(log: Iterable[LoggedRecord], curve: CostCurve) -> ProjectedOutcome:
     return outcome
 
 
-def _replayed(
+def replayed(
     log: Iterable[LoggedRecord],
-    drafter: Drafter,
-    outcome: ProjectedOutcome,
-    curve: CostCurve,
-    clock: Callable[[], float],
+    replay: Replay,
+    clock: Callable[[], float] = time.thread_time,
+    seen: Callable[[ProjectedOutcome], None] = lambda _: None,
 ) -> ProjectedOutcome:
-    nodes = outcome.nodes
+    """Replay a log with one way of drafting, which begins with no output, and one budget.
+
+    Args:
+        log: gone through once.
+        replay: the way and the budget.
+        clock: as for `project`.
+        seen: is told of the outcome so far behind each record.
+
+    Raises:
+        RetrieverError: the drafter refuses a record.
+    """
+    rule, nodes, curve, max_nodes = replay
+    outcome = ProjectedOutcome(rule.name, nodes)
     budget = FixedBudget(nodes) if isinstance(nodes, int) else MeasuredBudget(curve.surface)
-    for record in log:
-        tally = outcome.tallies.setdefault(record.kind, Tally())
-        tally.records += 1
-        _RecordedSequence(drafter, budget, curve, clock, tally).decode(record.trace)
+    with rule.opened(max_nodes) as drafter:
+        for record in log:
+            tally = outcome.tallies.setdefault(record.kind, Tally())
+            tally.records += 1
+            _RecordedSequence(drafter, budget, curve, clock, tally).decode(record.trace)
+            seen(outcome)
     return outcome
 
 
