@@ -16,7 +16,7 @@ _MAX_KEYS: Final = 12
 
 _MAX_KEY_CHARACTERS: Final = 40
 _MAX_FIELDS: Final = 3
-_MAX_PATH: Final = 4
+_MAX_PATH: Final = 6
 """Keys within keys that are looked for texts."""
 
 

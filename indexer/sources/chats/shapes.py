@@ -126,6 +126,9 @@ SGLang's `--log-requests`."""
 _RESPONSES: Final = ("response", "result", "response_body", "output.outputBodyJson", "out")
 """Those of what was answered, in the same order."""
 
+_MAX_NESTING: Final = 6
+"""Objects in objects that are looked for turns."""
+
 _NO_MODEL: Final = ("span of no model",)
 _NO_ANSWER: Final = ("response without an answer",)
 
@@ -513,6 +516,18 @@ def _is_answer(node: Any) -> bool:
     return isinstance(author, Mapping) and author.get("role") == "assistant"
 
 
+def _nested(record: Mapping[str, Any]) -> Found | None:
+    """The only list of evident turns in an object in it, under whatever keys."""
+    waiting, lists = [(value, 1) for value in record.values()], list[Any]()
+    while waiting and len(lists) < 2:  # noqa: PLR2004
+        value, depth = waiting.pop()
+        if is_list(value) and are_turns(value):
+            lists.append(value)
+        elif isinstance(value, Mapping) and depth < _MAX_NESTING:
+            waiting += [(each, depth + 1) for each in value.values()]
+    return Found(Shape.MESSAGES, lists[0], has_turns=True) if len(lists) == 1 else None
+
+
 def _session(record: Mapping[str, Any]) -> Found | None:
     """A session that `sessions` put together."""
     return Found(Shape.SESSION, record[SESSION], has_turns=True) if [*record] == [SESSION] else None
@@ -531,4 +546,5 @@ _SHAPES: Final[tuple[Callable[[Mapping[str, Any]], Found | None], ...]] = (
     _server_log,
     _turns,
     _response,
+    _nested,
 )

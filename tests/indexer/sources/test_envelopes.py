@@ -413,3 +413,18 @@ def test_a_field_that_names_nothing_of_use_leaves_the_known_shapes(field: str) -
     found = conversation_of(known, field)
     assert found is not None
     assert found.turns[-1].text == "At nine."
+
+
+def test_the_only_turns_in_a_record_are_found_wherever_they_are() -> None:
+    turns = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At nine."}]
+    nested: Any = {"turns of it": turns, "id": 3}
+    for key in "abcd":
+        nested = {key: nested, "other": ["x"]}
+    found = conversation_of(nested)
+    assert found is not None
+    assert [each.output for each in exchanges_of(found)] == ["At nine."]
+    assert conversation_of({"a": {"first": turns}, "b": {"second": turns}}) is None
+    assert conversation_of({"build": {"input": "src", "output": "dist"}}) is None
+    for _ in range(9):
+        nested = {"deeper": nested}
+    assert conversation_of(nested) is None

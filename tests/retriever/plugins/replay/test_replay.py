@@ -510,3 +510,26 @@ def test_traces_come_back_from_disk_with_their_lanes() -> None:
             ]
             assert numbers == [[[0, 4], [3]], [[1]], [[2]], [[5]]]
         assert [trace.group for trace in spool] == ["g", "", "\u00e4", "g", "g", ""]
+
+
+def test_a_conversation_that_branches_counts_each_answer_once(tmp_path: Path) -> None:
+    def said(*texts: str) -> dict[str, Any]:
+        roles = ("user", "assistant") * len(texts)
+        pairs = zip(roles, texts, strict=False)
+        return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+
+    path = tmp_path / "log.jsonl"
+    records = [
+        said("When?", "At nine."),
+        said("When?", "At ten."),  # asked again
+        said("When?", "At nine.", "Sure?", "Yes."),
+        said("When then?", "At nine."),  # edited
+        {"request": said("When?"), "response": {"output": "At nine."}},  # in another shape
+        {"no": "shape"},
+    ]
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    tally = RecordingTally()
+    found = list(encoding.read_traces(path, Letters(), None, tally))
+    answers = ["".join(map(chr, each.output)) for each in found]
+    assert answers == ["At nine.", "At ten.", "Yes.", "At nine."]
+    assert tally.skipped == {encoding.REPEATED: 2, "no conversation": 1}
