@@ -237,13 +237,9 @@ class BuildTally:
         self.num_dropped += 1
         self.skip(reason, place, remedy)
 
-    @contextmanager
-    def dropping(self, place: str) -> Iterator[None]:
+    def dropping(self, place: str) -> "_Dropping":
         """Count what the block finds unusable; see `drop`."""
-        try:
-            yield
-        except UnusableError as unusable:
-            self.drop(str(unusable), place, unusable.remedy)
+        return _Dropping(self, place)
 
     def count_conversation(self, file: str, shape: str, counted: ConversationTally) -> None:
         """Count conversations of a file in a shape."""
@@ -321,6 +317,23 @@ class BuildTally:
             ],
             "screened": self.screened.to_json() if self.screened is not None else None,
         }
+
+
+@dataclass(slots=True)
+class _Dropping:
+    """Stands around a block for each record, and is no generator for that."""
+
+    tally: BuildTally
+    place: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, UnusableError):
+            return False
+        self.tally.drop(str(error), self.place, error.remedy)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from indexer.sources.chats.conversations import (
     conversation_of,
     messages_of,
     plain_text,
+    text_in,
     turns_of,
 )
 from indexer.sources.chats.shapes import TURN_LISTS, Shape, named
@@ -44,9 +45,13 @@ def documents_of(
         licence = options.licence or declared_licence(record) or file.licence
         yield SourceDocument(name, licence, record)
         return
-    columns = record if isinstance(record, Mapping) else {}
+    columns = record if isinstance(record, dict) else {}
     own = licence_in(columns.get(options.licence_field)) if options.licence_field else ""
     licence = options.licence or own or file.licence
+    text = text_in(record, options.field)
+    if text is not None:
+        yield SourceDocument(name, licence, text)
+        return
     conversation = conversation_of(record, options.field)
     if conversation is None:
         raise no_conversation(record) or _without_text(record, options)

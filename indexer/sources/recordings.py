@@ -10,7 +10,7 @@ from indexer.build_report import BuildTally, ConversationTally
 from indexer.errors import RefusedFileError, SourceError, UnusableError, reason_of
 from indexer.sources.blocks import FileForm, SourceFile, format_of, name_of, text_format_of
 from indexer.sources.chats.conversations import Conversation, conversation_of
-from indexer.sources.chats.sessions import Record
+from indexer.sources.chats.sessions import MOST_TURNS, Record
 from indexer.sources.columns import listed_keys, with_fields
 from indexer.sources.record_documents import no_conversation
 from indexer.sources.record_reading import max_record_characters, pieces_of, records_of
@@ -69,6 +69,8 @@ class RecordingTally(BuildTally):
             keys: dict[str, Any] = record if isinstance(record, dict) else {}
             said = f"its keys are {listed_keys(keys)}: {EXPECTED}{with_fields(keys)}"
             raise no_conversation(record) or UnusableError("no conversation", said)
+        if len(found.turns) > MOST_TURNS:
+            raise UnusableError(f"more than {MOST_TURNS:,} turns", "cut such conversations")
         taken = list(taken_of(found))
         counted = ConversationTally(kind, 1, len(taken), Counter(found.left_out))
         self.count_conversation(name_of(path), found.shape, counted)

@@ -109,8 +109,17 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
         record: an object of JSON, a list of turns, or a row as a mapping of columns to values.
         field: names texts or turns in it: a key, or an expression of JMESPath.
     """
+    text = text_in(record, field)
+    if text is not None:
+        return Conversation(Shape.TEXT, (Turn(TEXT, text),))
     found = found_in(record, field)
     return _Reading(found).conversation() if found is not None else None
+
+
+def text_in(record: object, field: str) -> str | None:
+    """Return the text that a record has under a key, which most of a corpus are; else None."""
+    text = record.get(field) if isinstance(record, dict) else None
+    return text if isinstance(text, str) and not text.startswith("[") else None
 
 
 def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]:
@@ -199,7 +208,7 @@ class _Reading:
     def _add_system(self) -> None:
         given = self._found.given
         first = given[0] if is_list(given) and given else None
-        if isinstance(first, Mapping) and role_of(first) == "system":
+        if isinstance(first, dict) and role_of(first) == "system":
             return
         for content in self._found.system:
             parts = list(content_parts(content))
@@ -221,15 +230,15 @@ class _Reading:
         """Add a response: its choices, its items, its message, its content or its text."""
         value, num_damaged = whole_answer(value)
         self._left_out += ["piece of a stream that is no JSON"] * num_damaged
-        if not isinstance(value, Mapping):
+        if not isinstance(value, dict):
             self._add_side(value, "assistant")
         elif depth > _MAX_DEPTH:
             self._left_out.append(_NO_ANSWER)
         elif batch := next((key for key in BATCHES if is_list(decoded(value.get(key)))), ""):
-            choices = [each for each in decoded(value[batch]) if isinstance(each, Mapping)]
+            choices = [each for each in decoded(value[batch]) if isinstance(each, dict)]
             self._add_samples([_chosen(each) for each in choices], depth + 1)
             self._left_out += [] if choices else [_NO_ANSWER]
-        elif isinstance(value.get("message"), Mapping):
+        elif isinstance(value.get("message"), dict):
             self._add_turn(value["message"], "assistant")
         elif "role" in value or "content" in value:
             self._add_turn(value, "assistant")
@@ -244,7 +253,7 @@ class _Reading:
         """Add one side of an exchange: a text, a message, or a list of either."""
         if are_turns(value):
             self._add_turns(decoded(value), role)
-        elif isinstance(value, Mapping) and may_be_turn(value):
+        elif isinstance(value, dict) and may_be_turn(value):
             self._add_turn(value, role)
         elif is_list(value) and any(isinstance(each, int) for each in value):
             self._left_out.append("text that is given as token ids")
@@ -254,7 +263,7 @@ class _Reading:
     def _add_turns(self, items: list[Any], role: str) -> None:
         was_item = False
         for item in items:
-            if not isinstance(item, Mapping):
+            if not isinstance(item, dict):
                 self._left_out.append("turn that is no object")
                 continue
             before = len(self._turns)
@@ -302,10 +311,10 @@ class _Reading:
             self._add_text(role, texts)
 
     def _add_text(self, role: str, texts: list[str]) -> None:
-        joined = "\n".join(texts)
-        text = whole_characters(joined)
-        if text != joined:
+        text = "\n".join(texts)
+        if not text.isascii() and (whole := whole_characters(text)) != text:
             self._left_out.append(HALF_CHARACTER)
+            text = whole
         if text and not text.isspace():
             self._turns.append(Turn(role, text))
         else:
@@ -316,4 +325,4 @@ def _chosen(choice: Mapping[str, Any]) -> Any:
     """Return what a choice or a candidate holds: a message, a text, a content, or itself."""
     found = next((choice[key] for key in ("message", "text") if choice.get(key)), None)
     content = choice.get("content")  # a text is that of a message, which may have more
-    return found or (content if isinstance(content, Mapping) else choice)
+    return found or (content if isinstance(content, dict) else choice)

@@ -118,7 +118,7 @@ def role_of(turn: Mapping[str, Any], otherwise: str = "") -> str | None:
 def named_role(turn: Mapping[str, Any]) -> str:
     """Return what a turn calls its role, in lower case; empty if it names none."""
     author = turn.get("author")
-    if isinstance(author, Mapping):  # ChatGPT's exports
+    if isinstance(author, dict):  # ChatGPT's exports
         turn = author
     for key in _ROLE_KEYS:
         name = turn.get(key)
@@ -131,18 +131,18 @@ def bare(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message without what LangChain puts around it."""
     for key in ("kwargs", "data"):
         inner = turn.get(key)
-        if isinstance(inner, Mapping) and "content" in inner and "content" not in turn:
+        if isinstance(inner, dict) and "content" in inner and "content" not in turn:
             name = turn.get("id", turn.get("type"))
             name = name[-1] if is_list(name) and name else name
             further = inner.get("additional_kwargs")
-            extra = further if isinstance(further, Mapping) else {}
+            extra = further if isinstance(further, dict) else {}
             return {**extra, **inner, "role": name}
     return turn
 
 
 def is_turn(value: Any) -> bool:
     """Return whether a value is evidently a turn: it has a role, or is an item of Responses."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return False
     inner = bare(value)
     return bool({"role", "from"} & inner.keys()) or named_role(inner) in _ROLES or is_item(value)
@@ -157,12 +157,12 @@ def are_turns(value: Any) -> bool:
 def may_be_turn(value: Any) -> bool:
     """Return whether an object can be a turn whose role follows from where it stands."""
     keys = {"role", "from", "content", "sender", "author", "parts"}
-    return isinstance(value, Mapping) and not keys.isdisjoint(value)
+    return isinstance(value, dict) and not keys.isdisjoint(value)
 
 
 def is_item(value: Any) -> bool:
     """Return whether a value is an item of OpenAI's Responses."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
+    kind = value.get("type") if isinstance(value, dict) else None
     return isinstance(kind, str) and (kind in _ITEMS or kind.endswith(("_call", "_call_output")))
 
 
@@ -203,7 +203,7 @@ def content_parts(content: Any, depth: int = 0) -> Parts:
     elif is_list(content):
         for each in content:
             yield from content_parts(each, depth + 1)
-    elif isinstance(content, Mapping):
+    elif isinstance(content, dict):
         yield from _parts(content, depth + 1)
     else:
         yield Part.LEFT_OUT, "content that is no text"
@@ -219,11 +219,11 @@ def _parts(part: Mapping[str, Any], depth: int) -> Parts:
     if call is not None or result is not None:
         return
     thought = part.get("reasoningContent")
-    if isinstance(thought, Mapping):  # Bedrock
+    if isinstance(thought, dict):  # Bedrock
         yield from content_parts(thought.get("reasoningText"), depth)
         return
-    kind = part.get("type", part.get("content_type"))
-    is_other = isinstance(kind, str) and kind not in _TEXT_TYPES
+    kind = _type_of(part)
+    is_other = bool(kind) and kind not in _TEXT_TYPES
     keys = _INNER_KEYS if not is_other else (kind,) if kind in _OWN_TYPES else ()
     inner = next((part[key] for key in keys if part.get(key) is not None), None)
     if inner is not None:
@@ -249,39 +249,44 @@ def _results(content: Any, depth: int = 0) -> Parts:
 
 def _result_in(part: Mapping[str, Any]) -> Any:
     """Return what a tool answered, of a part that has it; None of any other part."""
-    kind = part.get("type")
-    found = next((part[key] for key in _RESULT_KEYS if isinstance(part.get(key), Mapping)), None)
+    kind = _type_of(part)
+    found = next((part[key] for key in _RESULT_KEYS if isinstance(part.get(key), dict)), None)
     if found is not None:
         found = found.get("content", found.get("response", ""))
     elif kind in _RESULT_TYPES:
         found = next((part[key] for key in ("content", "output", "result") if key in part), "")
     elif _is_tool(kind):
         found = part.get("output")
-    is_part = isinstance(found, Mapping) and not {*_CONTENT_KEYS}.isdisjoint(found)
-    return _json(found) if isinstance(found, Mapping) and not is_part else found
+    is_part = isinstance(found, dict) and not {*_CONTENT_KEYS}.isdisjoint(found)
+    return _json(found) if isinstance(found, dict) and not is_part else found
 
 
-def _is_tool(kind: Any) -> bool:
+def _type_of(part: Mapping[str, Any]) -> str:
+    kind = part.get("type", part.get("content_type"))
+    return kind if isinstance(kind, str) else ""
+
+
+def _is_tool(kind: str) -> bool:
     """Return whether a part is a tool's, as the AI SDK names its type: `tool-weather`."""
-    is_named = isinstance(kind, str) and kind.startswith("tool-")
-    return kind == "dynamic-tool" or (is_named and kind not in _RESULT_TYPES | _CALL_TYPES)
+    is_named = kind.startswith("tool-") and kind not in _RESULT_TYPES | _CALL_TYPES
+    return is_named or kind == "dynamic-tool"
 
 
 def _call_in(part: Mapping[str, Any]) -> Any:
     """Return the call of a tool that a part is, or has inside; None where there is none."""
-    inner = next((part[key] for key in _CALL_KEYS if isinstance(part.get(key), Mapping)), None)
-    kind = part.get("type")
+    inner = next((part[key] for key in _CALL_KEYS if isinstance(part.get(key), dict)), None)
+    kind = _type_of(part)
     return inner or (part if kind in _CALL_TYPES or _is_tool(kind) else None)
 
 
 def _call(call: Any) -> tuple[Part, str]:
     """Return the call of a tool as an object of JSON with `name` and `arguments`."""
-    given: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
-    if isinstance(given.get("function"), Mapping):
+    given: Mapping[str, Any] = call if isinstance(call, dict) else {}
+    if isinstance(given.get("function"), dict):
         given = given["function"]
     name = next((given[key] for key in _NAME_KEYS if isinstance(given.get(key), str)), None)
-    if name is None and _is_tool(given.get("type")):
-        name = str(given["type"]).partition("-")[2]
+    if name is None and _is_tool(kind := _type_of(given)):
+        name = kind.partition("-")[2]
     if not name:
         return Part.LEFT_OUT, "tool call without a name"
     arguments = next((given[key] for key in _ARGUMENT_KEYS if key in given), None)

@@ -23,71 +23,98 @@ _NOTES: Final = frozenset(
 """Lines of sessions that hold no turn: of Claude Code, and of Codex."""
 
 
+_KEYS: Final = frozenset({"message", "payload", "role"})
+"""Of a line that is a message, or has one."""
+
+_NO_MESSAGE: Final = frozenset({"messages", "prompt", "choices"})
+"""Of a record that has a role and is more than a message."""
+
+MOST_TURNS: Final = 8192
+"""Of a session, which is held as a whole, and of a conversation: each answer has all turns before
+it as its prompt, which for so many are 130 MB of references."""
+
+
 def sessions(records: Iterable[Record], field: str = "") -> Iterator[Record]:
     """Yield records; those of one message a line together, as one record with all their messages.
 
-    A session ends where lines name another, where a system speaks, and where a record of another
-    kind comes. It has the name of its first line.
+    A session ends where lines name another, where a system speaks, where it is too long, and where
+    a record of another kind comes. It has the name of its first line.
 
     Args:
         records: in order.
         field: a record in which it names anything is none of a session.
     """
-    name, session, messages, last_id = "", None, list[Any](), None
+    session = _Session()
     for place, record in records:
-        line = _line(record) if named(record, field) is None else None
+        line = _line(record, field)
         if line is None:
-            if messages and isinstance(record, Mapping) and record.get("type") in _NOTES:
+            if session.messages and _is_note(record):
                 continue
-            if messages:
-                yield name, {SESSION: messages}
-            messages = []
-            if not (isinstance(record, Mapping) and _is_bare_note(record)):
+            yield from session.ended()
+            if not _is_note(record) or {"messages", "text", "prompt"} & record.keys():
                 yield place, record
             continue
         of, message = line
-        begins = message.get("role") == "system" and any(
-            each.get("role") != "system" for each in messages
-        )
-        if messages and (of != session or begins):
-            yield name, {SESSION: messages}
-            messages = []
-        if not messages:
-            name, session = place, of
-        own_id = message.get("id")
-        if messages and own_id is not None and own_id == last_id and _joins(messages[-1], message):
-            messages[-1] = {
-                **messages[-1],
-                "content": [*messages[-1]["content"], *message["content"]],
-            }
+        if session.ends_before(of, message):
+            yield from session.ended()
+        session.add(place, of, message)
+    yield from session.ended()
+
+
+class _Session:
+    """The messages of a session so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self._place = ""
+        self._of: Any = None
+        self._last_id: Any = None
+
+    def ends_before(self, of: Any, message: Mapping[str, Any]) -> bool:
+        """Return whether a message is one of another session."""
+        is_system = message.get("role") == "system"
+        begins = is_system and any(each.get("role") != "system" for each in self.messages)
+        return of != self._of or begins or len(self.messages) >= MOST_TURNS
+
+    def add(self, place: str, of: Any, message: Mapping[str, Any]) -> None:
+        """Add a message, or what is another part of the last one."""
+        if not self.messages:
+            self._place, self._of = place, of
+        own_id, content = message.get("id"), message.get("content")
+        last = self.messages[-1] if self.messages else {}
+        is_part = own_id is not None and own_id == self._last_id
+        if is_part and isinstance(content, list) and isinstance(last.get("content"), list):
+            self.messages[-1] = {**last, "content": [*last["content"], *content]}
         else:
-            messages.append(message)
-        last_id = own_id
-    if messages:
-        yield name, {SESSION: messages}
+            self.messages.append(message)
+        self._last_id = own_id
+
+    def ended(self) -> Iterator[Record]:
+        """Yield the session as a record, if there is one, and begin another."""
+        if self.messages:
+            yield self._place, {SESSION: self.messages}
+            self.messages = []
 
 
-def _joins(before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Return whether two lines hold parts of one message."""
-    return isinstance(before.get("content"), list) and isinstance(message.get("content"), list)
+def _is_note(record: Any) -> bool:
+    """Return whether a record is a line of a session that is no message."""
+    kind = record.get("type") if isinstance(record, dict) else None
+    return isinstance(kind, str) and kind in _NOTES
 
 
-def _is_bare_note(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is a line of a session that begins with it."""
-    return record.get("type") in _NOTES and not {"messages", "text", "prompt"} & record.keys()
-
-
-def _line(record: Any) -> tuple[Any, Mapping[str, Any]] | None:
+def _line(record: Any, field: str) -> tuple[Any, Mapping[str, Any]] | None:
     """Return the session and the message of a record that is a single message; None for others."""
-    if not isinstance(record, Mapping):
+    if not isinstance(record, dict) or _KEYS.isdisjoint(record):
+        return None
+    if named(record, field) is not None:
         return None
     kind, message, payload = record.get("type"), record.get("message"), record.get("payload")
-    if kind in {"user", "assistant"} and isinstance(message, Mapping) and "content" in message:
+    if kind in ("user", "assistant") and isinstance(message, dict) and "content" in message:
         return (record.get("sessionId"), record.get("isSidechain")), {"role": kind, **message}
-    if kind == "response_item" and isinstance(payload, Mapping):
+    if kind == "response_item" and isinstance(payload, dict):
         return None, payload
     has_turn = isinstance(record.get("role"), str) and "content" in record
-    if has_turn and not {"messages", "prompt", "choices"} & record.keys() and kind != "message":
+    if has_turn and _NO_MESSAGE.isdisjoint(record) and kind != "message":
         keys = ("session_id", "sessionId", "conversation_id", "thread_id", "conversation")
         return next((record[key] for key in keys if key in record), None), record
     return None

@@ -5,7 +5,7 @@ called in reports stands with it. `dialects` says how the turns inside are writt
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final
@@ -15,6 +15,9 @@ from jmespath.exceptions import JMESPathError
 
 from indexer.sources.chats.dialects import are_turns, decoded, is_item, is_list
 from indexer.sources.chats.streamed_answers import is_chunk, whole_answer
+
+Record = dict[str, Any]
+"""An object of JSON, or a row as columns and their values."""
 
 
 class Shape(StrEnum):
@@ -118,12 +121,26 @@ BATCHES: Final = ("choices", "candidates")
 _BODIES: Final = frozenset(OUTPUTS) - {"content", "generation", "generated_text"}
 """Keys by which the text of a response is known for JSON; any object has contents."""
 
-_REQUESTS: Final = ("request", "body", "params", "request_body", "input.inputBodyJson", "obj")
+_OF_SGLANG: Final = ("obj",)
+_REQUESTS: Final = (
+    ("request",),
+    ("body",),
+    ("params",),
+    ("request_body",),
+    ("input", "inputBodyJson"),
+    _OF_SGLANG,
+)
 """Keys of requests: of logs, of batches of OpenAI and Anthropic, of Helicone, of Bedrock's log
 (https://docs.aws.amazon.com/bedrock/latest/userguide/model-invocation-logging.html), and of
 SGLang's `--log-requests`."""
 
-_RESPONSES: Final = ("response", "result", "response_body", "output.outputBodyJson", "out")
+_RESPONSES: Final = (
+    ("response",),
+    ("result",),
+    ("response_body",),
+    ("output", "outputBodyJson"),
+    ("out",),
+)
 """Those of what was answered, in the same order."""
 
 _MAX_NESTING: Final = 6
@@ -147,9 +164,13 @@ def found_in(record: Any, field: str = "") -> Found | None:
             return found
     if are_turns(record):
         record = {"messages": record}
-    if not isinstance(record, Mapping) or is_chunk(record):
+    if not isinstance(record, dict) or is_chunk(record):
         return None
-    return next(filter(None, (shape(record) for shape in _SHAPES)), None)
+    for keys, shape in _SHAPES:
+        found = None if keys and keys.isdisjoint(record) else shape(record)
+        if found is not None:
+            return found
+    return None
 
 
 def named(record: Any, field: str) -> Any:
@@ -161,7 +182,7 @@ def named(record: Any, field: str) -> Any:
     """
     if not field:
         return None
-    if isinstance(record, Mapping) and field in record:
+    if isinstance(record, dict) and field in record:
         return record[field]
     if not is_expression(field):
         return None
@@ -183,19 +204,28 @@ def _named(value: Any, record: Any) -> Found | None:
     if is_list(texts) and texts and all(isinstance(each, str) for each in texts):
         return Found(Shape.TEXT, texts)
     if are_turns(value):
-        beside = record if isinstance(record, Mapping) else {}
+        beside = record if isinstance(record, dict) else {}
         others = {key: beside[key] for key in (*SYSTEM, *OUTPUTS) if key in beside}
         return _turns({**others, "messages": value})
-    return found_in(value) if isinstance(value, Mapping) else None
+    return found_in(value) if isinstance(value, dict) else None
 
 
-def _asked(record: Mapping[str, Any]) -> tuple[str, Found] | None:
-    """Return the key of what a model was given, and that; None where an object has none."""
+def _asked(record: Record, answers: Sequence[Any] | None, shape: Shape | None) -> Found | None:
+    """Return what a model was given, as an object has it; None where it has nothing of it.
+
+    Args:
+        record: a request, or what holds the same.
+        answers: what it wrote.
+        shape: of the record; None for that of a record by itself, whose answers may be repeated.
+    """
     system = [record[key] for key in SYSTEM if record.get(key)]
-    for key, shape in TURN_LISTS.items():
-        turns = decoded(record.get(key))
+    for key, known in TURN_LISTS.items():
+        turns = decoded(record[key]) if key in record else None
         if is_list(turns) and (key in _ANY_LISTS or are_turns(turns)):
-            return key, Found(shape, turns, system=system, has_turns=True)
+            first = turns[0] if turns else None
+            own = Shape.SHAREGPT if isinstance(first, dict) and "from" in first else known
+            may_repeat = shape is None
+            return Found(shape or own, turns, answers, (), system, (), True, may_repeat)
     key = next((key for key in PROMPTS if key in record), "")
     if not key or not isinstance(record[key], str | list | None):
         return None
@@ -207,25 +237,18 @@ def _asked(record: Mapping[str, Any]) -> tuple[str, Found] | None:
         prompt = f"{prompt}\n\n{further}" if has_both else further
     prompt = decoded(prompt) if are_turns(prompt) else prompt
     pairs = history if is_list(history) else ()
-    return key, Found(PROMPTS[key], prompt, system=system, history=pairs)
+    return Found(shape or PROMPTS[key], prompt, answers, (), system, pairs)
 
 
-def _turns(record: Mapping[str, Any]) -> Found | None:
+def _turns(record: Record) -> Found | None:
     """Turns, or a prompt, with what was written next to them, if that is not the last turn."""
-    asked = _asked(record)
-    if asked is None:
-        return None
-    key, found = asked
-    turns = found.given
-    if key in TURN_LISTS and turns and isinstance(turns[0], Mapping) and "from" in turns[0]:
-        found = replace(found, shape=Shape.SHAREGPT)
-    return replace(found, answers=_outputs(record), may_repeat=key in TURN_LISTS)
+    return _asked(record, _outputs(record), None)
 
 
-def _outputs(record: Mapping[str, Any]) -> list[Any] | None:
+def _outputs(record: Record) -> list[Any] | None:
     """Return what a model wrote, if it stands under one of the usual keys."""
     for key in OUTPUTS:
-        value = _unwrapped(record.get(key), _BODIES)
+        value = _unwrapped(record[key], _BODIES) if key in record else None
         if value is not None:
             if is_list(value) and len(value) > 1 and all(isinstance(each, str) for each in value):
                 return value
@@ -233,28 +256,29 @@ def _outputs(record: Mapping[str, Any]) -> list[Any] | None:
     return None
 
 
-def _server_log(record: Mapping[str, Any]) -> Found | None:
+def _server_log(record: Record) -> Found | None:
     """A request, with a response or not: each by itself, or in the envelope of its transport."""
     if not TURN_LISTS.keys().isdisjoint(record):
         return None
     for path in _REQUESTS:
         request = _unwrapped(_at(record, path), (*TURN_LISTS, *PROMPTS))
-        if path == "obj" and isinstance(request, Mapping) and "text" in request:
+        if not isinstance(request, dict):
+            continue
+        if path == _OF_SGLANG and "text" in request:
             request = {"prompt": request["text"]}
-        asked = _asked(request) if isinstance(request, Mapping) else None
-        if asked is not None:
-            answers = _responses(record)[:1] or _outputs(record) or ()
-            without = () if answers else _NO_ANSWER
-            return replace(asked[1], shape=Shape.SERVER_LOG, answers=answers, left_out=without)
+        answers = _responses(record)[:1] or _outputs(record) or ()
+        found = _asked(request, answers, Shape.SERVER_LOG)
+        if found is not None:
+            return found if answers else replace(found, left_out=_NO_ANSWER)
     return None
 
 
-def _responses(record: Mapping[str, Any]) -> list[Any]:
+def _responses(record: Record) -> list[Any]:
     found = (_unwrapped(_at(record, path), _BODIES) for path in _RESPONSES)
     return [each for each in found if each is not None]
 
 
-def _response(record: Mapping[str, Any]) -> Found | None:
+def _response(record: Record) -> Found | None:
     """What a server answered, by itself or under a key, such as that of a batch's result."""
     if _is_response(record):
         return Found(Shape.RESPONSE, answers=[record])
@@ -266,17 +290,15 @@ def _response(record: Mapping[str, Any]) -> Found | None:
 
 def _is_response(value: Any) -> bool:
     """Return whether a value is the response of a server, whole, by its form alone."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return False
     choices, output = value.get("choices"), value.get("output")
     if is_list(choices) and choices:
-        return all(
-            isinstance(each, Mapping) and {"message", "text"} & each.keys() for each in choices
-        )
+        return all(isinstance(each, dict) and {"message", "text"} & each.keys() for each in choices)
     if is_list(output) and output:
         return all(map(is_item, output))
     inner = value.get("message")
-    message = inner if isinstance(inner, Mapping) else value
+    message = inner if isinstance(inner, dict) else value
     return message.get("role") == "assistant" and "content" in message
 
 
@@ -285,40 +307,41 @@ def _unwrapped(value: Any, keys: Collection[str]) -> Any:
 
     A text is decoded only where it has one of the keys: answers may be JSON themselves.
     """
+    if value is None:
+        return None
     inner = decoded(value)
-    if isinstance(inner, Mapping) and inner.get("body") is not None:
+    if isinstance(inner, dict) and inner.get("body") is not None:
         inner = decoded(inner["body"])
-    has_key = isinstance(inner, Mapping) and any(key in inner for key in keys)
+    has_key = isinstance(inner, dict) and any(key in inner for key in keys)
     return inner if has_key or not isinstance(value, str) else value
 
 
-def _at(record: Mapping[str, Any], path: str) -> Any:
+def _at(record: Record, path: tuple[str, ...]) -> Any:
     """Return what stands under a key, or under a key in an object under another."""
-    outer, _, inner = path.partition(".")
-    found = record.get(outer)
-    if not inner:
-        return found
-    return found.get(inner) if isinstance(found, Mapping) else None
+    found: Any = record
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
-def _attributes(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _attributes(record: Record) -> Record:
     """Return a span's attributes; OTLP writes them as a list of keys and typed values."""
     found = decoded(record.get("attributes", record.get("span_attributes")))
     if is_list(found):
-        pairs = (each for each in found if isinstance(each, Mapping) and "key" in each)
+        pairs = (each for each in found if isinstance(each, dict) and "key" in each)
         return {str(each["key"]): _typed(each.get("value")) for each in pairs}
-    return found if isinstance(found, Mapping) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _typed(value: Any) -> Any:
-    inner = next(iter(value.values()), None) if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping) and "arrayValue" in value and isinstance(inner, Mapping):
+    inner = next(iter(value.values()), None) if isinstance(value, dict) else value
+    if isinstance(value, dict) and "arrayValue" in value and isinstance(inner, dict):
         values = inner.get("values")
         return [_typed(each) for each in values] if isinstance(values, list) else None
     return inner
 
 
-def _span(record: Mapping[str, Any]) -> Found | None:
+def _span(record: Record) -> Found | None:
     """A span of OpenTelemetry's GenAI conventions, or of OpenInference (Phoenix).
 
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans (before: events and indexed
@@ -341,13 +364,13 @@ def _span(record: Mapping[str, Any]) -> Found | None:
     return Found(Shape.SPANS, left_out=_NO_MODEL) if is_span else None
 
 
-def _indexed(attributes: Mapping[str, Any], prefix: str) -> list[Any]:
+def _indexed(attributes: Record, prefix: str) -> list[Any]:
     """Return messages that attributes spell out one by one: `prefix.0.message.role`."""
     nested = attributes
     for part in prefix.split("."):
-        nested = nested.get(part, {}) if isinstance(nested, Mapping) else {}
+        nested = nested.get(part, {}) if isinstance(nested, dict) else {}
     if is_list(nested):
-        return [each.get("message", each) for each in nested if isinstance(each, Mapping)]
+        return [each.get("message", each) for each in nested if isinstance(each, dict)]
     found: dict[int, dict[str, Any]] = {}
     for key, value in attributes.items():
         match = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(?:message\.)?(.+)", key)
@@ -365,29 +388,29 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [calls[number] for number in sorted(calls)]}
 
 
-def _events(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def _events(record: Record) -> tuple[list[Any], list[Any]]:
     """Return messages and choices that a span has as events."""
     given, written = [], []
     events = record.get("events")
     for event in events if is_list(events) else ():
-        if not isinstance(event, Mapping):
+        if not isinstance(event, dict):
             continue
         name, body = str(event.get("name", "")), event.get("body", _attributes(event))
         match = re.fullmatch(r"gen_ai\.(system|user|assistant|tool)\.message", name)
-        if match and isinstance(body, Mapping):
+        if match and isinstance(body, dict):
             given.append({"role": match[1], **body})
-        elif name == "gen_ai.choice" and isinstance(body, Mapping):
+        elif name == "gen_ai.choice" and isinstance(body, dict):
             written.append(decoded(body.get("message", body)))
     return given, written
 
 
-def _run(record: Mapping[str, Any]) -> Found | None:
+def _run(record: Record) -> Found | None:
     """A run of LangSmith: https://docs.langchain.com/langsmith/run-data-format."""
     kind = record.get("run_type")
     inputs, outputs = decoded(record.get("inputs")), decoded(record.get("outputs"))
-    if not isinstance(kind, str) or not isinstance(inputs, Mapping):
+    if not isinstance(kind, str) or not isinstance(inputs, dict):
         return None
-    if kind not in {"llm", "chat_model"} or not isinstance(outputs, Mapping):
+    if kind not in {"llm", "chat_model"} or not isinstance(outputs, dict):
         return Found(Shape.RUNS, left_out=_NO_MODEL)
     given = next((inputs[key] for key in ("messages", "prompts", "prompt") if inputs.get(key)), "")
     written: Any = outputs.get("generations", outputs.get("choices", outputs.get("messages")))
@@ -413,7 +436,7 @@ _SPANS: Final = frozenset(
 )
 
 
-def _observation(record: Mapping[str, Any]) -> Found | None:
+def _observation(record: Record) -> Found | None:
     """An observation of Langfuse: https://langfuse.com/docs/observability/data-model."""
     kind = record.get("type", record.get("observationType"))
     if not isinstance(kind, str) or not {"input", "output"} <= record.keys():
@@ -423,20 +446,20 @@ def _observation(record: Mapping[str, Any]) -> Found | None:
     if kind != "GENERATION":
         return None
     given, written = decoded(record["input"]), [decoded(record["output"])]
-    asked = _asked({"model": "", **given}) if isinstance(given, Mapping) else None
-    found = asked[1] if asked else Found(Shape.OBSERVATIONS, given)
-    return replace(found, shape=Shape.OBSERVATIONS, answers=written)
+    of = Shape.OBSERVATIONS
+    asked = _asked({"model": "", **given}, written, of) if isinstance(given, dict) else None
+    return asked or Found(of, given, written)
 
 
-def _evaluated(record: Mapping[str, Any]) -> Found | None:
+def _evaluated(record: Record) -> Found | None:
     """A sample of lm-evaluation-harness: https://github.com/EleutherAI/lm-evaluation-harness."""
     answers, arguments = record.get("resps"), record.get("arguments")
     if not is_list(answers) or not answers or arguments is None:
         return None
-    if isinstance(arguments, Mapping):
+    if isinstance(arguments, dict):
         arguments = list(arguments.values())
     given = arguments[0] if is_list(arguments) and arguments else None
-    if isinstance(given, Mapping):
+    if isinstance(given, dict):
         given = given.get("arg_0")
     elif is_list(given) and given:
         given = given[0]
@@ -446,7 +469,7 @@ def _evaluated(record: Mapping[str, Any]) -> Found | None:
     return Found(Shape.EVALUATION, decoded(given), texts)
 
 
-def _benchmark(record: Mapping[str, Any]) -> Found | None:
+def _benchmark(record: Record) -> Found | None:
     """A question of MT-Bench or Spec-Bench, of which the first turn can be asked by itself."""
     turns = record.get("turns")
     if not is_list(turns) or not turns or not all(isinstance(each, str) for each in turns):
@@ -454,10 +477,10 @@ def _benchmark(record: Mapping[str, Any]) -> Found | None:
     return Found(Shape.QUESTIONS, turns[0], answers=())
 
 
-def _answers_alone(record: Mapping[str, Any]) -> Found | None:
+def _answers_alone(record: Record) -> Found | None:
     """An answer of MT-Bench, without its questions: https://github.com/lm-sys/FastChat."""
     choices = record.get("choices")
-    if not is_list(choices) or not choices or not isinstance(choices[0], Mapping):
+    if not is_list(choices) or not choices or not isinstance(choices[0], dict):
         return None
     turns = choices[0].get("turns")
     if not is_list(turns) or not all(isinstance(each, str) for each in turns):
@@ -465,25 +488,24 @@ def _answers_alone(record: Mapping[str, Any]) -> Found | None:
     return Found(Shape.ANSWERS, [{"role": "assistant", "content": each} for each in turns])
 
 
-def _preference(record: Mapping[str, Any]) -> Found | None:
+def _preference(record: Record) -> Found | None:
     """A pair of which one is preferred, as TRL and LLaMA-Factory have it; the other isn't read."""
     chosen = decoded(record.get("chosen"))
-    if not chosen or not isinstance(chosen, str | list | Mapping):
+    if not chosen or not isinstance(chosen, str | list | dict):
         return None
     if is_list(chosen) and len(chosen) > 1:
         return Found(Shape.PREFERENCES, chosen[:-1], chosen[-1:])
-    asked = _asked({"model": "", **record})
-    found = asked[1] if asked else Found(Shape.PREFERENCES)
-    return replace(found, shape=Shape.PREFERENCES, answers=_listed(chosen))
+    written, of = _listed(chosen), Shape.PREFERENCES
+    return _asked({"model": "", **record}, written, of) or Found(of, answers=written)
 
 
-def _tree(record: Mapping[str, Any]) -> Found | None:
+def _tree(record: Record) -> Found | None:
     """A conversation as ChatGPT exports it: a tree, of which one path was shown last."""
     nodes = record.get("mapping")
-    if not isinstance(nodes, Mapping) or not nodes:
+    if not isinstance(nodes, dict) or not nodes:
         return None
     place = record.get("current_node")
-    if place not in nodes:
+    if not isinstance(place, str) or place not in nodes:
         leaves: list[Any] = [key for key in nodes if not _children(nodes[key])]
         place = leaves[-1] if leaves else None
     path: list[Any] = []
@@ -491,60 +513,60 @@ def _tree(record: Mapping[str, Any]) -> Found | None:
     while isinstance(place, str) and place in nodes and place not in seen:
         seen.add(place)
         node = nodes[place]
-        message = node.get("message") if isinstance(node, Mapping) else None
-        if isinstance(message, Mapping) and not _is_hidden(message):
+        message = node.get("message") if isinstance(node, dict) else None
+        if isinstance(message, dict) and not _is_hidden(message):
             path.append(message)
-        place = node.get("parent") if isinstance(node, Mapping) else None
+        place = node.get("parent") if isinstance(node, dict) else None
     others = sum(_is_answer(node) for key, node in nodes.items() if key not in seen)
     return Found(Shape.CHATGPT, path[::-1], left_out=("answer of another branch",) * others)
 
 
 def _children(node: Any) -> Any:
-    return node.get("children") if isinstance(node, Mapping) else None
+    return node.get("children") if isinstance(node, dict) else None
 
 
-def _is_hidden(message: Mapping[str, Any]) -> bool:
+def _is_hidden(message: Record) -> bool:
     metadata = message.get("metadata")
-    return isinstance(metadata, Mapping) and bool(
-        metadata.get("is_visually_hidden_from_conversation")
-    )
+    return isinstance(metadata, dict) and bool(metadata.get("is_visually_hidden_from_conversation"))
 
 
 def _is_answer(node: Any) -> bool:
-    message = node.get("message") if isinstance(node, Mapping) else None
-    author = message.get("author") if isinstance(message, Mapping) else None
-    return isinstance(author, Mapping) and author.get("role") == "assistant"
+    message = node.get("message") if isinstance(node, dict) else None
+    author = message.get("author") if isinstance(message, dict) else None
+    return isinstance(author, dict) and author.get("role") == "assistant"
 
 
-def _nested(record: Mapping[str, Any]) -> Found | None:
+def _nested(record: Record) -> Found | None:
     """The only list of evident turns in an object in it, under whatever keys."""
     waiting, lists = [(value, 1) for value in record.values()], list[Any]()
     while waiting and len(lists) < 2:  # noqa: PLR2004
         value, depth = waiting.pop()
         if is_list(value) and are_turns(value):
             lists.append(value)
-        elif isinstance(value, Mapping) and depth < _MAX_NESTING:
+        elif isinstance(value, dict) and depth < _MAX_NESTING:
             waiting += [(each, depth + 1) for each in value.values()]
     return Found(Shape.MESSAGES, lists[0], has_turns=True) if len(lists) == 1 else None
 
 
-def _session(record: Mapping[str, Any]) -> Found | None:
+def _session(record: Record) -> Found | None:
     """A session that `sessions` put together."""
     return Found(Shape.SESSION, record[SESSION], has_turns=True) if [*record] == [SESSION] else None
 
 
-_SHAPES: Final[tuple[Callable[[Mapping[str, Any]], Found | None], ...]] = (
-    _session,
-    _span,
-    _run,
-    _observation,
-    _evaluated,
-    _benchmark,
-    _answers_alone,
-    _preference,
-    _tree,
-    _server_log,
-    _turns,
-    _response,
-    _nested,
+_SHAPES: Final[tuple[tuple[frozenset[str], Callable[[Record], Found | None]], ...]] = (
+    (frozenset({SESSION}), _session),
+    (frozenset({"attributes", "span_attributes", "events"}), _span),
+    (frozenset({"run_type"}), _run),
+    (frozenset({"type", "observationType"}), _observation),
+    (frozenset({"resps"}), _evaluated),
+    (frozenset({"turns"}), _benchmark),
+    (frozenset({"choices"}), _answers_alone),
+    (frozenset({"chosen"}), _preference),
+    (frozenset({"mapping"}), _tree),
+    (frozenset(path[0] for path in _REQUESTS), _server_log),
+    (frozenset({*TURN_LISTS, *PROMPTS}), _turns),
+    (frozenset(), _response),
+    (frozenset(), _nested),
 )
+"""Shapes in the order in which they are tried, each with keys of which a record has one, if it has
+any."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-Chunk = Mapping[str, Any]
+Chunk = dict[str, Any]
 
 _FIELDS: Final = ("data:", "event:", "id:", "retry:", ":")
 """What lines of server-sent events begin with."""
@@ -35,7 +35,7 @@ def whole_answer(value: Any) -> tuple[Any, int]:
 
 def is_chunk(record: Any) -> bool:
     """Return whether a record is a single chunk, of which several make an answer."""
-    if not isinstance(record, Mapping):
+    if not isinstance(record, dict):
         return False
     if any("delta" in choice for choice in _choices(record)):
         return True
@@ -46,13 +46,13 @@ def is_chunk(record: Any) -> bool:
 def _chunks_in(value: Any) -> tuple[list[Chunk], int]:
     if isinstance(value, str):
         return _events(value) if value.lstrip("\ufeff \r\n").startswith(_FIELDS) else ([], 0)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return ([value], 0) if is_chunk(value) else ([], 0)
     if not isinstance(value, list) or not value:
         return [], 0
     if all(isinstance(each, str) for each in value):
         return _events("\n\n".join(value)) if value[0].startswith(_FIELDS) else ([], 0)
-    if not all(isinstance(each, Mapping) for each in value):
+    if not all(isinstance(each, dict) for each in value):
         return [], 0
     return [_unwrapped(each) for each in value], 0
 
@@ -62,7 +62,7 @@ def _unwrapped(chunk: Chunk) -> Chunk:
     data = chunk.get("data")
     if isinstance(data, str) and "event" in chunk:
         data = _parsed(data)
-    return data if isinstance(data, Mapping) else chunk
+    return data if isinstance(data, dict) else chunk
 
 
 def _events(text: str) -> tuple[list[Chunk], int]:
@@ -72,7 +72,7 @@ def _events(text: str) -> tuple[list[Chunk], int]:
         if not data.strip() or data.strip() == "[DONE]":
             continue
         chunk = _parsed(data)
-        if isinstance(chunk, Mapping):
+        if isinstance(chunk, dict):
             chunks.append(chunk)
         else:
             num_damaged += 1
@@ -105,7 +105,7 @@ def _parsed(text: str) -> Any:
 
 def _choices(chunk: Chunk) -> list[Mapping[str, Any]]:
     found = chunk.get("choices")
-    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 class _Message:
@@ -120,12 +120,12 @@ class _Message:
             self._texts.setdefault(key, []).append(_fragment(delta.get(key)))
         calls = delta.get("tool_calls")
         for call in calls if isinstance(calls, list) else []:
-            if isinstance(call, Mapping):
+            if isinstance(call, dict):
                 self._add_call(call.get("index"), call.get("function"))
         self._add_call("function_call", delta.get("function_call"))
 
     def _add_call(self, index: Any, function: Any) -> None:
-        if not isinstance(function, Mapping):
+        if not isinstance(function, dict):
             return
         name = _fragment(function.get("name"))
         if not isinstance(index, int | str):  # then a name begins the next call
@@ -133,7 +133,7 @@ class _Message:
         call = self._calls.setdefault(index, {"name": [], "arguments": []})
         call["name"].append(name)
         arguments = function.get("arguments")
-        is_object = isinstance(arguments, Mapping)
+        is_object = isinstance(arguments, dict)
         call["arguments"].append(json.dumps(arguments) if is_object else _fragment(arguments))
 
     def whole(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class _Message:
 def _fragment(value: Any) -> str:
     """Return the text of a delta: a text, or parts with a text each."""
     if isinstance(value, list):
-        parts = [part.get("text") for part in value if isinstance(part, Mapping)]
+        parts = [part.get("text") for part in value if isinstance(part, dict)]
         return "".join(part for part in parts if isinstance(part, str))
     return value if isinstance(value, str) else ""
 
@@ -163,7 +163,7 @@ def _of_choices(chunks: list[Chunk]) -> Any:
             stated = choice.get("index")
             index = stated if isinstance(stated, int) else place
             delta, text = choice.get("delta"), choice.get("text")
-            if isinstance(delta, Mapping):
+            if isinstance(delta, dict):
                 messages.setdefault(index, _Message()).add(delta)
             elif isinstance(text, str):
                 texts.setdefault(index, []).append(text)
@@ -186,7 +186,7 @@ def _of_items(chunks: list[Chunk]) -> Any:
         if not isinstance(kind, str) or not kind.startswith("response."):
             continue
         is_stream = True
-        if kind in _ENDED and isinstance(chunk.get("response"), Mapping):
+        if kind in _ENDED and isinstance(chunk.get("response"), dict):
             return chunk["response"]
         if kind == "response.output_item.done":
             items[place] = chunk.get("item")
@@ -206,10 +206,10 @@ def _of_blocks(chunks: list[Chunk]) -> Any:
     for chunk in chunks:
         kind, place = chunk.get("type"), _key(chunk.get("index"))
         block, delta = chunk.get("content_block"), chunk.get("delta")
-        is_stream = is_stream or kind in {"message_start", "content_block_start"}
-        if kind == "content_block_start" and isinstance(block, Mapping):
+        is_stream = is_stream or kind in ("message_start", "content_block_start")
+        if kind == "content_block_start" and isinstance(block, dict):
             blocks[place] = dict(block)
-        elif kind == "content_block_delta" and isinstance(delta, Mapping):
+        elif kind == "content_block_delta" and isinstance(delta, dict):
             fragments = [_fragment(delta.get(k)) for k in ("text", "thinking", "partial_json")]
             deltas.setdefault(place, []).extend(fragments)
     for place, fragments in deltas.items():

@@ -428,3 +428,28 @@ def test_the_only_turns_in_a_record_are_found_wherever_they_are() -> None:
     for _ in range(9):
         nested = {"deeper": nested}
     assert conversation_of(nested) is None
+
+
+ODD_VALUES: tuple[Any, ...] = (None, 3, True, "", "text", "[{", [], ["x"], {}, {"type": []}, [[]])
+
+
+def spoiled(value: Any, draw: random.Random) -> Any:
+    """Return a value in which something, somewhere, is of another type."""
+    if draw.random() < 0.2 or not isinstance(value, list | dict) or not value:
+        return draw.choice(ODD_VALUES)
+    if isinstance(value, list):
+        place = draw.randrange(len(value))
+        return [spoiled(each, draw) if n == place else each for n, each in enumerate(value)]
+    chosen = draw.choice([*value])
+    return {key: spoiled(each, draw) if key == chosen else each for key, each in value.items()}
+
+
+@pytest.mark.parametrize("tool", [*ONE, *CALLS])
+def test_no_value_of_another_type_is_more_than_left_out(tool: str) -> None:
+    draw = random.Random(tool)
+    whole: list[Any] = [ONE[tool]] if tool in ONE else CALLS[tool]
+    for _ in range(60):
+        records = [("x", spoiled(each, draw)) for each in whole]
+        for _, record in sessions(records, draw.choice(["", "text", "output[].text"])):
+            found = conversation_of(record)
+            assert found is None or all(each.output for each in exchanges_of(found))
