@@ -370,15 +370,15 @@ def warn_of_unapplied(language_model: LanguageModel, accept: AcceptRule) -> None
         )
 
 
-def pattern_of(language_model: LanguageModel, regex: str | None) -> Grammar | None:
-    """Return the constraint for a regular expression, `None` without one.
+def grammar_for(language_model: LanguageModel, grammar: str | None) -> Grammar | None:
+    """Return the constraint of a grammar for a model's tokens, `None` without one.
 
     Raises:
-        InvalidConstraintError: the expression cannot be followed.
+        InvalidConstraintError: it is too large, or the tokenizer is not fast.
     """
-    if regex is None:
+    if grammar is None:
         return None
-    return Grammar.of_regex(regex, language_model.tokenizer, language_model.stop_ids)
+    return Grammar.of(grammar, language_model.tokenizer, language_model.stop_ids)
 
 
 def own_rule(

@@ -42,9 +42,11 @@ from decoder.model.passes import Read, Reading, within_depth
 from decoder.model.states import States
 from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
+from decoder.sampling.forced_drafts import ForcedDrafts
 from decoder.sampling.verification import (
     AcceptRule,
     Choices,
+    ForcingRule,
     PassContext,
     SelectingRule,
     Selection,
@@ -308,6 +310,9 @@ class Generation:
         self._max_nodes = 0 if not request.drafts else request.budget
         self._remaining = decoder.target.room(len(prompt), request.max_new_tokens)
         self._random_number = number
+        self._forced: ForcedDrafts | None = None
+        if request.drafts and isinstance(self._accept, ForcingRule):
+            self._forced = self._accept.forced()
         self._watch = Watch(request.stop_rule, request.observer)
         self._clock = Clock(self.statistics)
         self._has_started = self._has_begun = False
@@ -387,6 +392,21 @@ class Generation:
         """Whether a tree may be verified for it."""
         return self.max_depth > 0 and self._max_nodes != 0
 
+    def nodes_to_ask(self, num_nodes: int) -> int:
+        """Return how many nodes to ask the drafter for, so that so many may be verified.
+
+        A grammar forbids about half of what is drafted without it.
+        """
+        within = self.nodes_within(num_nodes)
+        return within if self._forced is None else min(2 * within, _MOST_ASKED)
+
+    def forced(self, tree: DraftTree, num_nodes: int) -> DraftTree:
+        """Return a tree with what a grammar forces, if one does, and without what it forbids."""
+        if self._forced is None:
+            return tree
+        generated = self.tokens[self._sequence.num_prompt :]
+        return self._forced.improved(tree, generated, self.nodes_within(num_nodes))
+
     def begin(self) -> None:
         """Open a session with the drafter, unless one is open.
 
@@ -429,6 +449,8 @@ class Generation:
         tokens = tokens[:end]
         self._remaining = 0 if end is not None else self._remaining - len(tokens)
         self._sequence.extend(tokens)
+        if self._forced is not None:
+            self._forced.learn(tokens)
         self.statistics.record(tree, path[: len(tokens)], len(tokens))
         return tokens
 
@@ -681,8 +703,11 @@ class _Batch:
         began_s = perf_counter()
         num_nodes = max_nodes if self._ahead is None else self._ahead.nodes_to_ask(max_nodes)
         trees = self._drafting.draft_together(
-            [(row.generation.drafter, row.generation.nodes_within(num_nodes)) for row in asked]
+            [(row.generation.drafter, row.generation.nodes_to_ask(num_nodes)) for row in asked]
         )
+        trees = [
+            row.generation.forced(tree, num_nodes) for row, tree in zip(asked, trees, strict=True)
+        ]
         draft_s = perf_counter() - began_s
         for row, tree in zip(asked, trees, strict=True):
             row.proposed = tree

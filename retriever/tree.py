@@ -59,6 +59,7 @@ class Source(int, metaclass=_Listing):
     MODEL: ClassVar["Source"]
     PREDICTIONS: ClassVar["Source"]
     SIBLINGS: ClassVar["Source"]
+    GRAMMAR: ClassVar["Source"]
 
     name: str
     colour: str
@@ -119,6 +120,7 @@ Source.register(4, "CORPUS", "#cc79a7")
 Source.register(5, "MODEL")
 Source.register(6, "PREDICTIONS", "#d55e00")
 Source.register(7, "SIBLINGS", "#f0e442")
+Source.register(8, "GRAMMAR")
 
 
 def drafted_sources() -> list[Source]:

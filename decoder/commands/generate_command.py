@@ -1,15 +1,17 @@
 """The command that answers one prompt or a file of them."""
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from decoder.assembly import Extent, assemble, check_drafts, connect_drafter, own_rule, pattern_of
+from decoder.assembly import Extent, assemble, check_drafts, connect_drafter, grammar_for, own_rule
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, Answerer, PassWriter, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
@@ -25,11 +27,17 @@ from decoder.commands.prompts import (
 )
 from decoder.commands.terminal import Palette
 from decoder.drafters.options import DraftOptions
-from decoder.errors import InvalidPromptError, UnknownTokenError, refuse_contradictions
+from decoder.errors import (
+    InvalidConstraintError,
+    InvalidPromptError,
+    UnknownTokenError,
+    refuse_contradictions,
+)
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
-from decoder.sampling.constraint import check_regex
+from decoder.sampling.constraint import choice_grammar, regex_grammar, schema_grammar
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
+from indexer.errors import reason_of
 from indexer.launch import errors_in_one_line, plugged
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import SequenceOptions
@@ -50,8 +58,7 @@ def answer_prompts(
     palette = Palette() if not as_json and output.colour.applies_to(sys.stdout) else None
     check_drafts(drafts)
     settings = drafts.sampling(sampling)
-    if output.regex is not None:
-        check_regex(output.regex)
+    grammar = _grammar(output)
     traces = _traces(output)
     stops = StopStrings(output.stop)
     selected = _selected(given)
@@ -89,7 +96,7 @@ def answer_prompts(
                 traces.written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
             )
         language_model = _stopping_at(extra_ids, prepared.load())
-        pattern = pattern_of(language_model, output.regex)
+        pattern = grammar_for(language_model, grammar)
         drafter = stack.enter_context(connect_drafter(drafts, language_model, settings))
         decoder = assemble(
             language_model,
@@ -154,6 +161,37 @@ def _refuse_contradictions(given: AnsweredPrompts, output: ShownSettings, *, as_
             for flag, is_given in alone.items()
         ),
     )
+
+
+def _grammar(output: ShownSettings) -> str | None:
+    """Return the grammar that answers are to match, None without one.
+
+    Raises:
+        InvalidConstraintError: it cannot be read, or several are given.
+    """
+    given = [
+        *([output.regex] if output.regex is not None else []),
+        *([output.json_schema] if output.json_schema else []),
+        *([output.choice] if output.choice else []),
+    ]
+    if len(given) > 1:
+        raise InvalidConstraintError("give one of --regex, --json-schema and --choice")
+    if output.regex is not None:
+        return regex_grammar(output.regex)
+    if output.json_schema is not None:
+        return schema_grammar(_json_in(output.json_schema))
+    return choice_grammar(output.choice) if output.choice else None
+
+
+def _json_in(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidConstraintError(
+            f"--json-schema {path} cannot be read: {reason_of(error)}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidConstraintError(f"--json-schema {path} is no JSON: {error}") from error
 
 
 def _selected(given: AnsweredPrompts) -> list[Prompt]:

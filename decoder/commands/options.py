@@ -257,6 +257,17 @@ class AnswerSettings(OutputSettings):
         Metavar("PATTERN"),
         Field(description="The whole answer matches this regular expression."),
     ] = None
+    json_schema: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(description="The whole answer is JSON that this schema describes."),
+    ] = None
+    choice: Annotated[
+        tuple[str, ...],
+        RARE,
+        Metavar("TEXT"),
+        Field(description="The whole answer is one of these texts. Repeatable."),
+    ] = ()
     trace: Annotated[
         Path | None,
         Metavar("FILE"),

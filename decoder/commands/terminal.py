@@ -33,6 +33,7 @@ _FEW: Final = {
     Source.MODEL: "cyan",
     Source.PREDICTIONS: "red",
     Source.SIBLINGS: "bright_yellow",
+    Source.GRAMMAR: "bright_green",
 }
 """For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
 

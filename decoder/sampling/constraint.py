@@ -7,13 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.errors import InvalidConstraintError
+from decoder.sampling.forced_drafts import ForcedDrafts, Spacing, byte_tokenizer
 from decoder.sampling.verification import PassContext
 from retriever.drafter import TokenIds
 
@@ -78,7 +80,7 @@ def masked(scores: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,24 +92,35 @@ class Grammar:
     """
 
     _initial: "LLMatcher" = field(repr=False)
+    _grammar: str = field(repr=False)
+    _tokenizer: "LLTokenizer" = field(repr=False)
+    _stop_ids: tuple[int, ...] = field(repr=False)
+    _spacing: Spacing = field(repr=False, default_factory=Spacing)
+
+    @classmethod
+    def of(
+        cls, grammar: str, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()
+    ) -> "Grammar":
+        """Constrain the output to what a grammar matches.
+
+        Args:
+            grammar: of `regex_grammar`, `schema_grammar`, `choice_grammar` or `lark_grammar`.
+            tokenizer: the model's, a fast one.
+            stop_ids: tokens that end a sequence; the tokenizer's own where there are none.
+
+        Raises:
+            InvalidConstraintError: it is too large, or the tokenizer is not fast.
+        """
+        wrapped = _wrapped(tokenizer, tuple(stop_ids))
+        ends = tuple(stop_ids) or tuple(wrapped.eos_tokens)
+        return cls(_matcher(grammar, wrapped), grammar, wrapped, ends)
 
     @classmethod
     def of_regex(
         cls, pattern: str, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()
     ) -> "Grammar":
-        """Constrain the output to a regular expression, in the syntax of Rust's regex.
-
-        Args:
-            pattern: matches the whole output.
-            tokenizer: the model's, a fast one.
-            stop_ids: tokens that end a sequence; the tokenizer's own where there are none.
-
-        Raises:
-            InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
-        """
-        check_regex(pattern)
-        grammar = _library().LLMatcher.grammar_from_regex(pattern)
-        return cls(_matcher(grammar, tokenizer, stop_ids))
+        """Constrain the output to a regular expression; see `regex_grammar` and `of`."""
+        return cls.of(regex_grammar(pattern), tokenizer, stop_ids)
 
     @classmethod
     def of_json_schema(
@@ -116,14 +129,16 @@ class Grammar:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int] = (),
     ) -> "Grammar":
-        """Constrain the output to JSON that a schema describes.
+        """Constrain the output to JSON that a schema describes; see `schema_grammar` and `of`."""
+        return cls.of(schema_grammar(schema), tokenizer, stop_ids)
 
-        Raises:
-            InvalidConstraintError: it cannot be read, or llguidance is missing.
+    def drafts(self) -> ForcedDrafts:
+        """Return what it forces in one output, beginning before the first token.
+
+        How outputs are spaced is learned for all of them together.
         """
-        grammar = _library().LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        _check(grammar, "JSON schema")
-        return cls(_matcher(grammar, tokenizer, stop_ids))
+        letters = _matcher(self._grammar, byte_tokenizer())
+        return ForcedDrafts(self._initial, letters, self._tokenizer, self._stop_ids, self._spacing)
 
     def start(self) -> "LLMatcher":
         """Return the state before the first generated token."""
@@ -148,8 +163,8 @@ class Grammar:
         return torch.frombuffer(mask, dtype=torch.uint8) > 0
 
 
-def check_regex(pattern: str) -> None:
-    """Refuse a regular expression that cannot be followed, before any tokenizer is there.
+def regex_grammar(pattern: str) -> str:
+    """Return the grammar of a regular expression, in the syntax of Rust's regex.
 
     Raises:
         InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
@@ -159,8 +174,47 @@ def check_regex(pattern: str) -> None:
             "the pattern is empty, which nothing but an empty answer matches: say what an answer "
             "shall match, or ask for no pattern"
         )
-    grammar = _library().LLMatcher.grammar_from_regex(pattern)
+    grammar = str(_library().LLMatcher.grammar_from_regex(pattern))
     _check(grammar, f"pattern {pattern!r}", pattern)
+    return grammar
+
+
+def schema_grammar(schema: Any) -> str:
+    """Return the grammar of JSON that a schema describes.
+
+    Raises:
+        InvalidConstraintError: it cannot be read or followed, or llguidance is missing.
+    """
+    if not isinstance(schema, dict | bool):
+        raise InvalidConstraintError("a JSON schema is an object: this is none")
+    try:
+        grammar = str(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    except (ValueError, RecursionError) as error:
+        raise InvalidConstraintError(f"cannot follow the JSON schema: {error}") from error
+    _check(grammar, "JSON schema")
+    return grammar
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the grammar of some texts, one of which an output is.
+
+    Raises:
+        InvalidConstraintError: there is none, or one is empty, or llguidance is missing.
+    """
+    if not choices or not all(choices):
+        raise InvalidConstraintError("a choice is a text that is not empty: give at least one")
+    return lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
+
+
+def lark_grammar(grammar: str) -> str:
+    """Return a grammar that is written in llguidance's variant of Lark, checked.
+
+    Raises:
+        InvalidConstraintError: it cannot be read, or llguidance is missing.
+    """
+    checked = str(_library().LLMatcher.grammar_from_lark(grammar))
+    _check(checked, "grammar")
+    return checked
 
 
 def _check(grammar: str, name: str, pattern: str = "") -> None:
@@ -186,17 +240,27 @@ def _position(message: str, pattern: str) -> str:
     return ""
 
 
-def _matcher(
-    grammar: str, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
-) -> "LLMatcher":
+_WRAPPED: Final = WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], "LLTokenizer"]]()
+"""Vocabularies as llguidance has them, by tokenizer, its size and what ends an output: each takes a
+third of a second to make."""
+
+
+def _wrapped(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> "LLTokenizer":
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise InvalidConstraintError(
             f"constraints need a fast tokenizer, and {type(tokenizer).__name__} is none"
         )
     from llguidance.hf import from_tokenizer  # noqa: PLC0415  an optional extra
 
-    wrapped = from_tokenizer(tokenizer, eos_token=list(stop_ids) or None)
-    matcher: LLMatcher = _library().LLMatcher(wrapped, grammar, log_level=0)
+    known = _WRAPPED.setdefault(tokenizer, {})
+    key = len(tokenizer), stop_ids
+    if key not in known:
+        known[key] = from_tokenizer(tokenizer, eos_token=list(stop_ids) or None)
+    return known[key]
+
+
+def _matcher(grammar: str, tokenizer: "LLTokenizer") -> "LLMatcher":
+    matcher: LLMatcher = _library().LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
         raise InvalidConstraintError(f"cannot follow the constraint: {matcher.get_error()}")
     return matcher

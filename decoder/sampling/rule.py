@@ -19,7 +19,8 @@ from decoder.sampling.choice import (
     drawn,
     most_probable,
 )
-from decoder.sampling.constraint import Constraint
+from decoder.sampling.constraint import Constraint, Grammar
+from decoder.sampling.forced_drafts import ForcedDrafts
 from decoder.sampling.processors import PathScores, Processing, Warping
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
@@ -78,6 +79,12 @@ class ProcessedRule:
                 together=together,
             )
         return _possible(tree, logits, (path, token))
+
+    def forced(self) -> ForcedDrafts | None:
+        """Return what the constraint forces in one output; None where it cannot tell."""
+        memory = self.processing.memory
+        grammar = None if memory is None else memory.constraint
+        return grammar.drafts() if isinstance(grammar, Grammar) else None
 
     @property
     def drawing(self) -> Drawing | None:

@@ -11,7 +11,7 @@ draw that disagrees is already distributed as the residual.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from decoder.sampling.walk import Acceptance, follow
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
+
+if TYPE_CHECKING:
+    from decoder.sampling.forced_drafts import ForcedDrafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +75,15 @@ class Selection:
     rule: object
     drawing: Drawing
     points: NDArray[np.float64]
+
+
+@runtime_checkable
+class ForcingRule(Protocol):
+    """A rule under which some tokens are the only ones that may come."""
+
+    def forced(self) -> "ForcedDrafts | None":
+        """Return what is forced in one output; None where that is not known."""
+        ...
 
 
 @runtime_checkable

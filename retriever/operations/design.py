@@ -8,7 +8,11 @@ from typing import Final
 from retriever.tree import Source
 
 # Sources that are no database of a service state no colour: one of the same palette, and grey.
-_OTHERS: Final = {Source.MODEL: "#56b4e9", Source.UNSPECIFIED: "#999999"}
+_OTHERS: Final = {
+    Source.MODEL: "#56b4e9",
+    Source.GRAMMAR: "#b2df8a",
+    Source.UNSPECIFIED: "#999999",
+}
 
 
 def colours() -> dict[str, str]:

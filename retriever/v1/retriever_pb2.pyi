@@ -18,6 +18,7 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_MODEL: _ClassVar[Source]
     SOURCE_PREDICTIONS: _ClassVar[Source]
     SOURCE_SIBLINGS: _ClassVar[Source]
+    SOURCE_GRAMMAR: _ClassVar[Source]
 
 class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -54,6 +55,7 @@ SOURCE_CORPUS: Source
 SOURCE_MODEL: Source
 SOURCE_PREDICTIONS: Source
 SOURCE_SIBLINGS: Source
+SOURCE_GRAMMAR: Source
 FAIL_OPEN_REASON_UNSPECIFIED: FailOpenReason
 FAIL_OPEN_REASON_DOWN: FailOpenReason
 FAIL_OPEN_REASON_BUSY: FailOpenReason

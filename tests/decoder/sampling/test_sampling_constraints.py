@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.drafters.following import NoDrafter
 from decoder.errors import DeadEndError, InvalidConstraintError
-from decoder.sampling.constraint import ConstraintMemory, Grammar, check_regex
+from decoder.sampling.constraint import ConstraintMemory, Grammar, regex_grammar
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule, PassContext
@@ -199,5 +199,5 @@ def test_a_json_schema_holds_for_the_whole_output(byte_tokenizer: PreTrainedToke
 def test_bad_patterns_are_refused_in_one_line(pattern: str, message: str) -> None:
     pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
     with pytest.raises(InvalidConstraintError, match=message) as caught:
-        check_regex(pattern)
+        regex_grammar(pattern)
     assert "\n" not in str(caught.value)
