@@ -312,7 +312,7 @@ class Generation:
         self._random_number = number
         self._forced: ForcedDrafts | None = None
         if request.drafts and isinstance(self._accept, ForcingRule):
-            self._forced = self._accept.forced()
+            self._forced = self._accept.forced(request.options.tenant)
         self._watch = Watch(request.stop_rule, request.observer)
         self._clock = Clock(self.statistics)
         self._has_started = self._has_begun = False

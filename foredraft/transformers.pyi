@@ -2,3 +2,10 @@ from decoder.engines.transformers.custom_generate import (
     Foredraft as Foredraft,
     foredraft_generate as foredraft_generate,
 )
+from decoder.sampling.constraint import (
+    Grammar as Grammar,
+    GrammarProcessor as GrammarProcessor,
+    choice_grammar as choice_grammar,
+    regex_grammar as regex_grammar,
+    schema_grammar as schema_grammar,
+)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.errors import InvalidConstraintError
 from decoder.sampling.forced_drafts import ForcedDrafts, Spacing, byte_tokenizer
@@ -20,6 +20,9 @@ from decoder.sampling.verification import PassContext
 from retriever.drafter import TokenIds
 
 State = TypeVar("State")
+
+_MOST_TENANTS: Final = 64
+"""Tenants of which a grammar keeps how their outputs are spaced."""
 
 
 class Constraint(Protocol[State]):
@@ -95,7 +98,7 @@ class Grammar:
     _grammar: str = field(repr=False)
     _tokenizer: "LLTokenizer" = field(repr=False)
     _stop_ids: tuple[int, ...] = field(repr=False)
-    _spacing: Spacing = field(repr=False, default_factory=Spacing)
+    _spacings: dict[str, Spacing] = field(repr=False, default_factory=dict)
 
     @classmethod
     def of(
@@ -132,13 +135,19 @@ class Grammar:
         """Constrain the output to JSON that a schema describes; see `schema_grammar` and `of`."""
         return cls.of(schema_grammar(schema), tokenizer, stop_ids)
 
-    def drafts(self) -> ForcedDrafts:
+    def drafts(self, tenant: str = "") -> ForcedDrafts:
         """Return what it forces in one output, beginning before the first token.
 
-        How outputs are spaced is learned for all of them together.
+        How outputs are spaced is learned for all of a tenant's together.
+
+        Raises:
+            InvalidConstraintError: it is too large over single bytes.
         """
         letters = _matcher(self._grammar, byte_tokenizer())
-        return ForcedDrafts(self._initial, letters, self._tokenizer, self._stop_ids, self._spacing)
+        if tenant not in self._spacings and len(self._spacings) >= _MOST_TENANTS:
+            del self._spacings[next(iter(self._spacings))]
+        spacing = self._spacings.setdefault(tenant, Spacing())
+        return ForcedDrafts(self._initial, letters, self._tokenizer, self._stop_ids, spacing)
 
     def start(self) -> "LLMatcher":
         """Return the state before the first generated token."""
@@ -161,6 +170,48 @@ class Grammar:
             return torch.zeros(1, dtype=torch.bool)
         mask = bytearray(state.compute_logit_bias())
         return torch.frombuffer(mask, dtype=torch.uint8) > 0
+
+
+class GrammarProcessor(LogitsProcessor):
+    """A grammar for one call of `model.generate`, with drafts or without.
+
+    `model.generate(…, logits_processor=[GrammarProcessor(grammar)])` masks what is forbidden; with
+    `custom_generate=foredraft` what is forced is drafted, too, and the output is the same. The
+    grammar begins behind the prompt of the call.
+
+    Args:
+        grammar: of the model's tokenizer.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._length = 0
+        self._num_prompt = 0
+        self._memories: list[ConstraintMemory[LLMatcher]] = []
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "GrammarProcessor":
+        return GrammarProcessor(self.grammar)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for the tokens that are not allowed.
+
+        Args:
+            input_ids: int64[rows, n].
+            scores: float32[rows, vocabulary].
+        """
+        rows, length = input_ids.shape
+        if length != self._length + 1 or rows != len(self._memories):
+            self._num_prompt = length
+            self._memories = [ConstraintMemory(self.grammar) for _ in range(rows)]
+        self._length = length
+        tokens = input_ids.to("cpu", torch.int32).numpy()
+        processed = []
+        for row, memory in enumerate(self._memories):
+            state = memory.state(PassContext(row, tokens[row], self._num_prompt))
+            own = scores[row : row + 1]
+            is_over = state.is_stopped() or state.is_error()  # and others of the batch are not
+            processed.append(own if is_over else masked(own, self.grammar.allowed(state)))
+        return torch.cat(processed)
 
 
 def regex_grammar(pattern: str) -> str:

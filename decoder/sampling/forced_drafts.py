@@ -204,7 +204,9 @@ class ForcedDrafts:
         """
         self._go_on(generated)
         self._chains = []
-        if self._tokens.is_stopped() or self._tokens.is_error():
+        if self._tokens.is_error() or self._letters.is_error():
+            return tree.prefix(max_nodes)  # a limit of the library: nothing is known
+        if self._tokens.is_stopped():
             return DraftTree.empty()
         nodes = _Nodes(tree)
         self._walk(nodes)
@@ -317,7 +319,9 @@ class ForcedDrafts:
                     break
                 if is_guess:
                     guessed_from = min(guessed_from, len(text))
-            if self._letters.consume_tokens(list(forced)) is False:
+            num_taken = self._letters.try_consume_tokens(list(forced))
+            if num_taken < len(forced):  # whitespace that may not come
+                self._back(self._letters, num_taken)
                 break
             place.read(forced)
             text += forced

@@ -235,6 +235,11 @@ class Processing:
         return self.is_blind and not self._processors
 
     @property
+    def callers(self) -> Sequence[LogitsProcessor]:
+        """The caller's processors."""
+        return self._processors
+
+    @property
     def all_processors(self) -> list[LogitsProcessor]:
         """All processors, in order; the constraint is none of them."""
         return [

@@ -3,13 +3,13 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from decoder.errors import DeadEndError, InvalidLogitsError
+from decoder.errors import DeadEndError, InvalidConstraintError, InvalidLogitsError
 from decoder.sampling.choice import (
     NOTHING,
     Chooser,
@@ -19,7 +19,7 @@ from decoder.sampling.choice import (
     drawn,
     most_probable,
 )
-from decoder.sampling.constraint import Constraint, Grammar
+from decoder.sampling.constraint import Constraint, Grammar, GrammarProcessor
 from decoder.sampling.forced_drafts import ForcedDrafts
 from decoder.sampling.processors import PathScores, Processing, Warping
 from decoder.sampling.sampling_settings import SamplingSettings
@@ -80,11 +80,17 @@ class ProcessedRule:
             )
         return _possible(tree, logits, (path, token))
 
-    def forced(self) -> ForcedDrafts | None:
+    def forced(self, tenant: str) -> ForcedDrafts | None:
         """Return what the constraint forces in one output; None where it cannot tell."""
         memory = self.processing.memory
-        grammar = None if memory is None else memory.constraint
-        return grammar.drafts() if isinstance(grammar, Grammar) else None
+        callers = (each.grammar for each in self.processing.callers if _is_grammar(each))
+        grammar = next(callers, None) if memory is None else memory.constraint
+        if not isinstance(grammar, Grammar):
+            return None
+        try:
+            return grammar.drafts(tenant)
+        except InvalidConstraintError:  # what is too large over bytes is masked all the same
+            return None
 
     @property
     def drawing(self) -> Drawing | None:
@@ -156,6 +162,10 @@ def accept_rule(
         return accept_greedy
     seed = secrets.randbits(64) if settings.seed is None else settings.seed
     return ProcessedRule(settings, processing, seed)
+
+
+def _is_grammar(processor: LogitsProcessor) -> TypeGuard[GrammarProcessor]:
+    return isinstance(processor, GrammarProcessor)
 
 
 def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> Acceptance:

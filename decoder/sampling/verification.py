@@ -81,8 +81,8 @@ class Selection:
 class ForcingRule(Protocol):
     """A rule under which some tokens are the only ones that may come."""
 
-    def forced(self) -> "ForcedDrafts | None":
-        """Return what is forced in one output; None where that is not known."""
+    def forced(self, tenant: str) -> "ForcedDrafts | None":
+        """Return what is forced in one output of a tenant; None where that is not known."""
         ...
 
 

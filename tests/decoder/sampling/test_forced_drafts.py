@@ -12,11 +12,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoder.budget.budget import FixedBudget
-from decoder.sampling.constraint import Grammar, choice_grammar, regex_grammar
+from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.sampling.constraint import Grammar, GrammarProcessor, choice_grammar, regex_grammar
 from decoder.sampling.forced_drafts import ForcedDrafts
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import PassContext
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import SIZES, ScriptedDrafter, decoded, decoder_with
 from tests.oracles.exactness.trials import chi_square, survival
@@ -210,7 +212,7 @@ def test_drawn_outputs_are_distributed_as_masked_ones(
     for trial in range(trials):
         rule = accept_rule(SamplingSettings(1.0, seed=trial, coupled=False), (), grammar)
         assert isinstance(rule, ProcessedRule)
-        forced, output = rule.forced(), list[int]()
+        forced, output = rule.forced(""), list[int]()
         assert forced is not None
         while not output or output[-1] != END:
             generated = np.array(output, np.int32)
@@ -243,3 +245,35 @@ def test_wrong_drafts_in_their_place_change_nothing(
     wrong, _ = both(grammar, SamplingSettings(0.0), 2)
     assert right == plain == wrong
     assert plain in wanted
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_generate_gives_the_same_with_drafts_in_fewer_passes(
+    byte_tokenizer: PreTrainedTokenizerBase, num_rows: int
+) -> None:
+    model: Any = tiny_model(1)
+    grammar = Grammar.of_json_schema(TOOL, byte_tokenizer, (END,))
+    prompts = torch.tensor([[5 + row, 6, 9 + row] for row in range(num_rows)])
+    foredraft = Foredraft(model, EmbeddedDrafter(), budget=FixedBudget(24))
+    asked: dict[str, Any] = {
+        "max_new_tokens": 90,
+        "do_sample": False,
+        "eos_token_id": END,
+        "pad_token_id": END,
+    }
+    for _ in range(2):
+        processors = [GrammarProcessor(grammar)]
+        plain = model.generate(prompts, logits_processor=processors, **asked)
+        drafted = model.generate(
+            prompts,
+            logits_processor=[GrammarProcessor(grammar)],
+            custom_generate=foredraft,
+            **asked,
+        )
+        assert drafted.tolist() == plain.tolist()
+    for row in plain.tolist():
+        text = str(byte_tokenizer.decode([token for token in row[3:] if token != END]))
+        assert '"get_weather"' in text
+    statistics = foredraft.statistics
+    assert statistics.accepted[Source.GRAMMAR] > 40
+    assert statistics.num_passes < statistics.num_tokens / 2
