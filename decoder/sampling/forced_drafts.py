@@ -32,6 +32,12 @@ _RECENT: Final = 6
 _MOST_LEAVES: Final = 2
 """Leaves of a tree behind which forced strings are looked for."""
 
+_MOST_WAYS: Final = 4
+"""Of a choice that is drafted: enumerations, booleans, and keys that may be left out."""
+
+_CHOICE_BYTES: Final = 24
+"""Before a choice, by which it is known again: some of a key, and marks."""
+
 _MOST_CUTS: Final = 4096
 """Strings whose tokens are kept: less than a megabyte."""
 
@@ -77,12 +83,14 @@ class Spacing:
     Attributes:
         known: whitespace by the byte before, the byte after, and the depth of brackets; and by the
             bytes alone, at the depth -1.
+        choices: which of a few ways were gone, by the bytes before.
         indent: of a level, where elements stand in lines of their own; else empty.
         cuts: tokens of forced strings, by the tokens before and the string, as cutting takes time.
         trust: how often forced tokens of a kind came, and how often they did not.
     """
 
     known: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+    choices: dict[bytes, dict[bytes, float]] = field(default_factory=dict)
     indent: bytes = b""
     cuts: dict[tuple[int | bytes, ...], list[int]] = field(default_factory=dict)
     trust: dict[_Kind, list[float]] = field(default_factory=dict)
@@ -104,6 +112,19 @@ class Spacing:
         if before in _OPENING and after not in b"}]":
             inner = whitespace.removeprefix(b"\n")
             self.indent = inner[: len(inner) // max(depth, 1)] if inner != whitespace else b""
+
+    def shares(self, before: bytes, ways: Sequence[bytes]) -> list[float]:
+        """Return how likely each of a few ways is, by how often they were gone before."""
+        known = self.choices.get(before, {})
+        counts = [known.get(way.strip(), 0.0) + 1 / len(ways) for way in ways]
+        return [count / sum(counts) for count in counts]
+
+    def choose(self, before: bytes, way: bytes, *, came: bool) -> None:
+        """Note which of a few ways was gone."""
+        if len(self.choices) >= _MOST_CUTS:
+            self.choices.clear()
+        known = self.choices.setdefault(before, {})
+        known[way.strip()] = known.get(way.strip(), 0.0) * 0.9 + came
 
     def probability(self, kind: _Kind) -> float:
         """Return how likely a forced token of a kind is, given those before it."""
@@ -166,6 +187,25 @@ class _Chain(NamedTuple):
     path: tuple[int, ...]
     tokens: list[int]
     kinds: list[_Kind]
+    choice: "_Choice | None"
+    chosen_at: int | None
+
+
+class _Forced(NamedTuple):
+    """A forced string: its bytes, how many of them stand before a guess, and whether it ends it."""
+
+    text: bytes
+    guessed_from: int
+    ends: bool
+
+
+class _Choice(NamedTuple):
+    """One of a few ways: what stands before the choice, the way, where in a string, its share."""
+
+    before: bytes
+    way: bytes
+    begin: int
+    share: float
 
 
 class ForcedDrafts:
@@ -218,12 +258,15 @@ class ForcedDrafts:
         Args:
             came: the tokens that were committed since.
         """
-        for path, tokens, kinds in self._chains:
+        for path, tokens, kinds, choice, chosen_at in self._chains:
             behind = came[len(path) :]
             if tuple(came[: len(path)]) != path:
                 continue
-            for token, kind, actual in zip(tokens, kinds, behind, strict=False):
-                self._spacing.count(kind, came=token == actual)
+            for place, (token, kind, actual) in enumerate(zip(tokens, kinds, behind, strict=False)):
+                if choice is not None and place == chosen_at:
+                    self._spacing.choose(choice.before, choice.way, came=token == actual)
+                elif choice is None or place > (chosen_at or 0):
+                    self._spacing.count(kind, came=token == actual)
                 if token != actual:
                     break
         self._chains = []
@@ -282,30 +325,85 @@ class ForcedDrafts:
             state.rollback(number)
 
     def _force(self, nodes: "_Nodes", node: int, path: tuple[int, ...]) -> None:
-        """Add the forced string behind a node, as the tokenizer cuts it."""
+        """Add the forced string behind a node, and where it ends in a choice, each of its ways."""
         place = self._place
         if path:
             place = place.copy()
             place.read(self._tokenizer.decode_bytes(list(path)))
-        text, guessed_from, ends = self._forced_bytes(place)
-        recent = [*self._known[-_RECENT:], *path][-_RECENT:]
-        tokens = self._cut(recent, text) if text else []
-        if not tokens and not ends:
+        string = self._forced_bytes(place)
+        if string.text or string.ends:
+            self._add(nodes, node, path, string)
+        if node != ROOT or string.ends or len(string.text) >= _MOST_BYTES:
             return
-        kinds, num_bytes = [], 0
+        self._letters.consume_tokens(list(string.text))
+        place = place.copy()
+        place.read(string.text)
+        ways = self._ways(place)
+        before = self._tokenizer.decode_bytes([*self._known[-_RECENT:], *path]) + string.text
+        shares = self._spacing.shares(before[-_CHOICE_BYTES:], ways) if ways else []
+        for way, share in zip(ways, shares, strict=True):
+            num_taken = self._letters.try_consume_tokens(list(way))
+            if num_taken == len(way):
+                behind = place.copy()
+                behind.read(way)
+                further = self._forced_bytes(behind)
+                choice = _Choice(before[-_CHOICE_BYTES:], way, len(string.text), share)
+                whole = string.text + way + further.text
+                guessed = min(string.guessed_from, len(string.text + way) + further.guessed_from)
+                self._add(nodes, node, path, _Forced(whole, guessed, further.ends), choice)
+            self._back(self._letters, num_taken)
+        self._back(self._letters, len(string.text))
+
+    def _add(
+        self,
+        nodes: "_Nodes",
+        node: int,
+        path: tuple[int, ...],
+        string: "_Forced",
+        choice: "_Choice | None" = None,
+    ) -> None:
+        """Add a string behind a node, as the tokenizer cuts it."""
+        recent = [*self._known[-_RECENT:], *path][-_RECENT:]
+        tokens = self._cut(recent, string.text) if string.text else []
+        kinds, shares, num_bytes, chosen_at = list[_Kind](), list[float](), 0, None
         for number, token in enumerate(tokens, 1):
             num_bytes += len(self._tokenizer.decode_bytes([token]))
-            is_last = number == len(tokens) and not ends
-            kinds.append(_Kind(num_bytes > guessed_from, is_last))
-        if ends and self._end is not None:
+            is_last = number == len(tokens) and not string.ends
+            kinds.append(_Kind(num_bytes > string.guessed_from, is_last))
+            shares.append(self._spacing.probability(kinds[-1]))
+            if choice is not None and chosen_at is None and num_bytes > choice.begin:
+                chosen_at = number - 1
+                shares[-1] *= choice.share
+        if string.ends and self._end is not None:
             tokens = [*tokens, self._end]
             kinds.append(_Kind(is_guessed=False, is_last=False))
-        chain = _Chain(path, tokens, kinds)
-        self._chains.append(chain)
-        nodes.add(node, tokens, [self._spacing.probability(kind) for kind in kinds])
+            shares.append(self._spacing.probability(kinds[-1]))
+        self._chains.append(_Chain(path, tokens, kinds, choice, chosen_at))
+        nodes.add(node, tokens, shares, chosen_at)
 
-    def _forced_bytes(self, place: _Place) -> tuple[bytes, int, bool]:
-        """Return the bytes that come, how many of them before a guess, and whether they end it."""
+    def _ways(self, place: _Place) -> list[bytes]:
+        """Return the ways that an output may go on, if they are but a few, spaced as expected."""
+        allowed = bytearray(self._letters.compute_logit_bias())
+        may_end, may_space = bool(allowed[_END]), any(allowed[byte] for byte in _WHITESPACE)
+        for byte in (*_WHITESPACE, _END):
+            allowed[byte] = 0
+        number = len(allowed) - allowed.count(0)
+        is_free = place.in_string and may_space
+        if may_end or is_free or not 1 < number <= _MOST_WAYS:
+            return []
+        found = [byte for byte in range(256) if allowed[byte]]
+        return [self._space(place, byte, may_space=may_space) + bytes([byte]) for byte in found]
+
+    def _space(self, place: _Place, byte: int, *, may_space: bool) -> bytes:
+        """Return the whitespace that is to be expected before a byte."""
+        if not may_space or place.in_string:
+            return b""
+        expected = self._spacing.between(place.last, byte, place.depth)
+        come = place.whitespace  # of which a part stands there already
+        return expected[len(come) :] if expected.startswith(come) else b""
+
+    def _forced_bytes(self, place: _Place) -> "_Forced":
+        """Return the bytes that come."""
         place = place.copy()
         text, guessed_from, ends = bytearray(), _MOST_BYTES * 2, False
         while len(text) < _MOST_BYTES:
@@ -327,7 +425,7 @@ class ForcedDrafts:
             text += forced
         if text:
             self._letters.rollback(len(text))
-        return bytes(text), guessed_from, ends
+        return _Forced(bytes(text), guessed_from, ends)
 
     def _next(self, place: _Place) -> tuple[bytes, bool, bool]:
         """Return the byte that comes, if it is but one, with whitespace before it.
@@ -347,12 +445,8 @@ class ForcedDrafts:
         if num_others != 1 or may_end:
             return b"", False, False
         byte = len(allowed) - len(bytes(allowed).lstrip(b"\0"))
-        if not may_space or place.in_string:
-            return bytes([byte]), False, False
-        expected = self._spacing.between(place.last, byte, place.depth)
-        come = place.whitespace  # of which a part stands there already
-        space = expected[len(come) :] if expected.startswith(come) else b""
-        return space + bytes([byte]), True, False
+        space = self._space(place, byte, may_space=may_space)
+        return space + bytes([byte]), may_space and not place.in_string, False
 
     def _cut(self, recent: Sequence[int], text: bytes) -> list[int]:
         """Return the tokens of a string behind others; by itself where it would cut them anew."""
@@ -413,12 +507,22 @@ class _Nodes:
             node = self.parents[node]
         return path[::-1]
 
-    def add(self, node: int, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
-        """Add a chain behind a node; what stands there already gets its probability, if higher."""
+    def add(
+        self,
+        node: int,
+        tokens: Sequence[int],
+        probabilities: Sequence[float],
+        chosen_at: int | None = None,
+    ) -> None:
+        """Add a chain behind a node; what stands there already gets its probability, if higher.
+
+        Beside what is nearly certain others are nearly impossible. Not so beside a choice: there
+        its ways share what retrieved nodes leave.
+        """
         probability = 1.0 if node == ROOT else self.probabilities[node]
-        for token, share in zip(tokens, probabilities, strict=True):
-            probability *= share
+        for place, (token, share) in enumerate(zip(tokens, probabilities, strict=True)):
             children = self._children.setdefault(node, [])
+            probability *= share * (1 - self._mass(node) if place == chosen_at else 1)
             known = next((each for each in children if self.tokens[each] == token), None)
             if known is None:
                 known = len(self.tokens)
@@ -430,11 +534,17 @@ class _Nodes:
                 children.append(known)
             elif probability > self.probabilities[known]:
                 self._raise(known, probability)
-            for other in children:
-                if other != known:  # of what is nearly certain the others are nearly impossible
+            for other in children if place != chosen_at else ():
+                if other != known:
                     self._raise(other, self.probabilities[other] * (1 - share))
             node = known
             probability = self.probabilities[node]
+
+    def _mass(self, node: int) -> float:
+        """Return how likely one of the retrieved nodes behind a node is, given that one."""
+        own = 1.0 if node == ROOT else self.probabilities[node]
+        retrieved = [each for each in self._children.get(node, ()) if each < self._drafted]
+        return min(sum(self.probabilities[each] for each in retrieved) / max(own, 1e-9), 1.0)
 
     def _raise(self, node: int, probability: float) -> None:
         """Give a node another probability, and those behind it their shares of that."""
