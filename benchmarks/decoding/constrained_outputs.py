@@ -1,6 +1,6 @@
 """Tokens per step of constrained outputs, with what the grammar forces and without.
 
-    python -m benchmarks.decoding.forced_drafts --output forced.json
+    python -m benchmarks.decoding.constrained_outputs --output forced.json
 
 No model is run: written outputs are replayed under their grammar. Without a corpus, drafts come
 from the prompt and, warm, from three earlier outputs; beside them stands what llguidance forces by
