@@ -205,6 +205,8 @@ class Replay:
             output = np.array([*ids, self._stop], np.int32)
             drafter.open("one", prompt)
             forced, done, sent, count, spent_s = grammar.drafts(), 0, 0, 0, 0.0
+            if forced is None:
+                raise ValueError(f"{case.name} is too large over bytes")
             while done < len(output):
                 asked = DraftRequest(
                     "one",

@@ -5,10 +5,11 @@ llguidance, an optional extra, makes them from regular expressions and JSON sche
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ class Grammar:
     """
 
     _initial: "LLMatcher" = field(repr=False)
-    _grammar: str = field(repr=False)
+    _letters: "LLMatcher | None" = field(repr=False)
     _tokenizer: "LLTokenizer" = field(repr=False)
     _stop_ids: tuple[int, ...] = field(repr=False)
     _spacings: dict[str, Spacing] = field(repr=False, default_factory=dict)
@@ -116,7 +117,11 @@ class Grammar:
         """
         wrapped = _wrapped(tokenizer, tuple(stop_ids))
         ends = tuple(stop_ids) or tuple(wrapped.eos_tokens)
-        return cls(_matcher(grammar, wrapped), grammar, wrapped, ends)
+        _library()
+        letters: LLMatcher | None = None
+        with suppress(InvalidConstraintError):  # too large over bytes, it is masked all the same
+            letters = _matcher(grammar, byte_tokenizer())
+        return cls(_matcher(grammar, wrapped), letters, wrapped, ends)
 
     @classmethod
     def of_regex(
@@ -135,15 +140,14 @@ class Grammar:
         """Constrain the output to JSON that a schema describes; see `schema_grammar` and `of`."""
         return cls.of(schema_grammar(schema), tokenizer, stop_ids)
 
-    def drafts(self, tenant: str = "") -> ForcedDrafts:
-        """Return what it forces in one output, beginning before the first token.
+    def drafts(self, tenant: str = "") -> ForcedDrafts | None:
+        """Return what it forces in one output, beginning before the first token; None if unknown.
 
         How outputs are spaced is learned for all of a tenant's together.
-
-        Raises:
-            InvalidConstraintError: it is too large over single bytes.
         """
-        letters = _matcher(self._grammar, byte_tokenizer())
+        letters = self._letters
+        if letters is None:
+            return None
         if tenant not in self._spacings and len(self._spacings) >= _MOST_TENANTS:
             del self._spacings[next(iter(self._spacings))]
         spacing = self._spacings.setdefault(tenant, Spacing())
@@ -291,9 +295,14 @@ def _position(message: str, pattern: str) -> str:
     return ""
 
 
-_WRAPPED: Final = WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], "LLTokenizer"]]()
-"""Vocabularies as llguidance has them, by tokenizer, its size and what ends an output: each takes a
-third of a second to make."""
+@lru_cache(4)  # it holds the tokenizer, which so cannot be a weak key
+def _vocabulary(
+    tokenizer: PreTrainedTokenizerFast, _size: int, stop_ids: tuple[int, ...]
+) -> "LLTokenizer":
+    """Return a vocabulary as llguidance has it, which takes a third of a second to make."""
+    from llguidance.hf import from_tokenizer  # noqa: PLC0415  an optional extra
+
+    return from_tokenizer(tokenizer, eos_token=list(stop_ids) or None)
 
 
 def _wrapped(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> "LLTokenizer":
@@ -301,13 +310,7 @@ def _wrapped(tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> "
         raise InvalidConstraintError(
             f"constraints need a fast tokenizer, and {type(tokenizer).__name__} is none"
         )
-    from llguidance.hf import from_tokenizer  # noqa: PLC0415  an optional extra
-
-    known = _WRAPPED.setdefault(tokenizer, {})
-    key = len(tokenizer), stop_ids
-    if key not in known:
-        known[key] = from_tokenizer(tokenizer, eos_token=list(stop_ids) or None)
-    return known[key]
+    return _vocabulary(tokenizer, len(tokenizer), stop_ids)
 
 
 def _matcher(grammar: str, tokenizer: "LLTokenizer") -> "LLMatcher":

@@ -38,8 +38,8 @@ _MOST_WAYS: Final = 4
 _CHOICE_BYTES: Final = 24
 """Before a choice, by which it is known again: some of a key, and marks."""
 
-_MOST_CUTS: Final = 4096
-"""Strings whose tokens are kept: less than a megabyte."""
+_MOST_CUTS: Final = 1024
+"""Strings whose tokens are kept for a tenant: less than half a megabyte."""
 
 _OPENING: Final = b"{[,"
 """Behind which an element begins."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from decoder.errors import DeadEndError, InvalidConstraintError, InvalidLogitsError
+from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.choice import (
     NOTHING,
     Chooser,
@@ -85,12 +85,7 @@ class ProcessedRule:
         memory = self.processing.memory
         callers = (each.grammar for each in self.processing.callers if _is_grammar(each))
         grammar = next(callers, None) if memory is None else memory.constraint
-        if not isinstance(grammar, Grammar):
-            return None
-        try:
-            return grammar.drafts(tenant)
-        except InvalidConstraintError:  # what is too large over bytes is masked all the same
-            return None
+        return grammar.drafts(tenant) if isinstance(grammar, Grammar) else None
 
     @property
     def drawing(self) -> Drawing | None:

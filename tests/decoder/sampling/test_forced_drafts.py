@@ -47,6 +47,12 @@ CALL = {"name": "get_weather", "arguments": {"place": "Rome", "unit": "celsius"}
 END = 0
 
 
+def drafts_of(grammar: Grammar) -> ForcedDrafts:
+    forced = grammar.drafts()
+    assert forced is not None
+    return forced
+
+
 def steps(
     forced: ForcedDrafts, ids: Sequence[int], tree: DraftTree | None = None, nodes: int = 32
 ) -> int:
@@ -76,7 +82,7 @@ def test_what_a_schema_forces_takes_no_passes_however_it_is_spaced(
 ) -> None:
     grammar = Grammar.of_json_schema(TOOL, byte_tokenizer, (END,))
     ids = written(byte_tokenizer, CALL, **style)
-    first, second = steps(grammar.drafts(), ids), steps(grammar.drafts(), ids)
+    first, second = steps(drafts_of(grammar), ids), steps(drafts_of(grammar), ids)
     # Of bytes: the place has five, and an enumeration is told apart by one.
     assert second <= 8
     assert second <= first <= second + 8
@@ -94,12 +100,12 @@ def test_forbidden_nodes_leave_a_tree_and_the_end_is_drafted(
         [0.5, 0.4, 0.3, 0.2, 0.2, 0.1],
         [1] * 6,
     )
-    drafted = grammar.drafts().improved(tree, np.empty(0, np.int32), 9)
+    drafted = drafts_of(grammar).improved(tree, np.empty(0, np.int32), 9)
     found = {tuple(drafted.token_ids[drafted.path_to(n)].tolist()) for n in range(len(drafted))}
     assert found == {(a,), (a, b), (a, b, END), (c,), (c, b), (c, b, END)}
     added = {Source(s) for t, s in zip(drafted.token_ids, drafted.sources, strict=True) if t == b}
     assert added == {Source.GRAMMAR}
-    over = grammar.drafts().improved(tree, np.array([a, b, END], np.int32), 9)
+    over = drafts_of(grammar).improved(tree, np.array([a, b, END], np.int32), 9)
     assert len(over) == 0
 
 
@@ -108,9 +114,9 @@ def test_an_output_that_was_cut_and_goes_on_is_followed_anew(
 ) -> None:
     grammar = Grammar.of_json_schema(TOOL, byte_tokenizer, (END,))
     ids = np.array(written(byte_tokenizer, CALL), np.int32)
-    forced = grammar.drafts()
+    forced = drafts_of(grammar)
     for length in (20, 3, 30, 0, 12):
-        fresh = grammar.drafts().improved(DraftTree.empty(), ids[:length], 16)
+        fresh = drafts_of(grammar).improved(DraftTree.empty(), ids[:length], 16)
         again = forced.improved(DraftTree.empty(), ids[:length], 16)
         assert again.token_ids.tolist() == fresh.token_ids.tolist()
 
