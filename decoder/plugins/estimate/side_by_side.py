@@ -2,11 +2,14 @@
 
 import os
 import pickle
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Final, Self
 
 from decoder.plugins.estimate.projection import ProjectedOutcome, Replay, replayed
@@ -71,13 +74,16 @@ class _Helpers:
                 self._given[number] = pickle.dumps((log, replay))
             except (AttributeError, TypeError, pickle.PicklingError):
                 continue  # a rule of the user's own that only this process can have
-        self._pool = ProcessPoolExecutor(self._most, get_context("spawn"))
+        context = get_context("spawn")
+        theirs, self._ours = context.Pipe(duplex=False)
+        self._pool = ProcessPoolExecutor(self._most, context, _prepare, (theirs,))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
+            self._ours.close()  # whatever they are doing, they end
             self._pool.shutdown(cancel_futures=True)
 
     def take(self, waiting: "deque[int]") -> None:
@@ -86,7 +92,12 @@ class _Helpers:
             if self._pool is None or len(self.running) >= self._most or len(waiting) < 2:  # noqa: PLR2004
                 return
             waiting.remove(number)
-            self.running[self._pool.submit(_helped, self._given[number])] = number
+            # Ctrl-C must not reach a process that this starts: it ends with this one.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self.running[self._pool.submit(_helped, self._given[number])] = number
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def done(self, *, is_awaited: bool) -> list[tuple[int, ProjectedOutcome | None]]:
         """Return the outcomes that are there, of at least one replay where they are awaited.
@@ -103,6 +114,16 @@ class _Helpers:
                 self._pool, self._given = None, {}
                 found.append((number, None))
         return found
+
+
+def _prepare(lifeline: Connection) -> None:
+    """End this process when the one that started it is gone, or done."""
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+
+
+def _end_with(lifeline: Connection) -> None:
+    lifeline.poll(None)
+    os._exit(1)
 
 
 def _helped(given: bytes) -> ProjectedOutcome:
