@@ -43,15 +43,7 @@ SAMPLE = {
     "cpmant": "plain",
     "reformer": "plain",  # reads several sequences in chunks only
 }
-FEW = (
-    "roberta",
-    "gemma3n_text",
-    "moshi",
-    "deepseek_v32",
-    "gpt_neo",
-    "bamba",
-    "reformer",
-)
+FEW = ("roberta", "moshi", "deepseek_v32", "bamba")
 """Each special in another way; what is most common is the model of all other tests."""
 
 

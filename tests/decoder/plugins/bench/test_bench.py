@@ -53,7 +53,8 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import tree_of
 from tests.decoder.plugins.bench.wrong_answers import flipping
 
-pytestmark = pytest.mark.usefixtures("costs_of_earlier_tests")
+# The command in `test_bench_command` goes through all of it by default.
+pytestmark = [pytest.mark.bench, pytest.mark.usefixtures("costs_of_earlier_tests")]
 
 TEXTS = ["abc", "one two one two", "x", "ab ab ab ab", "zzz", "so it goes so it goes", "q", "abc d"]
 PROMPTS = [Prompt("a", text) for text in TEXTS]

@@ -34,6 +34,8 @@ PROMPTS = ["abc abc abc", "one two one two one", "b"]
 LIBRARY = (PLAIN, PROMPT_LOOKUP)
 NEW_TOKENS = 10
 
+pytestmark = pytest.mark.bench
+
 
 @pytest.fixture(scope="module")
 def drafts(

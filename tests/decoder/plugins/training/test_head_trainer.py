@@ -35,6 +35,8 @@ from tests.decoder.plugins.training.teaching import (
 from tests.decoder.rounding import OPERATIONS_OF_A_LAYER, Rounding
 
 DEPTHS = 4
+
+pytestmark = pytest.mark.training
 CPU = torch.device("cpu")
 LENGTHS = [(3, 6), (5, 4), (1, 12), (7, 1), (2, 2)]
 ROUNDING = Rounding(torch.float32, FEATURES, OPERATIONS_OF_A_LAYER * DEPTHS + 1)
