@@ -383,16 +383,19 @@ class ForcedDrafts:
 
     def _ways(self, place: _Place) -> list[bytes]:
         """Return the ways that an output may go on, if they are but a few, spaced as expected."""
-        allowed = bytearray(self._letters.compute_logit_bias())
-        may_end, may_space = bool(allowed[_END]), any(allowed[byte] for byte in _WHITESPACE)
-        for byte in (*_WHITESPACE, _END):
-            allowed[byte] = 0
-        number = len(allowed) - allowed.count(0)
+        found, may_end, may_space = self._coming()
         is_free = place.in_string and may_space
-        if may_end or is_free or not 1 < number <= _MOST_WAYS:
+        if may_end or is_free or not 1 < len(found) <= _MOST_WAYS:
             return []
-        found = [byte for byte in range(256) if allowed[byte]]
         return [self._space(place, byte, may_space=may_space) + bytes([byte]) for byte in found]
+
+    def _coming(self) -> tuple[bytes, bool, bool]:
+        """Return the bytes that may come but for whitespace, and whether an end and that may."""
+        allowed = np.flatnonzero(np.frombuffer(self._letters.compute_logit_bias(), np.uint8))
+        found = allowed.tolist()
+        may_end = found[-1:] == [_END]
+        others = bytes(byte for byte in found if byte != _END and byte not in _WHITESPACE)
+        return others, may_end, len(found) - may_end > len(others)
 
     def _space(self, place: _Place, byte: int, *, may_space: bool) -> bytes:
         """Return the whitespace that is to be expected before a byte."""
@@ -433,20 +436,11 @@ class ForcedDrafts:
         Returns:
             The bytes, whether the whitespace is a guess, and whether only the end may come.
         """
-        allowed = bytearray(self._letters.compute_logit_bias())
-        may_end, may_space = bool(allowed[_END]), False
-        allowed[_END] = 0
-        for byte in _WHITESPACE:
-            may_space = may_space or bool(allowed[byte])
-            allowed[byte] = 0
-        num_others = len(allowed) - allowed.count(0)
-        if num_others == 0 and may_end:
-            return b"", False, True
-        if num_others != 1 or may_end:
-            return b"", False, False
-        byte = len(allowed) - len(bytes(allowed).lstrip(b"\0"))
-        space = self._space(place, byte, may_space=may_space)
-        return space + bytes([byte]), may_space and not place.in_string, False
+        found, may_end, may_space = self._coming()
+        if len(found) != 1 or may_end:
+            return b"", False, may_end and not found
+        space = self._space(place, found[0], may_space=may_space)
+        return space + found, may_space and not place.in_string, False
 
     def _cut(self, recent: Sequence[int], text: bytes) -> list[int]:
         """Return the tokens of a string behind others; by itself where it would cut them anew."""

@@ -19,7 +19,7 @@ class FileForm(StrEnum):
     SUBTITLES = "subtitles"
     MAIL = "mail"
     LINES = "JSON lines"
-    PROMPTS = "lines of text or JSON"
+    TEXT_LINES = "lines of text or JSON"
     JSON = "JSON"
     CSV = "CSV"
     PARQUET = "Parquet"

@@ -79,7 +79,7 @@ def pieces_of(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
             return cut_table(file, options)
         if file.format.form == FileForm.CSV:
             _check_columns(file, options)
-        if file.format.form in {FileForm.LINES, FileForm.PROMPTS}:
+        if file.format.form in {FileForm.LINES, FileForm.TEXT_LINES}:
             return _cut_lines(file, options)
         return [SourcePiece(file, file.num_bytes)]
 
@@ -173,7 +173,7 @@ def _line_records(
     file = piece.file
     otherwise = f"or {_OTHERWISE.get(file.name, 'name the file .json')} if a line is no record"
     remedy = f"mend or remove such lines; {otherwise} of its own"
-    is_plain = file.format.form == FileForm.PROMPTS
+    is_plain = file.format.form == FileForm.TEXT_LINES
     if is_plain:
         remedy = "a line that begins with { is a record: mend or remove such lines"
     encoding = encoding_of(stream.peek(BOM_BYTES), options.encoding)
@@ -408,7 +408,7 @@ _READERS: Final[dict[FileForm, _Reader]] = {
     FileForm.SUBTITLES: _text_records,
     FileForm.MAIL: _letters,
     FileForm.LINES: _line_records,
-    FileForm.PROMPTS: _line_records,
+    FileForm.TEXT_LINES: _line_records,
     FileForm.JSON: _json_records,
     FileForm.CSV: _csv_records,
 }

@@ -7,7 +7,7 @@ from textwrap import shorten
 from typing import Final
 
 from indexer.build_report import BuildTally
-from indexer.errors import SourceError, UnusableError
+from indexer.errors import SourceError
 from indexer.sources.blocks import SourcePiece
 from indexer.sources.chats.conversations import (
     Turns,
@@ -65,12 +65,9 @@ def _recorded(path: Path, field: str) -> tuple[list[RecordSample], RecordingTall
     tally = RecordingTally(field=field)
     samples: list[RecordSample] = []
     for name, record in read_records(path, tally):
-        try:
-            taken = tally.take(record, path, "outputs", exchanges_of)
-        except UnusableError as unusable:
-            tally.drop(str(unusable), name, unusable.remedy)
-            continue
-        samples += [sample_of(name, plain_text(each.prompt), each.output) for each in taken[:1]]
+        with tally.dropping(name):
+            taken = tally.take(record, path, "outputs", exchanges_of)[:1]
+            samples += [sample_of(name, plain_text(each.prompt), each.output) for each in taken]
         if len(samples) == MOST_SAMPLES:
             break
     return samples, tally

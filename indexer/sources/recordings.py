@@ -102,7 +102,7 @@ def read_records(
         SourceError: the file cannot be opened, or is a table without conversations.
     """
     options = replace(_OPTIONS, field=tally.field)
-    file = _file(path, FileForm.PROMPTS if with_lines else FileForm.LINES)
+    file = _file(path, FileForm.TEXT_LINES if with_lines else FileForm.LINES)
     return _read(file, options, tally)
 
 

@@ -117,7 +117,7 @@ def _curve(costs: CostSettings, max_nodes: int) -> CostCurve:
 
     with errors_in_one_line(torch.OutOfMemoryError):
         language_model = load_model(ModelOptions(costs.model, costs.device, costs.dtype))
-    return measured(language_model, store_at(costs.cost_cache)).reaching(max_nodes)
+        return measured(language_model, store_at(costs.cost_cache)).reaching(max_nodes)
 
 
 def _replayed(
@@ -151,10 +151,10 @@ def _replayed(
     if busy is not None:
         speedup = outcomes.pop().speedup(plain_outcome(log, busy))
         crowded = Crowded(_CROWDED, speedup)
-    ordered = sorted(outcomes, key=lambda each: (each.nodes == PAYING, each.nodes))
-    own_order = [rule.name for rule in rules]
-    ordered.sort(key=lambda each: own_order.index(each.drafter))
-    return [plain_outcome(log, curve), *ordered], crowded
+    by_budget = {(each.drafter, each.nodes): each for each in outcomes}
+    in_order: list[Nodes] = [*drafts.budgets, PAYING]
+    shown = [by_budget[rule.name, nodes] for rule in rules for nodes in in_order]
+    return [plain_outcome(log, curve), *shown], crowded
 
 
 def _estimate(

@@ -81,12 +81,9 @@ def read_lessons(
     for path in paths:
         try:
             for place, entry in read_records(path, tally, with_lines=True):
-                try:
+                with tally.dropping(place):
                     found = _lessons_of(entry, path, language_model, tally)
-                except UnusableError as unusable:
-                    tally.drop(str(unusable), place, unusable.remedy)
-                    continue
-                yield from (_within(lesson, max_tokens) for lesson in found if len(lesson.prompt))
+                    yield from (_within(each, max_tokens) for each in found if len(each.prompt))
         except SourceError as error:
             raise TeachingTextError(str(error)) from error
 

@@ -16,7 +16,7 @@ from jmespath.exceptions import JMESPathError
 from indexer.sources.chats.dialects import are_turns, decoded, is_item, is_list
 from indexer.sources.chats.streamed_answers import is_chunk, whole_answer
 
-Record = dict[str, Any]
+Object = dict[str, Any]
 """An object of JSON, or a row as columns and their values."""
 
 
@@ -210,7 +210,7 @@ def _named(value: Any, record: Any) -> Found | None:
     return found_in(value) if isinstance(value, dict) else None
 
 
-def _asked(record: Record, answers: Sequence[Any] | None, shape: Shape | None) -> Found | None:
+def _asked(record: Object, answers: Sequence[Any] | None, shape: Shape | None) -> Found | None:
     """Return what a model was given, as an object has it; None where it has nothing of it.
 
     Args:
@@ -240,12 +240,12 @@ def _asked(record: Record, answers: Sequence[Any] | None, shape: Shape | None) -
     return Found(shape or PROMPTS[key], prompt, answers, (), system, pairs)
 
 
-def _turns(record: Record) -> Found | None:
+def _turns(record: Object) -> Found | None:
     """Turns, or a prompt, with what was written next to them, if that is not the last turn."""
     return _asked(record, _outputs(record), None)
 
 
-def _outputs(record: Record) -> list[Any] | None:
+def _outputs(record: Object) -> list[Any] | None:
     """Return what a model wrote, if it stands under one of the usual keys."""
     for key in OUTPUTS:
         value = _unwrapped(record[key], _BODIES) if key in record else None
@@ -256,7 +256,7 @@ def _outputs(record: Record) -> list[Any] | None:
     return None
 
 
-def _server_log(record: Record) -> Found | None:
+def _server_log(record: Object) -> Found | None:
     """A request, with a response or not: each by itself, or in the envelope of its transport."""
     if not TURN_LISTS.keys().isdisjoint(record):
         return None
@@ -273,12 +273,12 @@ def _server_log(record: Record) -> Found | None:
     return None
 
 
-def _responses(record: Record) -> list[Any]:
+def _responses(record: Object) -> list[Any]:
     found = (_unwrapped(_at(record, path), _BODIES) for path in _RESPONSES)
     return [each for each in found if each is not None]
 
 
-def _response(record: Record) -> Found | None:
+def _response(record: Object) -> Found | None:
     """What a server answered, by itself or under a key, such as that of a batch's result."""
     if _is_response(record):
         return Found(Shape.RESPONSE, answers=[record])
@@ -316,7 +316,7 @@ def _unwrapped(value: Any, keys: Collection[str]) -> Any:
     return inner if has_key or not isinstance(value, str) else value
 
 
-def _at(record: Record, path: tuple[str, ...]) -> Any:
+def _at(record: Object, path: tuple[str, ...]) -> Any:
     """Return what stands under a key, or under a key in an object under another."""
     found: Any = record
     for key in path:
@@ -324,7 +324,7 @@ def _at(record: Record, path: tuple[str, ...]) -> Any:
     return found
 
 
-def _attributes(record: Record) -> Record:
+def _attributes(record: Object) -> Object:
     """Return a span's attributes; OTLP writes them as a list of keys and typed values."""
     found = decoded(record.get("attributes", record.get("span_attributes")))
     if is_list(found):
@@ -341,7 +341,7 @@ def _typed(value: Any) -> Any:
     return inner
 
 
-def _span(record: Record) -> Found | None:
+def _span(record: Object) -> Found | None:
     """A span of OpenTelemetry's GenAI conventions, or of OpenInference (Phoenix).
 
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans (before: events and indexed
@@ -364,7 +364,7 @@ def _span(record: Record) -> Found | None:
     return Found(Shape.SPANS, left_out=_NO_MODEL) if is_span else None
 
 
-def _indexed(attributes: Record, prefix: str) -> list[Any]:
+def _indexed(attributes: Object, prefix: str) -> list[Any]:
     """Return messages that attributes spell out one by one: `prefix.0.message.role`."""
     nested = attributes
     for part in prefix.split("."):
@@ -388,7 +388,7 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [calls[number] for number in sorted(calls)]}
 
 
-def _events(record: Record) -> tuple[list[Any], list[Any]]:
+def _events(record: Object) -> tuple[list[Any], list[Any]]:
     """Return messages and choices that a span has as events."""
     given, written = [], []
     events = record.get("events")
@@ -404,7 +404,7 @@ def _events(record: Record) -> tuple[list[Any], list[Any]]:
     return given, written
 
 
-def _run(record: Record) -> Found | None:
+def _run(record: Object) -> Found | None:
     """A run of LangSmith: https://docs.langchain.com/langsmith/run-data-format."""
     kind = record.get("run_type")
     inputs, outputs = decoded(record.get("inputs")), decoded(record.get("outputs"))
@@ -436,7 +436,7 @@ _SPANS: Final = frozenset(
 )
 
 
-def _observation(record: Record) -> Found | None:
+def _observation(record: Object) -> Found | None:
     """An observation of Langfuse: https://langfuse.com/docs/observability/data-model."""
     kind = record.get("type", record.get("observationType"))
     if not isinstance(kind, str) or not {"input", "output"} <= record.keys():
@@ -451,7 +451,7 @@ def _observation(record: Record) -> Found | None:
     return asked or Found(of, given, written)
 
 
-def _evaluated(record: Record) -> Found | None:
+def _evaluated(record: Object) -> Found | None:
     """A sample of lm-evaluation-harness: https://github.com/EleutherAI/lm-evaluation-harness."""
     answers, arguments = record.get("resps"), record.get("arguments")
     if not is_list(answers) or not answers or arguments is None:
@@ -469,7 +469,7 @@ def _evaluated(record: Record) -> Found | None:
     return Found(Shape.EVALUATION, decoded(given), texts)
 
 
-def _benchmark(record: Record) -> Found | None:
+def _benchmark(record: Object) -> Found | None:
     """A question of MT-Bench or Spec-Bench, of which the first turn can be asked by itself."""
     turns = record.get("turns")
     if not is_list(turns) or not turns or not all(isinstance(each, str) for each in turns):
@@ -477,7 +477,7 @@ def _benchmark(record: Record) -> Found | None:
     return Found(Shape.QUESTIONS, turns[0], answers=())
 
 
-def _answers_alone(record: Record) -> Found | None:
+def _answers_alone(record: Object) -> Found | None:
     """An answer of MT-Bench, without its questions: https://github.com/lm-sys/FastChat."""
     choices = record.get("choices")
     if not is_list(choices) or not choices or not isinstance(choices[0], dict):
@@ -488,7 +488,7 @@ def _answers_alone(record: Record) -> Found | None:
     return Found(Shape.ANSWERS, [{"role": "assistant", "content": each} for each in turns])
 
 
-def _preference(record: Record) -> Found | None:
+def _preference(record: Object) -> Found | None:
     """A pair of which one is preferred, as TRL and LLaMA-Factory have it; the other isn't read."""
     chosen = decoded(record.get("chosen"))
     if not chosen or not isinstance(chosen, str | list | dict):
@@ -499,7 +499,7 @@ def _preference(record: Record) -> Found | None:
     return _asked({"model": "", **record}, written, of) or Found(of, answers=written)
 
 
-def _tree(record: Record) -> Found | None:
+def _tree(record: Object) -> Found | None:
     """A conversation as ChatGPT exports it: a tree, of which one path was shown last."""
     nodes = record.get("mapping")
     if not isinstance(nodes, dict) or not nodes:
@@ -525,7 +525,7 @@ def _children(node: Any) -> Any:
     return node.get("children") if isinstance(node, dict) else None
 
 
-def _is_hidden(message: Record) -> bool:
+def _is_hidden(message: Object) -> bool:
     metadata = message.get("metadata")
     return isinstance(metadata, dict) and bool(metadata.get("is_visually_hidden_from_conversation"))
 
@@ -536,7 +536,7 @@ def _is_answer(node: Any) -> bool:
     return isinstance(author, dict) and author.get("role") == "assistant"
 
 
-def _nested(record: Record) -> Found | None:
+def _nested(record: Object) -> Found | None:
     """The only list of evident turns in an object in it, under whatever keys."""
     waiting, lists = [(value, 1) for value in record.values()], list[Any]()
     while waiting and len(lists) < 2:  # noqa: PLR2004
@@ -548,12 +548,12 @@ def _nested(record: Record) -> Found | None:
     return Found(Shape.MESSAGES, lists[0], has_turns=True) if len(lists) == 1 else None
 
 
-def _session(record: Record) -> Found | None:
+def _session(record: Object) -> Found | None:
     """A session that `sessions` put together."""
     return Found(Shape.SESSION, record[SESSION], has_turns=True) if [*record] == [SESSION] else None
 
 
-_SHAPES: Final[tuple[tuple[frozenset[str], Callable[[Record], Found | None]], ...]] = (
+_SHAPES: Final[tuple[tuple[frozenset[str], Callable[[Object], Found | None]], ...]] = (
     (frozenset({SESSION}), _session),
     (frozenset({"attributes", "span_attributes", "events"}), _span),
     (frozenset({"run_type"}), _run),
