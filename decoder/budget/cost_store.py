@@ -21,7 +21,7 @@ from decoder.budget.costs import CostSurface, checked_surface
 from decoder.budget.pass_timing import decided, measure_costs, still_holds
 from decoder.model.capability_check import FOUND_HERE, ModelVerdict
 from decoder.model.compatibility import Capability
-from decoder.model.stamp import undisturbed
+from decoder.model.stamp import parameters_of, undisturbed
 from decoder.model.target import Target
 from decoder.model.user_model import has_code_of_others
 from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
@@ -119,7 +119,7 @@ def _modules(model: PreTrainedModel) -> str:
 
 def _division(model: PreTrainedModel) -> Key:
     """Return over how many processes or which devices a model is divided, where it is."""
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    devices = sorted({str(weight.device) for weight in parameters_of(model)})
     stated = {"processes": model.tp_size, "devices": devices if len(devices) > 1 else None}
     return {name: value for name, value in stated.items() if value is not None}
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from decoder.model.stamp import parameters_of
 from retriever.kernels.compiling import kernel
 
 LeastWeights = Mapping[torch.dtype, int]
@@ -201,7 +202,7 @@ class Products:
 
     def takes(self, model: nn.Module) -> bool:
         """Return whether some weight of a model can be packed."""
-        return any(map(self._is_packable, model.parameters()))
+        return any(map(self._is_packable, parameters_of(model)))
 
     def audit(self) -> bool:
         """Drop copies of weights whose contents changed unseen; return whether any did.

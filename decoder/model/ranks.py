@@ -30,6 +30,7 @@ from decoder.errors import (
     SharedPassError,
     UnsupportedModelError,
 )
+from decoder.model.stamp import parameters_of
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
@@ -381,7 +382,8 @@ def is_shared(model: PreTrainedModel) -> bool:
     """Return whether a model's weights are divided over processes."""
     tensors = sys.modules.get("torch.distributed.tensor")  # without it nothing is divided
     divided: tuple[type, ...] = () if tensors is None else (tensors.DTensor,)
-    return any(isinstance(each, divided) or hasattr(each, "ds_id") for each in model.parameters())
+    weights = parameters_of(model)
+    return any(isinstance(each, divided) or hasattr(each, "ds_id") for each in weights)
 
 
 def refuse_shared(model: PreTrainedModel, use: str) -> None:

@@ -34,6 +34,16 @@ def undisturbed(look: Callable[[], _Found]) -> _Found:
     return look()
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules, also while another thread changes them."""
+    return undisturbed(lambda: list(model.modules()))
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return a model's weights, also while another thread changes its modules."""
+    return undisturbed(lambda: list(model.parameters()))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
     """The modules, hooks, own `forward`s, modes, configuration and shapes of a model.
@@ -242,7 +252,7 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = undisturbed(lambda: list(model.modules()))
+        modules = modules_of(model)
         variables = [vars(module) for module in modules]
         self._settings = _Settings(modules)
         self._counted = [
@@ -288,7 +298,7 @@ class Recorded:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = undisturbed(lambda: list(model.modules()))
+        modules = modules_of(model)
         self._holders = _holders(modules)
         self._settings = _Settings(modules)
         self._kinds = _kinds(modules)
@@ -333,7 +343,7 @@ def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(vocabulary_fingerprint.encode())
-    for name, parameter in model.named_parameters():
+    for name, parameter in undisturbed(lambda: list(model.named_parameters())):
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         if parameter.device.type != "meta":
             digest.update(_sample(parameter.detach()))

@@ -62,7 +62,7 @@ from decoder.model.passes import (
 )
 from decoder.model.products import LeastWeights
 from decoder.model.ranks import led, ranks_of, refuse_shared
-from decoder.model.stamp import ModelWatch, Structure, num_said, weights_of
+from decoder.model.stamp import ModelWatch, Structure, num_said, undisturbed, weights_of
 from decoder.model.states import States
 from decoder.model.user_model import UserModel, has_code_of_others, is_spread, noting_windows
 from decoder.sampling.verification import Drawing
@@ -896,11 +896,12 @@ def _check_placing(model: PreTrainedModel) -> None:
         UnsupportedModelError: they are loaded for as long as they are used.
         WeightsNotLoadedError: some weights are not loaded, and nothing will load them.
     """
-    missing = next((name for name, each in model.named_parameters() if each.is_meta), None)
+    weights = undisturbed(lambda: list(model.named_parameters()))
+    missing = next((name for name, each in weights if each.is_meta), None)
     if missing is None:
         return
     has_hooks = has_code_of_others(model)  # they load what is elsewhere
-    if has_hooks and next(model.parameters()).is_meta:
+    if has_hooks and weights[0][1].is_meta:
         raise UnsupportedModelError(
             f"the first weights of {type(model).__name__} are on no device until they are used: "
             "load it with a device_map that does not offload the embeddings to the disk or the CPU"

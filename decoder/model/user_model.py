@@ -33,7 +33,7 @@ from decoder.model.products import (
     linear,
     products_of,
 )
-from decoder.model.stamp import hooks_of_all, undisturbed
+from decoder.model.stamp import hooks_of_all, modules_of, parameters_of
 from decoder.model.states import States, StateTap
 from decoder.model.tree_rows import TreeRows
 
@@ -169,7 +169,7 @@ class UserModel:
         """
         if not self.takes("logits_to_keep") or not self.model._supports_attention_backend:  # noqa: SLF001  no public name
             return False
-        modules = undisturbed(lambda: list(self.model.modules()))
+        modules = modules_of(self.model)
         configs = (vars(module).get("config") for module in modules)
         attentions = {
             config._attn_implementation  # noqa: SLF001  nor for this
@@ -194,7 +194,7 @@ def has_code_of_others(model: nn.Module) -> bool:
     """
     if hooks_of_all():
         return True
-    for module in undisturbed(lambda: list(model.modules())):
+    for module in modules_of(model):
         own, kind = vars(module), type(module)
         is_known = all(f"{each}.".startswith(KNOWN_CODE) for each in _written_in(kind))
         if not is_known or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -253,7 +253,7 @@ def _outermost(module: nn.Module) -> list[PreTrainedModel]:
 
 def is_spread(model: PreTrainedModel) -> bool:
     """Return whether a model's weights lie on several devices."""
-    return len({parameter.device for parameter in model.parameters()}) > 1
+    return len({weight.device for weight in parameters_of(model)}) > 1
 
 
 def _keeps_tensors(model: PreTrainedModel) -> bool:

@@ -60,7 +60,7 @@ from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
 from decoder.model.cache import Prefix
 from decoder.model.capability_check import FOUND_HERE
 from decoder.model.compatibility import Capability, computed_limit, num_embeddings, tell_once
-from decoder.model.stamp import Structure, num_said, version_of
+from decoder.model.stamp import Structure, num_said, parameters_of, version_of
 from decoder.model.target import Target
 from decoder.model.user_model import generating
 from decoder.observation import Statistics
@@ -330,7 +330,8 @@ class Foredraft(OfOneProcess):
         """Return options of a call, with the version that its weights are if they are counted."""
         if not self._counts_versions:
             return options
-        weights = [(id(each), version_of(each)) for each in self._model.parameters()]
+        held = parameters_of(self._model)
+        weights = [(id(each), version_of(each)) for each in held]
         now = (weights, num_said())
         if self._weights is not None and now != self._weights:
             self._version += 1
