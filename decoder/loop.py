@@ -395,10 +395,12 @@ class Generation:
     def nodes_to_ask(self, num_nodes: int) -> int:
         """Return how many nodes to ask the drafter for, so that so many may be verified.
 
-        A grammar forbids about half of what is drafted without it.
+        A grammar forbids some of what is drafted without it.
         """
         within = self.nodes_within(num_nodes)
-        return within if self._forced is None else min(2 * within, _MOST_ASKED)
+        if self._forced is None:
+            return within
+        return min(self._forced.nodes_to_ask(within), _MOST_ASKED)
 
     def forced(self, tree: DraftTree, num_nodes: int) -> DraftTree:
         """Return a tree with what a grammar forces, if one does, and without what it forbids."""

@@ -212,7 +212,7 @@ class Replay:
                     "one",
                     output[sent:done],
                     len(prompt) + done,
-                    2 * nodes if way == "forced" else nodes,
+                    forced.nodes_to_ask(nodes) if way == "forced" else nodes,
                 )
                 sent = done
                 tree = drafter.draft([asked])[0]

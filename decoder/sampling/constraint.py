@@ -16,7 +16,8 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.errors import InvalidConstraintError
-from decoder.sampling.forced_drafts import ForcedDrafts, Spacing, byte_tokenizer
+from decoder.sampling.forced_drafts import ForcedDrafts, Learned, Matchers
+from decoder.sampling.forced_strings import byte_tokenizer
 from decoder.sampling.verification import PassContext
 from retriever.drafter import TokenIds
 
@@ -96,10 +97,10 @@ class Grammar:
     """
 
     _initial: "LLMatcher" = field(repr=False)
-    _letters: "LLMatcher | None" = field(repr=False)
+    _matchers: Matchers | None = field(repr=False)
     _tokenizer: "LLTokenizer" = field(repr=False)
     _stop_ids: tuple[int, ...] = field(repr=False)
-    _spacings: dict[str, Spacing] = field(repr=False, default_factory=dict)
+    _learned: dict[str, Learned] = field(repr=False, default_factory=dict)
 
     @classmethod
     def of(
@@ -118,10 +119,10 @@ class Grammar:
         wrapped = _wrapped(tokenizer, tuple(stop_ids))
         ends = tuple(stop_ids) or tuple(wrapped.eos_tokens)
         _library()
-        letters: LLMatcher | None = None
+        initial, matchers = _matcher(grammar, wrapped), None
         with suppress(InvalidConstraintError):  # too large over bytes, it is masked all the same
-            letters = _matcher(grammar, byte_tokenizer())
-        return cls(_matcher(grammar, wrapped), letters, wrapped, ends)
+            matchers = Matchers(initial, _matcher(grammar, byte_tokenizer()))
+        return cls(initial, matchers, wrapped, ends)
 
     @classmethod
     def of_regex(
@@ -145,13 +146,12 @@ class Grammar:
 
         How outputs are spaced is learned for all of a tenant's together.
         """
-        letters = self._letters
-        if letters is None:
+        if self._matchers is None:
             return None
-        if tenant not in self._spacings and len(self._spacings) >= _MOST_TENANTS:
-            del self._spacings[next(iter(self._spacings))]
-        spacing = self._spacings.setdefault(tenant, Spacing())
-        return ForcedDrafts(self._initial, letters, self._tokenizer, self._stop_ids, spacing)
+        if tenant not in self._learned and len(self._learned) >= _MOST_TENANTS:
+            del self._learned[next(iter(self._learned))]
+        learned = self._learned.setdefault(tenant, Learned())
+        return ForcedDrafts(self._matchers, self._tokenizer, self._stop_ids, learned)
 
     def start(self) -> "LLMatcher":
         """Return the state before the first generated token."""

@@ -109,6 +109,46 @@ def test_forbidden_nodes_leave_a_tree_and_the_end_is_drafted(
     assert len(over) == 0
 
 
+def test_the_end_of_a_string_is_drafted_where_it_came_before(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    grammar = Grammar.of_json_schema(TOOL, byte_tokenizer, (END,))
+    for _ in range(6):
+        steps(drafts_of(grammar), written(byte_tokenizer, CALL))
+    ids = np.array(written(byte_tokenizer, CALL), np.int32)
+    behind = len(json.dumps(CALL).split("Rome")[0])
+    shares = []
+    for length in range(5):
+        tree = drafts_of(grammar).improved(DraftTree.empty(), ids[: behind + length], 32)
+        quotes = np.flatnonzero((tree.parents == ROOT) & (tree.token_ids == ids[behind + 4]))
+        shares += tree.probabilities[quotes].tolist()
+    assert len(shares) == 5
+    assert max(shares[:4]) < 0.5 < shares[4]
+
+
+def test_what_was_forced_at_such_a_place_before_is_drafted_only_if_it_is_allowed(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Brackets, keys and marks before it are equal; what is forced behind them is not."""
+    either = [
+        {
+            "properties": {"kind": {"const": kind}, key: {"type": "boolean"}},
+            "required": ["kind", key],
+        }
+        for kind, key in (("cat", "purrs"), ("dog", "barks"))
+    ]
+    shape = {"type": "object", "additionalProperties": False}
+    grammar = Grammar.of_json_schema(
+        {"anyOf": [{**shape, **each} for each in either]}, byte_tokenizer, (END,)
+    )
+    for value in ({"kind": "cat", "purrs": True}, {"kind": "dog", "barks": False}) * 2:
+        ids = written(byte_tokenizer, value)
+        assert steps(drafts_of(grammar), ids) < len(ids) / 4
+        at = json.dumps(value).index(",") + 1
+        tree = drafts_of(grammar).improved(DraftTree.empty(), np.array(ids[:at], np.int32), 8)
+        assert len(tree.follow(np.array(ids[at:], np.int32))) == 8
+
+
 def test_an_output_that_was_cut_and_goes_on_is_followed_anew(
     byte_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
