@@ -112,10 +112,6 @@ class InvalidSettingsError(DecoderError):
     """A setting is out of its range; the message gives the range."""
 
 
-class InvalidConstraintError(DecoderError):
-    """A constraint cannot be read, or its library is missing; the message says why."""
-
-
 class DeadEndError(DecoderError):
     """No token may follow the output so far; all of that output was given out before."""
 

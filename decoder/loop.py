@@ -42,7 +42,6 @@ from decoder.model.passes import Read, Reading, within_depth
 from decoder.model.states import States
 from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
-from decoder.sampling.forced_drafts import ForcedDrafts
 from decoder.sampling.verification import (
     AcceptRule,
     Choices,
@@ -58,6 +57,7 @@ from retriever.drafter import DEFAULT, Drafter, Prediction, SequenceOptions, Tok
 from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.follower import DraftLimits, Followers
 from retriever.limits import MAX_OUTCOMES, Limits
+from retriever.predict.grammar.forced_drafts import ForcedDrafts
 from retriever.sequences import TokenSequence, checked_options, checked_predictions
 from retriever.tree import DraftTree
 
@@ -451,8 +451,6 @@ class Generation:
         tokens = tokens[:end]
         self._remaining = 0 if end is not None else self._remaining - len(tokens)
         self._sequence.extend(tokens)
-        if self._forced is not None:
-            self._forced.learn(tokens)
         self.statistics.record(tree, path[: len(tokens)], len(tokens))
         return tokens
 

@@ -5,7 +5,11 @@ from decoder.engines.transformers.custom_generate import (
 from decoder.sampling.constraint import (
     Grammar as Grammar,
     GrammarProcessor as GrammarProcessor,
+)
+from retriever.predict.grammar.grammars import (
     choice_grammar as choice_grammar,
+    lark_grammar as lark_grammar,
     regex_grammar as regex_grammar,
     schema_grammar as schema_grammar,
+    tools_grammar as tools_grammar,
 )

@@ -82,6 +82,27 @@ def _predicted_text(prediction: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputConstraint:
+    """What an output must look like; exactly one of these is given.
+
+    Attributes:
+        json_schema: a JSON schema, as JSON: the output is JSON that it describes.
+        regular_expression: the whole output matches it.
+        choices: texts, one of which the output is.
+    """
+
+    json_schema: str | None = None
+    regular_expression: str | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size as UTF-8."""
+        texts = (self.json_schema or "", self.regular_expression or "", *self.choices)
+        return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceOptions:
     """What a sequence is opened with, besides its prompt.
 
@@ -100,6 +121,8 @@ class SequenceOptions:
             stated. What the next version or the one before has written counts half, what is further
             off half of that, and an eighth at least. Where it is not stated, all counts in full.
         oldest_version: what older versions have written does not count at all.
+        constraint: what its output must look like: drafts hold nothing that this forbids, and what
+            it forces. It changes no output: who decodes applies it, too.
         tenant: whose it is: nothing of another tenant's is drafted. Empty for callers without one.
             A drafter that keeps none apart refuses it, see `Drafter`.
     """
@@ -109,6 +132,7 @@ class SequenceOptions:
     group: str = ""
     policy_version: int | None = None
     oldest_version: int = 0
+    constraint: OutputConstraint | None = None
     tenant: str = ""
 
     @property

@@ -25,6 +25,12 @@ class OutOfSequenceError(InvalidRequestError):
     reason = "OUT_OF_SEQUENCE"
 
 
+class InvalidConstraintError(InvalidRequestError):
+    """A constraint cannot be read or is too large, or its library is missing."""
+
+    reason = "INVALID_CONSTRAINT"
+
+
 class VocabularyMismatchError(InvalidRequestError):
     """The caller's token ids are of another tokenizer than the drafter's."""
 

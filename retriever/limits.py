@@ -21,6 +21,10 @@ DEFAULT_DOCUMENTS: Final = 3
 MAX_DOCUMENTS: Final = 64
 """Most documents named for a node of a draft: each costs a search on disk."""
 
+MAX_CONSTRAINT_BYTES: Final = 256 << 10
+"""Longest schema, regular expression or list of choices: one of 3,000 keys took a second to
+compile, and some 40 MB."""
+
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Longest message in either direction; a prompt of a million tokens fits."""
 

@@ -13,8 +13,16 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DEFAULT, DraftRequest, Prediction, SequenceOptions, TokenIds
+from retriever.drafter import (
+    DEFAULT,
+    DraftRequest,
+    OutputConstraint,
+    Prediction,
+    SequenceOptions,
+    TokenIds,
+)
 from retriever.errors import (
+    InvalidConstraintError,
     InvalidRequestError,
     LimitExceededError,
     OutOfSequenceError,
@@ -22,6 +30,7 @@ from retriever.errors import (
     UnknownSessionError,
 )
 from retriever.limits import (
+    MAX_CONSTRAINT_BYTES,
     MAX_NAME_BYTES,
     Limits,
     check_group_name,
@@ -316,6 +325,7 @@ def checked_options(
         keeps_tenants: whether the drafter keeps tenants apart.
 
     Raises:
+        InvalidConstraintError: the constraint is none.
         InvalidRequestError: the group or the tenant cannot be a name, a version is no number from
             0 on, a prediction is none, or it is a tenant's and the drafter keeps none apart.
         LimitExceededError: the predictions are too many, or too long together.
@@ -325,6 +335,8 @@ def checked_options(
     if options.group:
         check_group_name(options.group)
     _check_versions(options)
+    if options.constraint is not None:
+        _check_constraint(options.constraint)
     if options.tenant:
         check_tenant_name(options.tenant)
         if not keeps_tenants:
@@ -341,6 +353,19 @@ def refused_tenant(tenant: str) -> InvalidRequestError:
         f"a sequence of tenant {tenant!r} is not drafted for: this drafter keeps no tenants apart; "
         "a service takes the tenant from the client's credentials"
     )
+
+
+def _check_constraint(constraint: OutputConstraint) -> None:
+    given = [constraint.json_schema, constraint.regular_expression, constraint.choices or None]
+    if sum(each is not None for each in given) != 1:
+        raise InvalidConstraintError(
+            "a constraint is one of a JSON schema, a regular expression and choices: give one"
+        )
+    if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
+        raise LimitExceededError(
+            f"a constraint of {constraint.num_bytes} bytes is beyond the limit of "
+            f"{MAX_CONSTRAINT_BYTES}: leave out descriptions, or divide it"
+        )
 
 
 def _check_versions(options: SequenceOptions) -> None:

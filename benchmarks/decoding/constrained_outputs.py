@@ -21,9 +21,10 @@ import numpy as np
 import typer
 
 from decoder.model.pretrained import ModelOptions, prepare_model
-from decoder.sampling.constraint import Grammar, choice_grammar, regex_grammar, schema_grammar
+from decoder.sampling.constraint import Grammar
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.drafter import DraftRequest
+from retriever.predict.grammar.grammars import choice_grammar, regex_grammar, schema_grammar
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -223,7 +224,6 @@ class Replay:
                     tree = by_the_library(grammar, output[:done], nodes) or tree
                 spent_s += time.perf_counter() - began
                 came = output[done : done + len(tree.follow(output[done:-1])) + 1]
-                forced.learn(came.tolist())
                 done, count = done + len(came), count + 1
             drafter.close("one", output[sent:])
         drafter.shut_down()

@@ -1,12 +1,10 @@
 """The command that answers one prompt or a file of them."""
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -28,19 +26,17 @@ from decoder.commands.prompts import (
 from decoder.commands.terminal import Palette
 from decoder.drafters.options import DraftOptions
 from decoder.errors import (
-    InvalidConstraintError,
     InvalidPromptError,
     UnknownTokenError,
     refuse_contradictions,
 )
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
-from decoder.sampling.constraint import choice_grammar, regex_grammar, schema_grammar
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from indexer.errors import reason_of
 from indexer.launch import errors_in_one_line, plugged
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import SequenceOptions
+from retriever.predict.grammar.grammars import grammar_of
 
 
 @errors_in_one_line(*FORESEEN)
@@ -169,29 +165,8 @@ def _grammar(output: ShownSettings) -> str | None:
     Raises:
         InvalidConstraintError: it cannot be read, or several are given.
     """
-    given = [
-        *([output.regex] if output.regex is not None else []),
-        *([output.json_schema] if output.json_schema else []),
-        *([output.choice] if output.choice else []),
-    ]
-    if len(given) > 1:
-        raise InvalidConstraintError("give one of --regex, --json-schema and --choice")
-    if output.regex is not None:
-        return regex_grammar(output.regex)
-    if output.json_schema is not None:
-        return schema_grammar(_json_in(output.json_schema))
-    return choice_grammar(output.choice) if output.choice else None
-
-
-def _json_in(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidConstraintError(
-            f"--json-schema {path} cannot be read: {reason_of(error)}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidConstraintError(f"--json-schema {path} is no JSON: {error}") from error
+    constraint = output.constraint()
+    return None if constraint is None else grammar_of(constraint)
 
 
 def _selected(given: AnsweredPrompts) -> list[Prompt]:

@@ -19,6 +19,7 @@ from indexer.errors import TokenizerError
 from indexer.flags import RARE, Metavar
 from indexer.launch import FIELD_HELP
 from indexer.tokenizer import DEFAULT_MODEL, locate_model, not_here
+from retriever.predict.grammar.options import ConstraintSettings
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 
@@ -252,22 +253,6 @@ class AnswerSettings(OutputSettings):
         Metavar("ID"),
         Field(description="A token that ends an answer, besides the model's own."),
     ] = ()
-    regex: Annotated[
-        str | None,
-        Metavar("PATTERN"),
-        Field(description="The whole answer matches this regular expression."),
-    ] = None
-    json_schema: Annotated[
-        Path | None,
-        Metavar("FILE"),
-        Field(description="The whole answer is JSON that this schema describes."),
-    ] = None
-    choice: Annotated[
-        tuple[str, ...],
-        RARE,
-        Metavar("TEXT"),
-        Field(description="The whole answer is one of these texts. Repeatable."),
-    ] = ()
     trace: Annotated[
         Path | None,
         Metavar("FILE"),
@@ -287,7 +272,7 @@ Colour = Annotated[
 ]
 
 
-class ShownSettings(AnswerSettings):
+class ShownSettings(AnswerSettings, ConstraintSettings):
     """How answers are shown, and what is said of them."""
 
     colour: Colour = Colouring.AUTO

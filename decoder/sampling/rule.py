@@ -20,7 +20,6 @@ from decoder.sampling.choice import (
     most_probable,
 )
 from decoder.sampling.constraint import Constraint, Grammar, GrammarProcessor
-from decoder.sampling.forced_drafts import ForcedDrafts
 from decoder.sampling.processors import PathScores, Processing, Warping
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
@@ -36,6 +35,7 @@ from decoder.sampling.verification import (
     uniforms,
 )
 from decoder.sampling.walk import Acceptance, follow
+from retriever.predict.grammar.forced_drafts import ForcedDrafts
 from retriever.tree import DraftTree
 
 

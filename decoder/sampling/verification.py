@@ -22,7 +22,7 @@ from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
 if TYPE_CHECKING:
-    from decoder.sampling.forced_drafts import ForcedDrafts
+    from retriever.predict.grammar.forced_drafts import ForcedDrafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,13 +44,14 @@ def own_drafter(
     *,
     vocabulary: Vocabulary | None = None,
     phrases: ListedPhrases | None = None,
+    tokenizer: Callable[[], Any] | None = None,
 ) -> EmbeddedDrafter:
     """Return the embedded drafter, compiled, with the outputs as recent generations.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies.
     """
-    drafter = EmbeddedDrafter(indexes, vocabulary=vocabulary, phrases=phrases)
+    drafter = EmbeddedDrafter(indexes, vocabulary=vocabulary, phrases=phrases, tokenizer=tokenizer)
     drafter.warm()
     for output in outputs:
         drafter.remember(output)

@@ -152,6 +152,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         hold_indexes=settings.hold_indexes,
         skip_missing=settings.missing_indexes == "skip",
         refresh_s=settings.refresh,
+        tokenizer=(lambda: encoder.tokenizer) if settings.tokenizer or named else None,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
         plugins=_plugins(settings),
     )

@@ -19,6 +19,7 @@ from retriever.kernels.compiling import AHEAD, PHRASES, PREDICTIONS
 from retriever.kernels.entries import CONTEXT, CORPUS, GENERATIONS, TREE
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.context import Context
+from retriever.predict.grammar.forced_drafts import ForcedDrafts
 from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.predictions import Predictions
@@ -44,6 +45,18 @@ def _supposes(kind: type) -> bool:
     return issubclass(kind, SupposingDatabase)
 
 
+class ForcedOutput(NamedTuple):
+    """What a grammar forces, and the tokens before the output.
+
+    Attributes:
+        drafts: of the output.
+        begins: length of the prompt.
+    """
+
+    drafts: ForcedDrafts
+    begins: int
+
+
 class Databases:
     """The databases of one sequence.
 
@@ -57,6 +70,7 @@ class Databases:
 
     Attributes:
         step: what it asks of the kernel.
+        forced: what a grammar forces in it; None without one.
         lane: the sequence among the tenant's running ones.
         runs: the calls of a draft: one, but for databases without a stage.
         is_compiled: whether one call of a kernel asks all databases, in what the tenant's sequences
@@ -80,6 +94,7 @@ class Databases:
         self.phrases = phrases
         self.predictions = predictions
         self.step = context.step
+        self.forced: ForcedOutput | None = None
         self.lane = READER
         self._plan()
 
@@ -94,6 +109,10 @@ class Databases:
         self.is_compiled = len(self.runs) == 1 and not self.lane.oldest_version
         self.appends = self.is_compiled and not self.lane.is_written
         self.step.join(self.lane.address)
+
+    def force(self, drafts: ForcedDrafts | None, begins: int) -> None:
+        """Draft what a grammar forces behind so many tokens; before the first draft."""
+        self.forced = None if drafts is None else ForcedOutput(drafts, begins)
 
     def expect(self, predictions: Predictions) -> None:
         """Draft from these predictions from now on; they begin with those of before."""

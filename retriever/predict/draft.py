@@ -147,7 +147,12 @@ class Predictor:
         """
         _, tokens, length, budget, min_probability, _ = request
         step, num_tokens = databases.step, len(tokens)
-        is_quick = databases.appends and 0 < budget <= step.most_nodes and length > 0
+        is_quick = (
+            databases.appends
+            and databases.forced is None
+            and 0 < budget <= step.most_nodes
+            and length > 0
+        )
         if not is_quick or num_tokens > MOST_TOKENS:
             return self.step_all([(databases, request)])[0]
         last = self._last
@@ -177,6 +182,31 @@ class Predictor:
         Raises:
             RefusedStepError: one of them does not fit; nothing is done.
         """
+        if any(databases.forced is not None for databases, _ in asked):
+            return self._step_forced(asked)
+        return self._step_all(asked)
+
+    def _step_forced(self, asked: Sequence[Asked]) -> list[DraftTree]:
+        """Do as `step_all`, where grammars forbid and force some of what is drafted."""
+        wider = [
+            (databases, request._replace(budget_nodes=self._nodes_to_ask(databases, request)))
+            for databases, request in asked
+        ]
+        trees = self._step_all(wider)
+        for place, (databases, request) in enumerate(asked):
+            if databases.forced is not None and request.budget_nodes > 0:
+                output = databases.context.last(len(databases.context) - databases.forced.begins)
+                drafts, most = databases.forced.drafts, request.budget_nodes
+                trees[place] = drafts.improved(trees[place], output, most)
+        return trees
+
+    def _nodes_to_ask(self, databases: Databases, request: DraftRequest) -> int:
+        budget = request.budget_nodes
+        if databases.forced is None or not 0 < budget <= self._max_budget:
+            return budget
+        return min(databases.forced.drafts.nodes_to_ask(budget), self._max_budget)
+
+    def _step_all(self, asked: Sequence[Asked]) -> list[DraftTree]:
         if not asked:
             return []
         is_alike = self._ask_all(asked)

@@ -19,7 +19,6 @@ import numpy as np
 from retriever.drafter import Prediction, Saving, SequenceOptions, TokenIds
 from retriever.errors import (
     LimitExceededError,
-    NotServedError,
     UnknownSessionError,
 )
 from retriever.sequences import SessionKey
@@ -246,11 +245,6 @@ class Jobs:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
-        if opening.HasField("constraint"):
-            raise NotServedError(
-                "constraints are not served yet: open the session without one, and have outputs "
-                "constrained where they are decoded"
-            )
         options = options_in(opening, tenant)
         predicted = predicted_in(opening.predictions)
         session = await self._prepared(slot, prompt_of(opening), predicted, options)
@@ -354,6 +348,8 @@ class Jobs:
             options = replace(options, predictions=tuple(predictions))
         prepare = partial(self._state.prepare, tokens, options, charge)
         num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
+        if options.constraint is not None:
+            num_tokens += LONG_PROMPT  # it may have to be compiled
         prepared = await self._read(slot, tenant, num_tokens, prepare)
         del pool  # its outputs stayed in memory for this
         self._read_by(tenant, num_tokens)

@@ -74,6 +74,7 @@ from retriever.sessions.draft_counts import (
 )
 from retriever.sessions.drafter_plugins import Plugins, findings_of
 from retriever.sessions.eviction import Eviction
+from retriever.sessions.kept_grammars import KeptGrammars
 from retriever.sessions.options import DEFAULT_LIMITS, DrafterOptions
 from retriever.sessions.refreshed_corpora import IndexState
 from retriever.sessions.session_table import CheckedRequest, Session, Sessions
@@ -110,7 +111,8 @@ class DrafterState:
         bindings: indexes and phrases by tenant.
         pools: outputs by tenant, and their log.
         findings: what decoders found likely.
-        plugins: what else keeps data of it; `findings` is one of them.
+        grammars: of constrained outputs.
+        plugins: what else keeps data of it; `findings` and `grammars` are of them.
         draft_counts: counts of drafts and their outcomes.
         uses: what each tenant has used, as far as a service counts it.
         fingerprint: of the tokenizer; empty while it is unknown.
@@ -163,7 +165,8 @@ class DrafterState:
         self.named: dict[str, str] = {}  # fingerprints by tenant
         self._keeps_elsewhere = self.pools.is_logged or bool(attached)
         self.findings = findings_of(self)
-        self.plugins += [self.findings, *(each.attach(self) for each in attached)]
+        self.grammars = KeptGrammars(self.ledger, options.get("tokenizer"))
+        self.plugins += [self.grammars, self.findings, *(each.attach(self) for each in attached)]
         self.fingerprint = self.fingerprint or self.pools.fingerprint
         if self.fingerprint:
             self.plugins.on_vocabulary(self.fingerprint, self.vocabulary)
@@ -185,6 +188,7 @@ class DrafterState:
 
         Raises:
             InvalidRequestError: the prompt or an option is invalid.
+            NotServedError: there is a constraint, and no tokenizer.
             LimitExceededError: there is no room for it, or the prompt or a prediction is too long.
         """
         tokens = self.tokens(prompt)
@@ -207,6 +211,9 @@ class DrafterState:
         databases = Databases(
             context, pool, corpus, learns=remember, phrases=cursor, predictions=predicted
         )
+        if options.constraint is not None:
+            grammar = self.grammars.compiled(tenant, options.constraint)
+            databases.force(grammar.drafts(tenant), len(tokens))
         known = options.without_predictions
         return Session(databases, len(tokens), remember, options=known)
 

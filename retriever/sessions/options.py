@@ -7,7 +7,7 @@ from itertools import chain
 from logging import getLogger
 from pathlib import Path
 from time import perf_counter
-from typing import Final, TypedDict
+from typing import Any, Final, TypedDict
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
@@ -121,6 +121,8 @@ class OpeningOptions(TypedDict, total=False):
             helper that waits for a processor holds the step up, so name only as many as are free.
         predictor: grows the trees, with room for `limits`; made if not given.
         plugins: options of plugins, such as `ReplicationOptions`; each is attached.
+        tokenizer: returns the sequences' tokenizer, for those with a constraint; called at the
+            first of them. None: sequences with one are refused.
         clock: seconds, rising, by which sessions are idle; `time.monotonic` by default.
     """
 
@@ -135,6 +137,7 @@ class OpeningOptions(TypedDict, total=False):
     threads: int
     predictor: Predictor | None
     plugins: Sequence[PluginOptions]
+    tokenizer: Callable[[], Any] | None
     clock: Callable[[], float]
 
 

@@ -11,7 +11,14 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.drafter import DraftRequest, Findings, Prediction, SequenceOptions, TokenIds
+from retriever.drafter import (
+    DraftRequest,
+    Findings,
+    OutputConstraint,
+    Prediction,
+    SequenceOptions,
+    TokenIds,
+)
 from retriever.errors import InvalidRequestError, InvalidTreeError
 from retriever.limits import MAX_OUTCOMES, check_num_findings, check_num_sent, checked_tokens
 from retriever.sequences import checked_options
@@ -152,6 +159,26 @@ def opening_message(
         group=options.group,
         policy_version=options.policy_version,
         oldest_version=options.oldest_version,
+        constraint=_constraint_message(options.constraint),
+    )
+
+
+def _constraint_message(constraint: OutputConstraint | None) -> pb.Constraint | None:
+    if constraint is None:
+        return None
+    if constraint.choices:
+        return pb.Constraint(choices=pb.Choices(texts=constraint.choices))
+    return pb.Constraint(
+        json_schema=constraint.json_schema, regular_expression=constraint.regular_expression
+    )
+
+
+def _constraint_in(message: pb.Constraint) -> OutputConstraint:
+    kind = message.WhichOneof("kind")
+    return OutputConstraint(
+        json_schema=message.json_schema if kind == "json_schema" else None,
+        regular_expression=message.regular_expression if kind == "regular_expression" else None,
+        choices=tuple(message.choices.texts),
     )
 
 
@@ -166,6 +193,7 @@ def options_in(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
         group=opening.group,
         policy_version=opening.policy_version if opening.HasField("policy_version") else None,
         oldest_version=opening.oldest_version,
+        constraint=_constraint_in(opening.constraint) if opening.HasField("constraint") else None,
         tenant=tenant,
     )
     return checked_options(stated, keeps_tenants=True)

@@ -20,6 +20,7 @@ from retriever.errors import (
     AccessRefusedError,
     DrafterUnavailableError,
     DrainingError,
+    InvalidConstraintError,
     InvalidRequestError,
     LimitExceededError,
     NotPermittedError,
@@ -49,13 +50,14 @@ _DETAILS: Final = "grpc-status-details-bin"
 """Trailing metadata that holds a `google.rpc.Status`; source: gRPC's richer error model."""
 
 # Subclasses first: the first matching class gives the status. Of the classes that share a status,
-# a client takes the first where a server sends no details.
+# a client takes the most general one, or the first, where a server sends no details.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (NotPossibleError, grpc.StatusCode.FAILED_PRECONDITION),
     (NotServedError, grpc.StatusCode.UNIMPLEMENTED),
     (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InvalidConstraintError, grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
     (UnknownIndexError, grpc.StatusCode.NOT_FOUND),
@@ -80,7 +82,7 @@ _ERROR_OF_STATUS: Final = {
     status: error
     for error, status in reversed(_STATUS_OF_ERROR)
     if status is not grpc.StatusCode.UNAVAILABLE
-}
+} | {grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError}
 _ERROR_OF_CODE: Final = {status.value[0]: error for status, error in _ERROR_OF_STATUS.items()}
 _LONGEST_S: Final = 86_400.0 * 365  # a wait is not stated as longer: a Duration has an end
 

@@ -45,6 +45,7 @@ from decoder.engines.transformers.requests import (
     pad_token_of,
     predictions_by_row,
     streamer_of_call,
+    with_constraint,
 )
 from decoder.engines.transformers.results import RowRecord, Wanted, fill, given_prefixes
 from decoder.errors import (
@@ -64,6 +65,7 @@ from decoder.model.stamp import Structure, num_said, parameters_of, version_of
 from decoder.model.target import Target
 from decoder.model.user_model import generating
 from decoder.observation import Statistics
+from decoder.sampling.constraint import Grammar
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.speedup import Speedup
@@ -241,6 +243,7 @@ class Foredraft(OfOneProcess):
         options: SequenceOptions = DEFAULT,
         drafts: bool = True,
         budget: int | None = None,
+        constraint: Grammar | None = None,
         stop_strings: str | list[str] | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -264,6 +267,8 @@ class Foredraft(OfOneProcess):
                 of the model; whose call it is; and predictions, before those of the rows.
             drafts: whether drafts are made at all; the drafter is told nothing if not.
             budget: most nodes of a row's tree that a pass verifies; see `Request`.
+            constraint: what each output must look like: applied as a `GrammarProcessor` among the
+                call's processors is, and what it forces is drafted.
             stop_strings: end an output, as in `generate`; they are found with the tokenizer that
                 was given at the start.
             model_kwargs: further arguments of the model.
@@ -291,7 +296,7 @@ class Foredraft(OfOneProcess):
             call = Call(
                 model,
                 input_ids,
-                logits_processor,
+                with_constraint(logits_processor, constraint),
                 self._with_stop_strings(stopping_criteria, stop_strings),
                 generation_config,
                 streamer,

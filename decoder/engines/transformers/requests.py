@@ -31,7 +31,12 @@ from decoder.engines.transformers.prompt_rows import (
 )
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
 from decoder.model.stamp import undisturbed
+from decoder.sampling.constraint import Grammar, GrammarProcessor
 from retriever.drafter import Prediction
+
+_WARPERS: Final = ("Warper", "LogitNormalization")
+"""Ends of the names of processors that transformers applies behind a caller's own."""
+
 
 OnTokens = Callable[[list[int]], object]
 """Called with the tokens of each pass."""
@@ -72,6 +77,19 @@ def pad_token_of(config: GenerationConfig) -> int | None:
     named: Any = config.pad_token_id
     token = getattr(config, "_pad_token_tensor", named)
     return None if token is None else int(token)
+
+
+def with_constraint(
+    processors: LogitsProcessorList, grammar: Grammar | None
+) -> LogitsProcessorList:
+    """Return processors with a grammar's, where `generate` puts a caller's own: before warpers."""
+    if grammar is None:
+        return processors
+    names = [type(each).__name__ for each in processors]
+    place = next((at for at, name in enumerate(names) if name.endswith(_WARPERS)), len(names))
+    own = [*processors]
+    own.insert(place, GrammarProcessor(grammar))
+    return LogitsProcessorList(own)
 
 
 def _hooks_before(model: PreTrainedModel) -> list[Any]:

@@ -9,7 +9,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.assembly import check_drafts
+from decoder.assembly import check_drafts, grammar_for
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.generate import Interruption
@@ -42,6 +42,7 @@ from decoder.plugins.contenders.registry import (
 )
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
+from retriever.predict.grammar.grammars import grammar_of
 
 
 class ContestSettings(ContestOptions):
@@ -196,6 +197,7 @@ def measure(
 ) -> None:
     """Measure contenders side by side; see `foredraft bench --help`."""
     contest = ContestSettings.model_validate(dict(options))
+    constraint = output.constraint()
     chosen.check_device()
     check_drafts(drafts)
     contest.check(drafts, output.repeat)
@@ -219,7 +221,10 @@ def measure(
     check_drafts(drafts, prepared.vocabulary)
     language_model = prepared.load()
     costs = store_at(chosen.cost_cache)
-    field = Contest(language_model, contest.names(drafts), drafts, output.max_new_tokens, costs)
+    pattern = grammar_for(language_model, None if constraint is None else grammar_of(constraint))
+    field = Contest(
+        language_model, contest.names(drafts), drafts, output.max_new_tokens, costs, pattern
+    )
     interruption = Interruption()
     with interruption.handled(), watching() as watcher:
         benchmark = Benchmark(language_model, field.opened, selected, bench_options, watcher)

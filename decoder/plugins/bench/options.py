@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from decoder.commands.options import PROMPT_FILE, OutputSettings, PromptSettings
 from decoder.drafters.options import MAX_NODES
 from indexer.flags import Metavar
+from retriever.predict.grammar.options import ConstraintSettings
 
 
 class MeasuredPrompts(PromptSettings):
@@ -31,7 +32,7 @@ class MeasuredPrompts(PromptSettings):
     ] = None
 
 
-class MeasuredOutput(OutputSettings):
+class MeasuredOutput(OutputSettings, ConstraintSettings):
     """How often answers are made."""
 
     repeat: Annotated[

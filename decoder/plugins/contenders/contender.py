@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Final, Protocol
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
@@ -18,6 +18,7 @@ from decoder.loop import Decoder, Request
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.observation import ObservedPass, Observer, Statistics, Times
+from decoder.sampling.constraint import Grammar, GrammarProcessor
 from decoder.sampling.stated import without_own_settings
 from decoder.sampling.verification import AcceptRule, Drawing, PassContext, SelectingRule, Selection
 from decoder.sampling.walk import Acceptance
@@ -216,6 +217,7 @@ class LibraryContender:
         options: more of `model.generate`.
         temperature: of sampling from the whole distribution; 0 decodes greedily.
         seed: of torch's random numbers, with the prompt, where it samples.
+        grammar: that outputs match; None for none.
     """
 
     language_model: LanguageModel
@@ -224,6 +226,7 @@ class LibraryContender:
     options: Mapping[str, int] = field(default_factory=dict)
     temperature: float = 0.0
     seed: int = 0
+    grammar: Grammar | None = None
 
     def __call__(
         self,
@@ -282,6 +285,9 @@ class LibraryContender:
             torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
             generation_config=self._config(max_new_tokens),
+            logits_processor=LogitsProcessorList(
+                [] if self.grammar is None else [GrammarProcessor(self.grammar)]
+            ),
         )
         rows: list[list[int]] = output[:, longest:].tolist()
         return rows

@@ -44,6 +44,7 @@ from decoder.plugins.contenders.contender import (
     OwnContender,
 )
 from decoder.plugins.contenders.drafting_rules import PublishedRule
+from decoder.sampling.constraint import Grammar
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
@@ -407,20 +408,23 @@ class Contest:
         drafts: where drafts come from.
         max_new_tokens: most tokens of an answer.
         costs: keeps measured costs of passes for the next start; `None` to measure always.
+        grammar: that outputs match; None for none.
 
     Raises:
         InvalidSettingsError: there is no contender of a name.
         ContradictoryOptionsError: one has nothing to draft with.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  (the last two are options)
         self,
         language_model: LanguageModel,
         names: Sequence[str],
         drafts: DraftOptions,
         max_new_tokens: int,
         costs: CostStore | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
+        self._grammar = grammar
         self._entries = chosen(names)
         for entry in self._entries:
             entry.check(drafts)
@@ -450,7 +454,7 @@ class Contest:
             target = self._target_for(drafters.values())
             if setting.nodes is None and self._surface is None:
                 self._surface = known_costs(target, self._language_model.model, self._costs)
-            rule = accept_rule(means.sampling)
+            rule = accept_rule(means.sampling, (), self._grammar)
             warn_of_unapplied(self._language_model, rule)
             ways: dict[str, Contender] = {}
             for entry in self._entries:
@@ -507,4 +511,5 @@ class Contest:
             entry.options,
             setting.temperature,
             setting.seed,
+            self._grammar,
         )

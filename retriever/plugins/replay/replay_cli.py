@@ -12,6 +12,7 @@ from indexer.flags import AsJson, command_line, with_flags
 from retriever.commands.options import clear_errors
 from retriever.limits import Limits
 from retriever.operations.settings import DraftSettings, RecordSettings, TokenizerSettings
+from retriever.predict.grammar.options import ConstraintSettings
 
 _MAX_BUDGET: Final = Limits().max_budget_nodes
 
@@ -32,6 +33,7 @@ def replay(
     recorded: RecordSettings,
     source: DraftSettings,
     texts: TokenizerSettings,
+    stated: ConstraintSettings,
     warm: Annotated[
         list[Path] | None,
         typer.Option(
@@ -104,6 +106,7 @@ def replay(
         recorded,
         source,
         texts,
+        stated.constraint(),
         warm or [],
         drafter,
         budget,

@@ -218,6 +218,25 @@ def test_the_answer_matches_a_regular_expression(
     assert re.fullmatch("(yes|no), [0-9]{3}", json.loads(capsys.readouterr().out)["text"])
 
 
+def test_the_answer_is_a_call_of_a_tool(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
+    tools = tmp_path / "tools.json"
+    parameters = {"type": "object", "properties": {"unit": {"enum": ["a", "b"]}}}
+    parameters |= {"required": ["unit"], "additionalProperties": False}
+    tools.write_text(json.dumps([{"name": "get_weather", "parameters": parameters}]))
+    arguments = ("--prompt", PROMPT, "--tools", str(tools), "--json", "--max-new-tokens", "200")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    begun = '{"name":"get_weather","arguments":{"unit":"'  # a random model writes much whitespace
+    assert begun.startswith("".join(text.split())[: len(begun)])
+    assert text.startswith("{")
+
+
 @pytest.fixture
 def index_of_another_tokenizer(tmp_path: Path) -> Path:
     path = tmp_path / "other.index"
@@ -241,6 +260,9 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--temperature", "1e-9"], "--temperature must be 0 (greedy) or"),
         (["--prompt", PROMPT, "--limit", "2"], "--limit is for a file of prompts"),
         (["--prompt", PROMPT, "--regex", ""], "the pattern is empty"),
+        (["--prompt", PROMPT, "--regex", "a", "--choice", "b"], "give one of --regex"),
+        (["--prompt", PROMPT, "--json-schema", "no-such-file"], "no-such-file cannot be read"),
+        (["--prompt", PROMPT, "--tools", __file__], "is no JSON"),
         pytest.param(
             ["--prompt", PROMPT, "--regex", "(a"],
             "unclosed group",

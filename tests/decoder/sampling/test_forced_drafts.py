@@ -13,11 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from decoder.budget.budget import FixedBudget
 from decoder.engines.transformers.custom_generate import Foredraft
-from decoder.sampling.constraint import Grammar, GrammarProcessor, choice_grammar, regex_grammar
-from decoder.sampling.forced_drafts import ForcedDrafts
+from decoder.sampling.constraint import Grammar, GrammarProcessor
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import PassContext
+from retriever.errors import InvalidConstraintError
+from retriever.predict.grammar.forced_drafts import ForcedDrafts
+from retriever.predict.grammar.grammars import choice_grammar, regex_grammar, tools_grammar
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import SIZES, ScriptedDrafter, decoded, decoder_with
@@ -64,7 +66,6 @@ def steps(
             drafted.token_ids, drafted.parents, drafted.probabilities, drafted.sources
         )
         path = drafted.follow(output[done:-1])
-        forced.learn(output[done : done + len(path) + 1].tolist())
         done, count = done + len(path) + 1, count + 1
     return count
 
@@ -316,10 +317,60 @@ def test_generate_gives_the_same_with_drafts_in_fewer_passes(
             custom_generate=foredraft,
             **asked,
         )
-        assert drafted.tolist() == plain.tolist()
+        stated = model.generate(prompts, custom_generate=foredraft, constraint=grammar, **asked)
+        assert drafted.tolist() == stated.tolist() == plain.tolist()
     for row in plain.tolist():
         text = str(byte_tokenizer.decode([token for token in row[3:] if token != END]))
         assert '"get_weather"' in text
     statistics = foredraft.statistics
     assert statistics.accepted[Source.GRAMMAR] > 40
     assert statistics.num_passes < statistics.num_tokens / 2
+
+
+def test_a_stated_constraint_comes_before_what_draws(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Behind top-k nothing that the grammar allows might be left."""
+    model: Any = tiny_model(1)
+    grammar = Grammar.of(choice_grammar(["abc", "xyz"]), byte_tokenizer, (END,))
+    foredraft = Foredraft(model, EmbeddedDrafter(), budget=FixedBudget(8))
+    asked: dict[str, Any] = {"do_sample": True, "top_k": 1, "max_new_tokens": 8}
+    ids = torch.tensor([[5, 6, 7]])
+    ends = {"eos_token_id": END, "pad_token_id": END}
+    output = model.generate(ids, custom_generate=foredraft, constraint=grammar, **asked, **ends)
+    assert byte_tokenizer.decode(output[0, 3:6]) in {"abc", "xyz"}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [],
+        "get_weather",
+        [{"parameters": {}}],
+        ["get_weather"],
+        [{"name": "a", "parameters": {"type": 7}}],
+    ],
+)
+def test_tools_that_are_none_are_refused(tools: Any) -> None:
+    with pytest.raises(InvalidConstraintError):
+        tools_grammar(tools)
+
+
+def test_a_call_is_of_one_of_the_tools(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    tools = [
+        {"type": "function", "function": {"name": "get_weather", "parameters": TOOL}},
+        {"name": "stop"},
+    ]
+    grammar = Grammar.of(tools_grammar(tools), byte_tokenizer, (END,))
+    right = [{"name": "get_weather", "arguments": CALL}, {"name": "stop", "arguments": {}}]
+    for call in right:
+        ids = written(byte_tokenizer, call)
+        assert grammar.is_match(ids[:-1])
+        steps(drafts_of(grammar), ids)
+    assert steps(drafts_of(grammar), written(byte_tokenizer, right[0])) < 16
+    wrong = {"name": "get_news", "arguments": CALL}
+    assert not grammar.is_match(written(byte_tokenizer, wrong)[:-1])
+    with_new = Grammar.of(
+        tools_grammar([*tools, {"name": "get_news"}]), byte_tokenizer, (END,)
+    )  # a tool that comes later is another grammar
+    assert with_new.is_match(written(byte_tokenizer, wrong)[:-1])

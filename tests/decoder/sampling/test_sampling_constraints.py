@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from decoder.drafters.following import NoDrafter
-from decoder.errors import DeadEndError, InvalidConstraintError
-from decoder.sampling.constraint import ConstraintMemory, Grammar, regex_grammar
+from decoder.errors import DeadEndError
+from decoder.sampling.constraint import ConstraintMemory, Grammar
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule, PassContext
+from retriever.errors import InvalidConstraintError
+from retriever.predict.grammar.grammars import regex_grammar
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     ScriptedDrafter,

@@ -213,7 +213,7 @@ def test_bytes_that_are_no_ids_are_refused_alone(stub: RetrieverServiceStub) -> 
     assert refused(stub.Draft, pb.DraftRequest(context_bytes=negative))[1] == "INVALID_REQUEST"
 
 
-def test_a_constraint_is_not_served_yet(stub: RetrieverServiceStub) -> None:
+def test_a_constraint_is_not_served_without_a_tokenizer(stub: RetrieverServiceStub) -> None:
     constraint = pb.Constraint(regular_expression="[0-9]+")
     constrained = pb.OpenSessionRequest(session_id="s", prompt=PROMPT, constraint=constraint)
     assert refused(stub.OpenSession, constrained) == (

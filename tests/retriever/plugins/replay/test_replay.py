@@ -533,3 +533,25 @@ def test_a_conversation_that_branches_counts_each_answer_once(tmp_path: Path) ->
     answers = ["".join(map(chr, each.output)) for each in found]
     assert answers == ["At nine.", "At ten.", "Yes.", "At nine."]
     assert tally.skipped == {encoding.REPEATED: 2, "no conversation": 1}
+
+
+def test_outputs_are_replayed_under_a_constraint(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
+    answers = [json.dumps({"place": place, "is_open": True}) for place in ("Rome", "Oslo", "Bern")]
+    rows = [{"prompt": f"Which, {n}?", "output": each} for n, each in enumerate(answers)]
+    path = write(tmp_path / "log.jsonl", [*rows, {"prompt": "?", "output": "I do not know."}])
+    properties = {"place": {"type": "string"}, "is_open": {"type": "boolean"}}
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        json.dumps({"type": "object", "properties": properties, "required": [*properties]})
+    )
+    plain = run(path, "--limit", 3)
+    constrained = run(path, "--json-schema", schema)
+    assert constrained["traces"] == plain["traces"] == 3  # the last does not match
+    assert constrained["tokens"] == plain["tokens"]
+    assert constrained["tokens_per_step"] > 1.3 * plain["tokens_per_step"]
+    assert constrained["accepted_by_source"]["grammar"] > 0.2
+    assert "grammar" not in plain["accepted_by_source"]
+    assert "--choice and --tools" in refused(path, "--json-schema", schema, "--regex", "a")
+    assert "is no JSON" in refused(path, "--json-schema", write(tmp_path / "a", []))
+    assert "cannot be read" in refused(path, "--tools", tmp_path / "none")

@@ -17,9 +17,9 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.sampling.forced_kernels import merge_forced, order_paths
-from decoder.sampling.forced_strings import MARKS, Forced, ForcedStrings, Habits, Way
 from retriever.drafter import TokenIds
+from retriever.predict.grammar.forced_kernels import merge_forced, order_paths
+from retriever.predict.grammar.forced_strings import MARKS, Forced, ForcedStrings, Habits, Way
 from retriever.tree import ROOT, DraftTree, Source
 
 if TYPE_CHECKING:
@@ -158,13 +158,14 @@ class ForcedDrafts:
     def improved(self, tree: DraftTree, generated: TokenIds, max_nodes: int) -> DraftTree:
         """Return a tree without what the grammar forbids, and with what it forces.
 
+        It learns from the tokens that came since the draft before.
+
         Args:
             tree: that was drafted, which may hold more than `max_nodes`.
             generated: int32[n], the output so far.
             max_nodes: most nodes of the result.
         """
         self._follow(generated)
-        self._drafted = []
         if self._tokens.is_error() or not self._strings.is_known:
             return tree.prefix(max_nodes)  # a limit of the library: nothing is known
         if self._tokens.is_stopped():
@@ -177,12 +178,8 @@ class ForcedDrafts:
             return tree.prefix(max_nodes)
         return self._merged(tree, forbidden, max_nodes)
 
-    def learn(self, came: Sequence[int]) -> None:
-        """Learn from what came behind the last draft.
-
-        Args:
-            came: the tokens that were committed since.
-        """
+    def _learn(self, came: Sequence[int]) -> None:
+        """Learn from the tokens that were committed since the last draft."""
         learned = self._learned
         for _, path, (tokens, kinds, chosen_at), way in self._drafted:
             if path and tuple(came[: len(path)]) != path:
@@ -210,10 +207,12 @@ class ForcedDrafts:
             self._tokens.reset()
             self._letters.reset()
             self._begin()
-            known = 0
+            self._drafted, known = [], 0
         new = generated[known:].tolist()
         if not new:
+            self._drafted = []
             return
+        self._learn(new)
         self._tokens.consume_tokens(new)
         texts = new if self._stop_ids.isdisjoint(new) else new[:-1]
         self._strings.follow(self._tokenizer.decode_bytes(texts))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from decoder.sampling.forced_kernels import MOST_FORBIDDEN, merge_forced, order_paths
+from retriever.predict.grammar.forced_kernels import MOST_FORBIDDEN, merge_forced, order_paths
 from retriever.tree import ROOT, DraftTree
 
 Node = tuple[int, ...]

@@ -1,5 +1,6 @@
 """Compiled loops of forced drafts: the order in which a grammar reads a tree, and its merge."""
 
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -193,3 +194,15 @@ def _ordered(
         order[place] = node
         count += 1
     return int(count)
+
+
+@cache
+def warm() -> None:
+    """Compile what is above, or load it: a draft would wait for it, two seconds at worst."""
+    one, share = np.zeros((5, 2), np.int32), np.zeros((3, 2), np.float32)
+    tokens, source = np.zeros(1, np.int32), np.zeros(2, np.uint8)
+    order_paths(np.full(1, ROOT, np.int32), one[0, :1], np.zeros((2, 2), np.int32))
+    string = np.array([[ROOT, 1, -1]], np.int32)
+    merge_forced(
+        one[:4], share[:2], source, 0, string, tokens, share[2, :1], 0, one[3:], share[2], source
+    )

@@ -1,0 +1,1 @@
+"""What a grammar forces: drafts that are nearly certain."""
