@@ -1,4 +1,4 @@
-"""A decoding loop of one's own around a model in plain PyTorch: see docs/own-loop.md."""
+"""A decoding loop of one's own around a model in plain PyTorch: see docs/how-to/generating.md."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Rollouts with drafts while the model is trained: see docs/rollouts.md.
+"""Rollouts with drafts while the model is trained: see docs/how-to/generating.md.
 
 python examples/rollouts.py                        # a tiny model, made here
 python examples/rollouts.py --model path/to/model --steps 20

@@ -1,4 +1,4 @@
-"""Drafts inside `model.generate` of transformers: see docs/how-to/plugging-in.md."""
+"""Drafts inside `model.generate` of transformers: see docs/how-to/generating.md."""
 
 from foredraft.face import face_of
 

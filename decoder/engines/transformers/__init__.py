@@ -1,1 +1,1 @@
-"""Adapters for `model.generate` of transformers; see docs/how-to/plugging-in.md."""
+"""Adapters for `model.generate` of transformers; see docs/how-to/generating.md."""

@@ -226,8 +226,12 @@ def test_the_answer_is_a_call_of_a_tool(
 ) -> None:
     pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
     tools = tmp_path / "tools.json"
-    parameters = {"type": "object", "properties": {"unit": {"enum": ["a", "b"]}}}
-    parameters |= {"required": ["unit"], "additionalProperties": False}
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["a", "b"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
     tools.write_text(json.dumps([{"name": "get_weather", "parameters": parameters}]))
     arguments = ("--prompt", PROMPT, "--tools", str(tools), "--json", "--max-new-tokens", "200")
     assert generate(monkeypatch, model_directory, *arguments) == 0

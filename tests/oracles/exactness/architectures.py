@@ -16,6 +16,7 @@ import multiprocessing
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any, Final
 
 import torch
@@ -31,16 +32,17 @@ from tests.oracles.exactness.tiny_models import architectures
 
 TOO_LONG: Final = "too long"
 BROKEN: Final = "examination fails"
+_COLUMNS: Final = 100
 _ORDER: Final = ("trees", "chains", "plain", REFUSED, UNABLE, UNMADE, TOO_LONG, BROKEN)
 
 _MEANING: Final = {
-    "trees": "Whole trees of drafts are verified in one pass.",
-    "chains": "One chain of each draft is verified.",
-    "plain": "Decoded without drafts.",
-    REFUSED: "Refused with an error that names the reason.",
-    UNABLE: "transformers' own `generate` does not decode a tiny random model of these.",
-    UNMADE: "transformers does not make a tiny random model of these on a bare machine.",
-    TOO_LONG: "Took too long to examine.",
+    "trees": "A pass verifies whole trees of drafts.",
+    "chains": "A pass verifies one chain of each draft.",
+    "plain": "Drafts are not used: the model decodes one token in each pass.",
+    REFUSED: "The model is refused with an error that names the reason.",
+    UNABLE: "transformers' own `generate` fails on a tiny random model of these.",
+    UNMADE: "transformers can't make a tiny random model of these on a bare machine.",
+    TOO_LONG: "The examination took too long.",
     BROKEN: "The examination failed.",
 }
 
@@ -99,14 +101,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def page(report: dict[str, Any]) -> str:
     """Return what was found as a page of the documentation."""
     introduction = (
-        f"What becomes of each of the {report['architectures']} causal architectures that "
-        f"transformers {report['transformers']} lists. Of each a tiny random model decoded in "
-        "float32 with right, wrong, random, doubled and 200-node drafts, past its windows, and "
-        "its output was compared with `model.generate`, token for token. "
-        f"{_differing(report['different'])} Written by `python -m "
-        "tests.oracles.exactness.architectures`."
+        f"What can models of your architecture verify in one pass? This page lists the "
+        f"{report['architectures']} causal architectures of transformers "
+        f"{report['transformers']}. Of each, a tiny random model decoded in float32 with right, "
+        "wrong, random, doubled and 200-node drafts, past its windows, and its output was compared "
+        f"with `model.generate`, token for token. {_differing(report['different'])} Your own model "
+        "is checked in the same way, more briefly, when it is first used "
+        "([generating](../how-to/generating.md))."
     )
-    head = ["# Architectures", "", introduction, ""]
+    source = "Written by `python -m tests.oracles.exactness.architectures`, option `--page`."
+    head = ["# Architectures", "", *_wrapped(introduction), "", source, ""]
     return "\n".join([*head, *(line for kind in _ORDER for line in _section(report, kind))])
 
 
@@ -118,11 +122,19 @@ def _section(report: dict[str, Any], kind: str) -> list[str]:
     rows = [row for row in report["found"] if row["verifies"] == kind]
     if not rows:
         return []
-    head = [f"## {kind.capitalize()} ({len(rows)})", "", _MEANING[kind], ""]
+    head = [f"## {kind.capitalize()} ({len(rows)})", "", *_wrapped(_MEANING[kind]), ""]
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row["reason"], []).append(f"`{row['architecture']}`")
     if kind == "trees":
-        return [*head, ", ".join(f"`{row['architecture']}`" for row in rows), ""]
-    lines = [f"| `{row['architecture']}` | {_cell(row['reason'])} |" for row in rows]
-    return [*head, "| architecture | why |", "|---|---|", *lines, ""]
+        return [*head, *_wrapped(", ".join(f"`{row['architecture']}`" for row in rows)), ""]
+    common_first = sorted(by_reason.items(), key=lambda each: -len(each[1]))
+    lines = [f"| {_cell(reason)} | {', '.join(names)} |" for reason, names in common_first]
+    return [*head, "| why | architectures |", "|---|---|", *lines, ""]
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The whole recipe of docs/how-to/nightly.md with vLLM: a day, a night, and the next day."""
+"""The whole recipe of docs/how-to/measuring.md with vLLM: a day, a night, and the next day."""
 
 import json
 import os
