@@ -1,18 +1,25 @@
 """Tokens per step of constrained outputs, with what the grammar forces and without.
 
     python -m benchmarks.decoding.constrained_outputs --output forced.json
+    python -m benchmarks.decoding.constrained_outputs --agents agents.jsonl.gz --output agents.json
+    python -m benchmarks.decoding.constrained_outputs --model smollm2-135m-instruct
 
-No model is run: written outputs are replayed under their grammar. Without a corpus, drafts come
-from the prompt and, warm, from three earlier outputs; beside them stands what llguidance forces by
-itself (`compute_ff_tokens`), which guesses no whitespace. JSON is written compactly, with spaces,
-and in lines, with its schema in the prompt and without.
+The first runs no model: written outputs are replayed under their grammar. Without a corpus, drafts
+come from the prompt and, warm, from three earlier outputs. They are compared with our own drafts
+without the grammar's, and with what llguidance forces by itself (`compute_ff_tokens`), which
+guesses no whitespace. JSON is written compactly, with spaces, and in lines, with its schema in the
+prompt and without. The second replays recorded tool calls of agents, each behind its conversation,
+under the schema that all calls of its tool have in common. The third runs a model, and times
+`generate` with a constraint in turns: masks alone, with drafts, and with forced drafts, too.
 """
 
+import gzip
 import json
 import random
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -20,11 +27,22 @@ from typing import Annotated, Any, Final
 import numpy as np
 import typer
 
-from decoder.model.pretrained import ModelOptions, prepare_model
+from decoder.budget.budget import FixedBudget
+from decoder.loop import Decoder
+from decoder.model.pretrained import ModelOptions, load_model, prepare_model
+from decoder.model.target import Target
 from decoder.sampling.constraint import Grammar
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.drafter import DraftRequest
-from retriever.predict.grammar.grammars import choice_grammar, regex_grammar, schema_grammar
+from retriever.predict.grammar.grammars import (
+    choice_grammar,
+    lark_grammar,
+    regex_grammar,
+    schema_grammar,
+    tools_grammar,
+)
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -40,6 +58,8 @@ LONG: Final = 400
 """Characters of a text that is longer than a few words."""
 
 HALF: Final = 0.5
+DEEPEST: Final = 3
+"""Of values that hold values of their own kind."""
 
 
 def obj(**fields: Any) -> dict[str, Any]:
@@ -94,24 +114,118 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
         "required": ["title"],
     },
     "answer": obj(reasoning={"type": "string", "maxLength": LONG}, answer=TEXT),
+    "deployment": obj(
+        apiVersion={"const": "apps/v1"},
+        kind={"const": "Deployment"},
+        metadata=obj(name=TEXT, labels={"type": "object", "additionalProperties": TEXT}),
+        spec=obj(
+            replicas=NUMBER, template=obj(image=TEXT, pull_policy={"enum": ["Always", "Never"]})
+        ),
+    ),
+    "package": {
+        **obj(
+            name=TEXT, version=TEXT, private={"type": "boolean"}, scripts=obj(build=TEXT, test=TEXT)
+        ),
+        "required": ["name", "version"],
+    },
+    "event": obj(
+        event_name=CHOICE,
+        user_id=NUMBER,
+        timestamp=NUMBER,
+        properties=obj(page=TEXT, referrer=TEXT),
+    ),
+    "nullable": obj(
+        name=TEXT, nickname={"anyOf": [TEXT, {"type": "null"}]}, score={"type": "number"}
+    ),
+    "shape": {
+        "anyOf": [
+            obj(kind={"const": "circle"}, radius=NUMBER),
+            obj(kind={"const": "rectangle"}, width=NUMBER, height=NUMBER),
+        ]
+    },
+    "tree": {
+        "$defs": {
+            "node": {
+                **obj(
+                    label=TEXT,
+                    children={"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+                ),
+                "required": ["label", "children"],
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
+    "numbers": obj(
+        values={"type": "array", "items": NUMBER, "minItems": 3, "maxItems": 8}, total=NUMBER
+    ),
+    "translation": obj(
+        source_language=CHOICE,
+        target_language=CHOICE,
+        translation={"type": "string", "maxLength": LONG},
+    ),
+    "flags": obj(**{f"is_{word}": {"type": "boolean"} for word in WORDS[:8]}),
+    "article": obj(
+        headline=TEXT,
+        byline=TEXT,
+        sections={
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 3,
+            "items": obj(title=TEXT, text={"type": "string", "maxLength": LONG}),
+        },
+    ),
+    "invoice": obj(
+        invoice_number=NUMBER,
+        currency={"enum": ["EUR", "USD", "GBP"]},
+        lines={
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 4,
+            "items": obj(description=TEXT, unit_price={"type": "number"}, quantity=NUMBER),
+        },
+        paid={"type": "boolean"},
+    ),
+    "sensor": obj(
+        device_id=TEXT,
+        readings={
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 5,
+            "items": obj(time=NUMBER, temperature={"type": "number"}, ok={"type": "boolean"}),
+        },
+    ),
 }
 
 
-def value(schema: dict[str, Any], draw: random.Random) -> Any:
-    """Return a value that a schema describes."""
+def value(schema: dict[str, Any], draw: random.Random, depth: int = 0) -> Any:  # noqa: PLR0911  a kind each
+    """Return a value that a schema describes; a part of the schema may refer to "tree"."""
+    if "anyOf" in schema:
+        return value(draw.choice(schema["anyOf"]), draw, depth)
+    if "$ref" in schema:
+        return value(SCHEMAS["tree"]["$defs"]["node"], draw, depth + 1)
     if "const" in schema or "enum" in schema:
         return draw.choice(schema.get("enum", [schema.get("const")]))
     kind = schema["type"]
     if kind == "object":
+        others = schema["additionalProperties"]
+        if others:
+            return {word: value(others, draw) for word in draw.sample(WORDS, 2)}
         names = [n for n in schema["properties"] if n in schema["required"] or draw.random() < HALF]
-        return {name: value(schema["properties"][name], draw) for name in names}
+        return {name: value(schema["properties"][name], draw, depth) for name in names}
     if kind == "array":
-        number = draw.randint(schema["minItems"], schema["maxItems"])
-        return [value(schema["items"], draw) for _ in range(number)]
+        most = schema["maxItems"] if depth < DEEPEST else 0
+        number = draw.randint(min(schema.get("minItems", 0), most), most)
+        return [value(schema["items"], draw, depth) for _ in range(number)]
     if kind == "string":
         number = draw.randint(12, 40) if schema["maxLength"] == LONG else draw.randint(1, 4)
         return " ".join(draw.choices(WORDS, k=number))[: schema["maxLength"]]
-    return draw.randint(1, 9999) if kind == "integer" else draw.random() < HALF
+    simple: dict[str, Any] = {
+        "integer": draw.randint(1, 9999),
+        "number": round(draw.uniform(0, 100), 2),
+        "null": None,
+        "boolean": draw.random() < HALF,
+    }
+    return simple[kind]
 
 
 def date(draw: random.Random) -> str:
@@ -124,6 +238,33 @@ def version(draw: random.Random) -> str:
     """Return a pinned package."""
     digest = f"{draw.getrandbits(64):016x}"
     return f"package-{draw.choice(WORDS)}=={draw.randint(0, 9)}.4.0 --hash=sha256:{digest}"
+
+
+SQL: Final = """
+start: "SELECT " columns " FROM " table where? order? ";"
+columns: column (", " column)* | "count(*)"
+column: "customer_name" | "order_date" | "total_amount" | "shipping_city" | "product_id"
+table: "customers" | "orders" | "order_items"
+where: " WHERE " condition (" AND " condition)*
+condition: column (" = " | " > " | " < ") (NUMBER | TEXT)
+order: " ORDER BY " column (" ASC" | " DESC")
+NUMBER: /[0-9]{1,5}/
+TEXT: /'[a-z ]{1,20}'/
+"""
+COLUMNS: Final = ["customer_name", "order_date", "total_amount", "shipping_city", "product_id"]
+
+
+def query(draw: random.Random) -> str:
+    """Return a query of the grammar."""
+    columns = ", ".join(draw.sample(COLUMNS, draw.randint(1, 3)))
+    table = draw.choice(["customers", "orders", "order_items"])
+    tested, wanted = (
+        draw.choice(COLUMNS),
+        draw.choice([str(draw.randint(1, 999)), f"'{draw.choice(WORDS)}'"]),
+    )
+    order = f" ORDER BY {draw.choice(COLUMNS)} {draw.choice(['ASC', 'DESC'])}"
+    ending = order if draw.random() < HALF else ""
+    return f"SELECT {columns} FROM {table} WHERE {tested} = {wanted}{ending};"  # noqa: S608  never run
 
 
 CHOICES: Final = ["approve the request", "reject the request", "ask the manager for more"]
@@ -166,11 +307,97 @@ def cases() -> Iterator[Case]:
             version,
         ),
         "choice": (choice_grammar(CHOICES), lambda draw: draw.choice(CHOICES)),
+        "SQL": (lark_grammar(SQL), query),
     }
     for name, (grammar, make) in others.items():
         draw = random.Random(name)  # noqa: S311  (as above)
         texts = tuple(make(draw) for _ in range(4))
-        yield Case(name, "regular expressions, choices", grammar, "Answer.\n", texts)
+        kind = "SQL" if name == "SQL" else "regular expressions, choices"
+        yield Case(name, kind, grammar, "Answer.\n", texts)
+
+
+CALL: Final = re.compile(r"<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
+LONGEST: Final = 6_000
+"""Characters of a recorded call; longer ones write whole files, which no grammar forces."""
+
+CONTEXT: Final = 6_000
+"""Characters of a conversation before a recorded call."""
+
+
+def called(text: str) -> dict[str, Any] | None:
+    """Return a recorded call with its arguments as an object, None if it is none."""
+    try:
+        call = json.loads(text)
+        arguments = call["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {"name": call["name"], "arguments": parsed} if isinstance(parsed, dict) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def type_of(found: Any) -> str:
+    """Return the type of a value as a schema names it."""
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+    return names.get(type(found), "null" if found is None else "object")
+
+
+def recorded_cases(path: Path) -> Iterator[Case]:
+    """Yield a case for each recorded conversation that calls tools: its first call, and the last.
+
+    Calls are written anew, in the conversation, too: names and arguments as one object.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    tools: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        for text in CALL.findall(record["prompt"] + record["output"]):
+            if (call := called(text)) is not None:
+                tools.setdefault(call["name"], []).append(call["arguments"])
+    schemas = {name: common(arguments) for name, arguments in tools.items()}
+    grammar = tools_grammar(
+        [{"name": name, "parameters": schema} for name, schema in schemas.items()]
+    )
+    for number, record in enumerate(records):
+        found = CALL.search(record["output"])
+        call = None if found is None else called(found[1])
+        if found is None or call is None or len(found[1]) > LONGEST:
+            continue
+        before = CALL.sub(
+            lambda found: found[0].replace(found[1], written(found[1], schemas)),
+            record["prompt"][-CONTEXT:],
+        )
+        kind = "agents, later calls" if "<tool_call>" in record["prompt"] else "agents, first calls"
+        prompt = before + record["output"][: found.start()] + "<tool_call>\n"
+        name = f"{number} {call['name']}"
+        yield Case(name, kind, grammar, prompt, (written(found[1], schemas),))
+
+
+def written(text: str, schemas: Mapping[str, dict[str, Any]]) -> str:
+    """Return a recorded call as it would be written under its schema: properties in its order."""
+    call = called(text)
+    if call is None:
+        return text
+    order, arguments = schemas[call["name"]]["properties"], call["arguments"]
+    return json.dumps(
+        {"name": call["name"], "arguments": {k: arguments[k] for k in order if k in arguments}}
+    )
+
+
+def common(arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of all calls of a tool: what all have is required."""
+    properties: dict[str, Any] = {}
+    for each in arguments:
+        for name, found in each.items():
+            kinds = properties.setdefault(name, {"type": []})["type"]
+            if type_of(found) not in kinds:
+                kinds.append(type_of(found))
+    required = [name for name in properties if all(name in each for each in arguments)]
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 class Replay:
@@ -253,15 +480,78 @@ def gains(rows: Sequence[dict[str, Any]], over: str) -> dict[str, dict[str, floa
     return found
 
 
-def main(
+class Masked:
+    """A grammar that only masks: drafters do not see it.
+
+    Args:
+        grammar: that decides what may come.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.start, self.advance, self.allowed = grammar.start, grammar.advance, grammar.allowed
+
+
+def timed(name: str, num_tokens: int, rounds: int) -> dict[str, Any]:
+    """Return tokens per second of a model under schemas, by ways in turns; outputs are compared."""
+    loaded = load_model(ModelOptions(name))
+    stop = loaded.stop_ids
+    target = Target(loaded.model)
+    ways: dict[str, list[float]] = {"masks": [], "drafts": [], "forced": []}
+    tokens, is_equal = 0, True
+    for number, (label, schema) in enumerate(SCHEMAS.items()):
+        if number % 3:
+            continue
+        grammar = Grammar.of(schema_grammar(schema), loaded.tokenizer, stop)
+        prompt = loaded.encode(f"Give an example, as JSON of this schema: {json.dumps(schema)}")
+        outputs: dict[str, list[int]] = {}
+        for turn in range(rounds):
+            for way in sorted(ways, key=lambda each: (len(each) * 7 + turn * 5) % 11):
+                constraint: Any = grammar if way == "forced" else Masked(grammar)
+                decoder = Decoder(
+                    target,
+                    EmbeddedDrafter(),
+                    FixedBudget(0 if way == "masks" else BUDGETS[0]),
+                    accept_rule(SamplingSettings(0.0), (), constraint),
+                    stop,
+                )
+                began = time.perf_counter()
+                outputs[way] = [*decoder.generate(prompt, num_tokens)]
+                ways[way].append((time.perf_counter() - began) / max(len(outputs[way]), 1))
+        is_equal = is_equal and outputs["masks"] == outputs["drafts"] == outputs["forced"]
+        tokens += len(outputs["masks"])
+        typer.echo(f"{label}: {len(outputs['masks'])} tokens", err=True)
+    pairs = {
+        over: [a / b for a, b in zip(ways[over], ways["forced"], strict=True)]
+        for over in ("masks", "drafts")
+    }
+    return {
+        "outputs are equal": is_equal,
+        "tokens": tokens,
+        "ms a token": {way: round(1e3 * statistics.median(each), 1) for way, each in ways.items()},
+        "times as fast": {over: round(statistics.median(each), 2) for over, each in pairs.items()},
+    }
+
+
+def main(  # noqa: PLR0913, PLR0917  (options)
     tokenizer: Annotated[
         str, typer.Option(help="Of a model: a hub id or a folder.")
     ] = DEFAULT_MODEL,
+    agents: Annotated[Path | None, typer.Option(help="Recorded agents, .jsonl.gz.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model to run and time.")] = None,
+    num_tokens: Annotated[int, typer.Option(help="Most tokens of an output that is timed.")] = 96,
+    rounds: Annotated[int, typer.Option(help="Runs of each output that is timed.")] = 2,
     output: Annotated[Path | None, typer.Option(help="A file for all figures, as JSON.")] = None,
 ) -> None:
     """Replay every case and print medians."""
+    if model is not None:
+        measured = timed(model, num_tokens, rounds)
+        typer.echo(json.dumps(measured, indent=1))
+        if output is not None:
+            output.write_text(json.dumps(measured, indent=1) + "\n")
+        return
     replay = Replay(prepare_model(ModelOptions(tokenizer)).tokenizer)
-    rows = [replay.figures(case) for case in cases()]
+    chosen = cases() if agents is None else recorded_cases(agents)
+    rows = [replay.figures(case) for case in chosen]
     keys = [f"{state} {nodes}" for state in ("cold", "warm") for nodes in BUDGETS]
     report: dict[str, Any] = {
         "gain over drafts alone": gains(rows, "drafts"),

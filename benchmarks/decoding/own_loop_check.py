@@ -1,4 +1,4 @@
-"""The own loop of docs/how-to/generating.md beside `model.generate` and our decoder, at equal nodes.
+"""The own loop of docs/how-to/generating.md beside `generate` and our decoder, at equal nodes.
 
     python -m benchmarks.decoding.own_loop_check --prompts QUESTIONS --limit 130 --json RESULT
 

@@ -93,7 +93,7 @@ def checked_vocabulary_size(
         _log.warning(
             "drafts are for a tokenizer of %d tokens, but the model knows %d: it seems to be "
             "another tokenizer's, so drafts will fail or hardly be accepted; name the model's own "
-            "(tokenizer=) to be sure",
+            "(tokenizer= or vocabulary=) to be sure",
             theirs.size,
             model_vocabulary,
         )
