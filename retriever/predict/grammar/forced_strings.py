@@ -111,7 +111,7 @@ class Habits:
     def share_of_end(self, end: "_End") -> float:
         """Return how likely a string or number ends here: by its key, and by its length alone."""
         came, missed = self._counts(end.by_length, end.mark)
-        rate = (came + 0.5) / (came + missed + 3.0)
+        rate = (came + 0.3) / (came + missed + 4.0)
         came, missed = self._counts(end.by_key, end.mark)
         return (came + 2 * rate) / (came + missed + 2)
 
