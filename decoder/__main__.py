@@ -1,4 +1,4 @@
-"""`python -m decoder`: the commands of this package alone; users type `foredraft`."""
+"""`python -m decoder`: only the commands of this package; users type `foredraft`."""
 
 from indexer.launch import launch
 

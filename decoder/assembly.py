@@ -54,7 +54,7 @@ from retriever.sessions.options import check_files, load_phrases
 _log = getLogger(__name__)
 
 HEADS: Final = "decoder.plugins.speculators"
-"""The plugin of heads that draft."""
+"""The plugin of drafting heads."""
 
 
 def load_draft_reader(
@@ -63,19 +63,19 @@ def load_draft_reader(
     indexes: Sequence[Path] = (),
     num_tokens: int | None = None,
 ) -> ModelReader:
-    """Load a draft model that reads fused drafts, on the target's device and in its precision.
+    """Load a draft model that reads fused drafts, on the target's device and in its dtype.
 
-    Whether the tokenizers agree is checked before any weights are loaded.
+    The tokenizers are compared before any weights are loaded.
 
     Args:
         name: a hub id, a directory or a `.gguf` file; see `ModelOptions`.
         target: the model to draft for.
-        indexes: whose frequent tokens a trimmed vocabulary is made of.
-        num_tokens: draft only so many tokens, the most frequent ones of the indexes; all of them
-            if not given.
+        indexes: indexes whose frequent tokens make up a trimmed vocabulary.
+        num_tokens: size of the trimmed vocabulary, the most frequent tokens of the indexes; `None`
+            for the full vocabulary.
 
     Raises:
-        ContradictoryOptionsError: there are no indexes to rank a trimmed vocabulary by.
+        ContradictoryOptionsError: there is no index to rank the tokens of a trimmed vocabulary by.
         VocabularyMismatchError: the models have different tokenizers; the message names both.
         UnsupportedModelError: the model cannot draft.
         ModelLoadError: the files cannot be found or read.
@@ -91,7 +91,7 @@ def load_draft_reader(
 
 
 def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> None:
-    """Refuse a draft model of another tokenizer; embeddings may be padded to another size.
+    """Refuse a draft model with another tokenizer; the padded sizes of embeddings may differ.
 
     Raises:
         VocabularyMismatchError: the message names both models and vocabularies.
@@ -99,13 +99,13 @@ def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> No
     if prepared.vocabulary.fingerprint != target.vocabulary.fingerprint:
         raise VocabularyMismatchError(
             f"the draft model ({prepared.vocabulary.describe()}) has "
-            f"another tokenizer than the model ({target.vocabulary.describe()}): "
+            f"a different tokenizer from the model ({target.vocabulary.describe()}): "
             "draft with a smaller model of the same family"
         )
 
 
 def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) -> TokenIds | None:
-    """Return the tokens to draft: the frequent ones, and those that end a sequence."""
+    """Return the tokens to draft: the frequent ones and those that end a sequence."""
     if num_tokens is None:
         return None
     refuse_contradictions((not paths, WITHOUT_INDEX))
@@ -118,11 +118,11 @@ def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) 
 
 
 def check_drafts(drafts: DraftOptions, vocabulary: Vocabulary | None = None) -> None:
-    """Open the files once and close them, so that errors in them show before a model loads.
+    """Open and close the files once, so that errors in them show before a model loads.
 
     Args:
-        drafts: where drafts come from.
-        vocabulary: of the model's tokenizer, once that is known.
+        drafts: the sources of drafts.
+        vocabulary: vocabulary of the model's tokenizer, once it is known.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -146,15 +146,16 @@ def connect_drafter(
     """Open a drafter for a model's vocabulary during the block.
 
     Args:
-        drafts: where drafts come from.
+        drafts: the sources of drafts.
         language_model: the target.
-        sampling: of the output, which drafts are drawn by if `draft_sampling` is set.
-        costs: what passes of models that draft cost; measured if not given.
+        sampling: settings of the output; drafts are drawn with them if `draft_sampling` is set.
+        costs: costs of the draft models' passes; measured if not given.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.
         StateError: the state directory cannot be used.
-        VocabularyMismatchError: the draft model, or what `state` holds, is of another tokenizer.
+        VocabularyMismatchError: the draft model or the contents of `state` are for another
+            tokenizer.
     """
     with ExitStack() as opened:
         readers = draft_readers(drafts, language_model)
@@ -172,7 +173,7 @@ def connect_drafter(
 
 
 def draft_readers(drafts: DraftOptions, language_model: LanguageModel) -> list[TreeReader]:
-    """Load the models that read drafts for a model, the quickest first.
+    """Load the models that read drafts for a model, the fastest first.
 
     Raises:
         HeadFileError: the speculator cannot be read.
@@ -191,15 +192,15 @@ def draft_readers(drafts: DraftOptions, language_model: LanguageModel) -> list[T
 def fusion_for(
     drafts: DraftOptions, language_model: LanguageModel, sampling: SamplingSettings | None
 ) -> Callable[..., FusedDrafter]:
-    """Return what fuses drafts for a model: with drawn ones where its output is drawn, too.
+    """Return a constructor for the drafter that fuses drafts; it draws drafts if output is sampled.
 
     Args:
-        drafts: where drafts come from.
+        drafts: the sources of drafts.
         language_model: the target.
-        sampling: of the output.
+        sampling: settings of the output.
 
     Returns:
-        Takes the arguments of `FusedDrafter`, but for `limits`.
+        A callable that takes the arguments of `FusedDrafter` except `limits`.
     """
     limits, draws = draft_limits(language_model), draws_for(drafts, language_model, sampling)
     if draws is None:
@@ -210,12 +211,12 @@ def fusion_for(
 def draws_for(
     drafts: DraftOptions, language_model: LanguageModel, sampling: SamplingSettings | None
 ) -> Draws | None:
-    """Return how drafts are drawn: as the output is; `None` where they are not.
+    """Return how drafts are drawn, with the output's settings; `None` if they are not drawn.
 
     Args:
-        drafts: where drafts come from.
-        language_model: whose generation_config completes the settings.
-        sampling: of the output.
+        drafts: the sources of drafts.
+        language_model: the target; its generation_config completes the settings.
+        sampling: settings of the output.
     """
     if not drafts.draft_sampling or sampling is None or sampling.is_greedy:
         return None
@@ -249,7 +250,7 @@ def _speculator(drafts: DraftOptions, language_model: LanguageModel) -> TreeRead
 def _recycled(
     drafts: DraftOptions, language_model: LanguageModel, retrieval: Drafter, opened: ExitStack
 ) -> RecycledLogits | None:
-    """Return recycled logits, which are kept where there is a place until `opened` closes."""
+    """Return recycled logits; if there is a store for them, it stays open until `opened` closes."""
     if not drafts.recycle:
         return None
     recycled, vocabulary = RecycledLogits(), language_model.vocabulary
@@ -293,18 +294,18 @@ def _retrieval(
 
 
 def draft_limits(language_model: LanguageModel) -> DraftLimits:
-    """Return which tokens a model and drafters of its tokenizer know."""
+    """Return the vocabulary sizes of a model and of drafters with its tokenizer."""
     embeddings = language_model.model.get_input_embeddings().get_parameter("weight")
     return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What is to be decoded at most.
+    """The largest workload to prepare for.
 
     Attributes:
-        num_tokens: of a sequence, prompt and output together.
-        num_places: sequences at a time.
+        num_tokens: most tokens of a sequence, prompt and output together.
+        num_places: most sequences at a time.
     """
 
     num_tokens: int
@@ -320,31 +321,32 @@ def assemble(  # noqa: PLR0913  all but the first three are options
     num_ahead: int = 0,
     prepared: Extent | None = None,
 ) -> Decoder:
-    """Build a decoder that knows what its model's passes cost.
+    """Build a decoder that knows the costs of its model's passes.
 
     Args:
         language_model: the target.
         drafter: proposes the drafts.
         accept: the rule that accepts or rejects drafted tokens.
-        costs: keeps measured costs for the next start; `None` to measure always.
-        num_ahead: outcomes of a pass that the drafter answers for while it runs; see `Decoder`.
-        prepared: for what memory and captured passes are made now; see `Target.prepare`.
+        costs: stores measured costs for the next start; `None` to measure at every start.
+        num_ahead: likely outcomes that the drafter drafts for during a pass; see `Decoder`.
+        prepared: the workload for which memory is allocated and passes are captured now; see
+            `Target.prepare`.
 
-    Warns where the model's generation_config sets options that the rule does not apply.
+    Logs a warning if the model's generation_config sets options that the rule does not apply.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
-        OutOfMemoryError: there is no room for what is prepared.
+        OutOfMemoryError: there is not enough memory for `prepared`.
     """
     target = Target(
         language_model.model,
         states=states_of(drafter),
-        reuse_prefixes=True,  # the model was loaded here, and nobody changes it
+        reuse_prefixes=True,  # the model was loaded here, so nothing else changes it
         verdicts=costs or FOUND_HERE,
     )
     warn_of_unapplied(language_model, accept)
     budget = MeasuredBudget(known_costs(target, language_model.model, costs))
-    if prepared is not None:  # last, as measuring behind long contexts may replace the memory
+    if prepared is not None:  # last, because measuring after long contexts may replace the memory
         target.prepare(prepared.num_tokens, prepared.num_places)
         if isinstance(accept, SelectingRule) and accept.drawing is not None:
             target.prepare_drawing(accept.drawing)
@@ -360,7 +362,7 @@ def assemble(  # noqa: PLR0913  all but the first three are options
 
 
 def warn_of_unapplied(language_model: LanguageModel, accept: AcceptRule) -> None:
-    """Log where the model's generation_config sets options that a rule does not apply."""
+    """Log a warning if the model's generation_config sets options that a rule does not apply."""
     unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
     if unapplied:
         _log.warning(
@@ -371,10 +373,10 @@ def warn_of_unapplied(language_model: LanguageModel, accept: AcceptRule) -> None
 
 
 def grammar_for(language_model: LanguageModel, grammar: str | None) -> Grammar | None:
-    """Return the constraint of a grammar for a model's tokens, `None` without one.
+    """Return the constraint of a grammar for a model's tokens; `None` if there is no grammar.
 
     Raises:
-        InvalidConstraintError: it is too large, or the tokenizer is not fast.
+        InvalidConstraintError: the grammar is too large, or the tokenizer is not a fast one.
     """
     if grammar is None:
         return None
@@ -384,12 +386,12 @@ def grammar_for(language_model: LanguageModel, grammar: str | None) -> Grammar |
 def own_rule(
     language_model: LanguageModel, settings: SamplingSettings, pattern: Grammar | None = None
 ) -> AcceptRule:
-    """Return the rule for some settings, completed by what the model's generation_config states.
+    """Return the rule for some settings, completed by the model's generation_config.
 
     Args:
-        language_model: whose generation_config and tokenizer count.
+        language_model: the target; its generation_config and tokenizer are used.
         settings: how tokens are chosen.
-        pattern: what the whole output shall match.
+        pattern: grammar that the whole output must match.
 
     Raises:
         InvalidSettingsError: the generation_config states a value out of its range.

@@ -1,4 +1,4 @@
-"""The errors of this package, as one tree."""
+"""The errors of this package, in one class hierarchy."""
 
 from typing import Final
 
@@ -23,7 +23,7 @@ class UnsupportedModelError(DecoderError):
 
 
 class UnsupportedEngineError(DecoderError):
-    """An engine is not as its adapter was written for; the message says what changed."""
+    """An engine differs from the version that its adapter supports; the message says how."""
 
 
 class HeadFileError(DecoderError):
@@ -35,15 +35,15 @@ class HeadMismatchError(DecoderError):
 
 
 class ModelChangedError(DecoderError):
-    """The model changed in the middle of a generation, which cannot go on with it."""
+    """The model changed in the middle of a generation, so the generation cannot continue."""
 
 
 class WeightsNotLoadedError(UnsupportedModelError):
-    """Weights of a model are on no device; the message names one."""
+    """Some weights of a model are on no device; the message names one."""
 
 
 class UncroppableCacheError(UnsupportedModelError):
-    """The model's cache cannot drop rejected tokens, which the requested use needs."""
+    """The model's cache cannot drop rejected tokens, but the requested use needs that."""
 
 
 class InvalidPromptError(DecoderError):
@@ -51,15 +51,15 @@ class InvalidPromptError(DecoderError):
 
 
 class OutOfMemoryError(DecoderError):
-    """The device has no memory left for a pass; the message says at which length of context."""
+    """The device has no memory left for a pass; the message gives the context length."""
 
 
 class SharedPassError(DecoderError):
-    """Processes that share a model cannot go on together; the message says why and what to do."""
+    """Processes that share a model cannot continue; the message says why and what to do."""
 
 
 class DecoderBusyError(DecoderError):
-    """A sequence is being decoded already: finish or close it first."""
+    """Another sequence is being decoded: finish or close it first."""
 
 
 class GenerationStartedError(DecoderError):
@@ -78,7 +78,8 @@ def refuse_contradictions(*contradictions: tuple[object, str]) -> None:
     """Refuse options that contradict one another.
 
     Args:
-        contradictions: conditions, each with what is said where it holds; the first one counts.
+        contradictions: pairs of a condition and the message for it; the first condition that holds
+            counts.
 
     Raises:
         ContradictoryOptionsError: a condition holds.
@@ -105,7 +106,7 @@ class UnsupportedGenerationError(DecoderError):
 
 
 class UnknownTokenError(DecoderError):
-    """A token id that was asked for lies outside the vocabulary."""
+    """A requested token id lies outside the vocabulary."""
 
 
 class InvalidSettingsError(DecoderError):
@@ -113,15 +114,15 @@ class InvalidSettingsError(DecoderError):
 
 
 class DeadEndError(DecoderError):
-    """No token may follow the output so far; all of that output was given out before."""
+    """No token may follow the output so far, all of which was already emitted."""
 
 
 class InvalidLogitsError(DecoderError):
-    """The model's logits are not numbers, so that no token can be chosen."""
+    """The model's logits are NaN, so no token can be chosen."""
 
 
 class CostFileError(DecoderError):
-    """A file holds no costs of passes; the message says which forms are taken."""
+    """A file holds no costs of passes; the message lists the accepted formats."""
 
 
 class PlotError(DecoderError):
@@ -129,12 +130,13 @@ class PlotError(DecoderError):
 
 
 class TeachingTextError(DecoderError):
-    """What a speculator is taught from cannot be read or is too little; the message says which."""
+    """The training data of a speculator cannot be read or is too small; the message says which."""
 
 
 class TrainingError(DecoderError):
-    """Training cannot go on or its result cannot be kept; the message says what to do."""
+    """Training cannot continue or its result cannot be saved; the message says what to do."""
 
 
 FORESEEN: Final = (DecoderError, RetrieverError, IndexerError, MemoryError)
-"""What commands end with in a line; those that compute with a model add memory of its device."""
+"""Errors that commands report in one line; commands that run a model add its device's memory
+errors."""

@@ -1,7 +1,7 @@
 """The decoding loop: draft, cut to budget, verify in one pass, accept, commit.
 
-One loop serves one sequence and many: each pass carries the drafts of all, and pieces of prompts of
-those that begin. Plain decoding is the loop with empty drafts.
+The same loop serves one sequence or many: each pass carries the drafts of all running sequences and
+chunks of the prompts of new ones. Plain decoding is the loop with empty drafts.
 """
 
 from bisect import insort
@@ -62,49 +62,51 @@ from retriever.sequences import TokenSequence, checked_options, checked_predicti
 from retriever.tree import DraftTree
 
 DEFAULT_PARALLEL = 8
-"""Sequences that a pass serves: on two cores, twice as many bring hardly more tokens a second."""
+"""Sequences in a pass: on two cores, twice as many hardly increase throughput."""
 
 _PIECE: Final = 64
-"""Tokens of each prompt that are read beside sequences that go on. Alone, as many take about as
-long as the two tokens that a pass with drafts brings, so what shares passes slows prompts and
-outputs alike. On two cores a pass of 64 rows takes twice as long as a plain one."""
+"""Tokens of each prompt that are read in a pass shared with running sequences. A pass over this
+many alone takes about as long as a sequence needs for the two tokens that a pass with drafts
+yields, so sharing a pass slows prompts and outputs equally. On two cores a pass of 64 rows takes
+twice as long as a plain one."""
 
 _SPARE: Final = 16
-"""Nodes that are asked for beyond those that may be verified, where outcomes are asked ahead: one
-of them is an outcome where the node above it is verified. With 4, 8, 20 and 64 of them 17%, 20%,
-22% and 23% of an agent's steps were guessed, by 16 outcomes; edits and chats differ by a point.
-More take longer to draft where nothing was guessed."""
+"""Nodes requested beyond those that may be verified when drafts for outcomes are requested ahead:
+such a node is an outcome if its parent is verified. With 4, 8, 20 and 64 of them, 16 outcomes
+covered 17%, 20%, 22% and 23% of an agent's steps; edits and chats differ by one percentage point.
+More nodes take longer to draft when no outcome was guessed."""
 
 _MOST_ASKED: Final = Limits().max_budget_nodes
-"""Nodes of a tree that spare ones are asked for within: services refuse more."""
+"""Most nodes of a tree to request, spare ones included: services refuse more."""
 
 _log = getLogger(__name__)
 
 _MOST_READ: Final = 512
-"""Most tokens of prompts that are read in a pass."""
+"""Most prompt tokens that a pass reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A sequence to decode, and how.
+    """A sequence to decode, and how to decode it.
 
     Attributes:
         prompt: token ids, at least one.
         max_new_tokens: most tokens to generate; the model's own limit also ends it.
-        options: what the drafter is told of it: whether the output is for later sequences, what it
-            is expected to contain, which sequences it is like, and whose it is.
-        stop_rule: may end the sequence before that.
-        on_token: is told each token as soon as it is chosen, and says whether the sequence goes on.
-            What it does counts before the next token: where it changes the model, the rest of the
-            pass is dropped. It is told no token behind a stop token.
-        observer: called with every pass, after its tokens are given out.
-        accept: which drafted tokens are kept; `None` for the decoder's own rule.
-        drafts: whether it is drafted for. If not, the drafter is told nothing of it.
-        budget: most nodes of its tree that a pass verifies, within the decoder's own budget; 0
-            verifies none, but the drafter keeps the output. `None` for no limit of its own.
-        past: keys and values of first tokens of the prompt, which the target then goes on from and
-            does not read; `None` to read all.
-        hands_over: whether the generation has at its end what the target kept of it.
+        options: options for the drafter: whether later sequences may use the output, what the
+            output is expected to contain, which sequences it resembles, and the tenant.
+        stop_rule: may end the sequence earlier.
+        on_token: called with each token as soon as it is chosen; returns whether the sequence
+            continues. Its side effects apply before the next token: if it changes the model, the
+            rest of the pass is dropped. It is not called with tokens after a stop token.
+        observer: called with every pass, after the pass's tokens were emitted.
+        accept: decides which drafted tokens are kept; `None` for the decoder's own rule.
+        drafts: whether to draft for it. If not, the drafter does not see the sequence.
+        budget: most nodes of its tree that a pass verifies, within the decoder's budget. With 0 no
+            node is verified, but the drafter still stores the output. `None` for the decoder's
+            budget only.
+        past: keys and values of a prefix of the prompt; the target continues from them and does not
+            read that prefix. `None` to read the whole prompt.
+        hands_over: whether the finished generation holds its keys and values in `kept`.
     """
 
     prompt: Sequence[int] | TokenIds
@@ -126,16 +128,17 @@ class Decoder:
     Args:
         target: the model that decides the output.
         drafter: proposes the drafts that are verified; `NoDrafter` makes it plain decoding.
-        budget: how much of the drafts is verified.
-        accept: which drafted tokens are kept: greedily or by sampling.
-        stop_ids: tokens that end a sequence; the one that did is part of the output.
-        drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's is
-            larger; a token beyond it ends the drafts for its sequence.
-        num_ahead: outcomes of a pass, for each sequence, that the drafter answers for while the
-            pass runs, at most 64; 0 to ask only for what has come.
+        budget: decides how much of the drafts is verified.
+        accept: decides which drafted tokens are kept: greedily or by sampling.
+        stop_ids: tokens that end a sequence; the output includes the one that ended it.
+        drafter_vocabulary: size of the drafter's vocabulary if the model's is larger; a token
+            beyond it ends drafting for its sequence.
+        num_ahead: number of likely outcomes of a pass, for each sequence, for which the drafter
+            prepares drafts while the pass runs, at most 64; 0 to request drafts only after the
+            pass.
 
     Attributes:
-        followers: of the drafter; decoders that share them share its back-off.
+        followers: followers of the drafter; decoders that share them share the drafter's back-off.
     """
 
     def __init__(  # noqa: PLR0913  the last four are options
@@ -177,11 +180,11 @@ class Decoder:
     ) -> "Generation":
         """Prepare a sequence; iterating over the result decodes it.
 
-        Args: as of `Request`.
+        Args: see `Request`.
 
         Raises:
-            InvalidPromptError: the prompt is empty or no token ids of the vocabulary, or leaves
-                no room below the model's limit; or a prediction, a group or a version is none.
+            InvalidPromptError: the prompt is empty, contains invalid token ids or leaves no room
+                below the model's limit; or a prediction, a group or a version is invalid.
             InvalidSettingsError: `max_new_tokens` is negative.
         """
         return self.prepare(Request(prompt, max_new_tokens, options, stop_rule, observer=observer))
@@ -189,23 +192,24 @@ class Decoder:
     def generate_many(
         self, requests: Iterable[Request], parallel: int = DEFAULT_PARALLEL
     ) -> Iterator[tuple["Generation", list[int]]]:
-        """Decode many sequences, some at a time; each has the output that it has alone.
+        """Decode many sequences, some at a time; each has the same output as if decoded alone.
 
-        The next request is taken when a place is free. What fails ends its own sequence: its
-        `error` is set, and the others go on. Leaving the iteration ends all.
+        The next request is taken when a place is free. A failure ends only its own sequence: its
+        `error` is set, and the others continue. Leaving the iteration ends all of them.
 
         Args:
-            requests: in the order in which they begin; an iterator is asked for one at a time.
+            requests: the sequences in the order in which they start; an iterator is advanced one
+                request at a time.
             parallel: most sequences at a time.
 
         Yields:
-            A generation and its next tokens, once for each pass that it had a part in; with its
-            last tokens, or none, `is_over` is set. `number` counts the requests from 0.
+            A generation and its next tokens, once for each pass that it took part in. With the last
+            item, which may have no tokens, `is_over` is set. `number` counts the requests from 0.
 
         Raises:
             InvalidSettingsError: `parallel` is less than one.
             DecoderBusyError: the decoder is decoding already.
-            OutOfMemoryError: there is no room for a single sequence.
+            OutOfMemoryError: there is not enough memory for a single sequence.
         """
         if parallel < 1:
             raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
@@ -243,7 +247,7 @@ class Decoder:
             )
 
     def _admissible(self, number: int, request: Request) -> "Generation":
-        """Prepare a sequence; one that is refused is over."""
+        """Prepare a sequence; an invalid one is over at once, with its error set."""
         try:
             generation = self.prepare(request)
         except DecoderError as error:
@@ -255,10 +259,10 @@ class Decoder:
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target during the block; its places serve one loop.
+        """Hold the target during the block; its places serve one loop at a time.
 
         Raises:
-            DecoderBusyError: another one holds it.
+            DecoderBusyError: another loop holds it.
         """
         if not self._lock.acquire(blocking=False):
             raise DecoderBusyError("another sequence is being decoded: finish or close it first")
@@ -278,18 +282,18 @@ def _checked_rule(accept: AcceptRule) -> AcceptRule:
 
 
 class Generation:
-    """One sequence, decoded once: each iteration gives the tokens of one pass.
+    """One sequence, decoded once: each iteration yields the tokens of one pass.
 
-    Leaving the iteration early, by an error or by closing it, ends the drafter's session too.
+    Leaving the iteration early, by an error or by closing it, also ends the drafter's session.
 
     Attributes:
-        number: of the request, where there are many.
-        statistics: counts and times so far; of passes with others its share.
-        error: what ended it too early.
-        is_over: whether there is nothing more to come.
-        drafter: of the sequence, once it has begun.
-        past: of its request.
-        kept: what the target kept of it, once it is over, where that was asked for and can be had.
+        number: number of the request, if there are many.
+        statistics: counts and times so far; passes with other sequences count by its share.
+        error: the error that ended it early.
+        is_over: whether it has ended.
+        drafter: the sequence's drafter, once it has started.
+        past: `past` of its request.
+        kept: its keys and values once it is over, if they were requested and are available.
     """
 
     drafter: SequenceDrafter
@@ -326,14 +330,14 @@ class Generation:
         return self._steps()
 
     def stop(self) -> None:
-        """Have the sequence end before its next pass."""
+        """End the sequence before its next pass."""
         self._remaining = 0
 
     def add_predictions(self, predictions: Sequence[Prediction]) -> None:
-        """Add what the rest of the output is expected to contain, for the passes to come.
+        """Add texts that the rest of the output is expected to contain, for future passes.
 
         Raises:
-            InvalidPromptError: one is empty, too long, or no token ids of the vocabulary.
+            InvalidPromptError: a prediction is empty, too long, or contains invalid token ids.
         """
         size = self._decoder.target.vocabulary_size
         try:
@@ -350,52 +354,52 @@ class Generation:
             raise self.error
 
     def take(self, tokens: list[int], statistics: Statistics, error: str | None) -> None:
-        """Take over what another process decoded; see `decoder.model.ranks`."""
+        """Take over the output that another process decoded; see `decoder.model.ranks`."""
         self._sequence.extend(tokens)
         self.statistics.add(statistics)
         if self._on_token is not None:
             deque(map(self._on_token, tokens), maxlen=0)
-        if tokens:  # the rule keeps the text; its answer was given
+        if tokens:  # the rule collects the text; its answer is already known
             first_stop(tokens, (), self._watch.stop_rule)
         if error is not None:
             self.fail(DecoderError(error))
         self.is_over = True
 
-    # The loop calls what follows.
+    # The methods below are for the loop.
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another token is to come."""
+        """Whether another token is wanted."""
         return self._remaining > 0 and self.error is None
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], what is committed, the prompt first: a view."""
+        """int32[n], the committed tokens, prompt included; a view."""
         return self._sequence.tokens
 
     @property
     def remembers(self) -> bool:
-        """Whether later sequences may use what this one leaves."""
+        """Whether later sequences may use this one's keys and values."""
         return self._sequence.options.remember
 
     @property
     def max_depth(self) -> int:
-        """Drafted tokens that may be accepted in a pass."""
+        """Most drafted tokens that a pass may accept."""
         return self._remaining - 1
 
     def nodes_within(self, num_nodes: int) -> int:
-        """Return as many nodes as the request allows to verify in a pass, at most `num_nodes`."""
+        """Return how many nodes the request allows a pass to verify, at most `num_nodes`."""
         return num_nodes if self._max_nodes is None else min(num_nodes, self._max_nodes)
 
     @property
     def is_drafted(self) -> bool:
-        """Whether a tree may be verified for it."""
+        """Whether passes may verify a tree for it."""
         return self.max_depth > 0 and self._max_nodes != 0
 
     def nodes_to_ask(self, num_nodes: int) -> int:
-        """Return how many nodes to ask the drafter for, so that so many may be verified.
+        """Return how many nodes to request from the drafter to have `num_nodes` to verify.
 
-        A grammar forbids some of what is drafted without it.
+        A grammar forbids some of the nodes that are drafted without it.
         """
         within = self.nodes_within(num_nodes)
         if self._forced is None:
@@ -403,7 +407,7 @@ class Generation:
         return min(self._forced.nodes_to_ask(within), _MOST_ASKED)
 
     def forced(self, tree: DraftTree, num_nodes: int) -> DraftTree:
-        """Return a tree with what a grammar forces, if one does, and without what it forbids."""
+        """Return a tree with the tokens that a grammar forces and without those that it forbids."""
         if self._forced is None:
             return tree
         generated = self.tokens[self._sequence.num_prompt :]
@@ -422,11 +426,11 @@ class Generation:
             self._has_begun = True
 
     def accepted(self, tree: DraftTree, read: Read) -> Acceptance:
-        """Return the path of a tree that the target's choices follow, and its next token."""
+        """Return the accepted path of a tree and the target's next token."""
         return self._accept(tree, read.logits, self._context(read.choices))
 
     def selection(self, tree: DraftTree) -> Selection | None:
-        """Return what the pass that reads a tree is to choose, if the rule can say that before."""
+        """Return the selection to run within the pass, if the rule can state it in advance."""
         if not isinstance(self._accept, SelectingRule):
             return None
         return self._accept.selection(tree, self._context())
@@ -438,14 +442,14 @@ class Generation:
         return PassContext(number, sequence.tokens, num_prompt, choices, goes_on)
 
     def _goes_on(self, token: int) -> bool:
-        """Tell a chosen token; return whether what the pass found behind it holds."""
-        if token < 0 or self._on_token is None:  # none is possible
+        """Report a chosen token; return whether the pass's results after it are still valid."""
+        if token < 0 or self._on_token is None:  # no token is possible
             return False
         goes_on = self._on_token(token) and token not in self._decoder.stop_ids
         return goes_on and not self._decoder.target.has_changed()
 
     def commit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
-        """Commit the accepted tokens up to the limit or the first stop, and return them."""
+        """Commit and return the accepted tokens up to the limit or the first stop."""
         tokens = [*tree.token_ids[path].tolist(), next_token][: self._remaining]
         end = first_stop(tokens, self._decoder.stop_ids, self._watch.stop_rule)
         tokens = tokens[:end]
@@ -466,11 +470,11 @@ class Generation:
             )
 
     def fail(self, error: Exception) -> None:
-        """Note what ends the sequence too early; the first error counts."""
+        """Record the error that ends the sequence early; only the first one counts."""
         self.error = self.error or error
 
     def take_over(self, target: Target, place: int) -> None:
-        """Take what the target keeps of it, as far as that is not for later sequences."""
+        """Take its keys and values if requested; clear its place unless later sequences use it."""
         if self._hands_over:
             try:
                 self.kept = target.held(place)
@@ -496,7 +500,7 @@ class Generation:
 def _decoded(
     decoder: Decoder, waiting: Iterator[Generation], num_places: int
 ) -> Iterator[tuple[Generation, list[int]]]:
-    """Decode; of processes that share a model the first does, and the others get its outputs."""
+    """Decode; if processes share a model, the first decodes and sends its outputs to the others."""
 
     def steps(waiting: Iterator[Generation]) -> Iterator[tuple[Generation, list[int]]]:
         return _Batch(decoder, waiting, num_places).steps()
@@ -507,23 +511,23 @@ def _decoded(
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sequence in its place, and its part in the last pass.
+    """A running sequence and its part in the last pass.
 
     Attributes:
         generation: the sequence.
-        place: of its keys and values.
-        num_prompt: tokens to read first; what it has generated before among them.
-        num_read: tokens of its prompt that were read.
-        pieces: states of the pieces that were read.
+        place: where its keys and values are.
+        num_prompt: tokens to read first, including those generated before it was restarted.
+        num_read: tokens of the prompt that were read so far.
+        pieces: hidden states of the prompt chunks that were read.
         proposed: the drafter's tree.
-        drafted: of it, as much as the target can verify.
-        reading: what it reads in the pass.
-        path: int64[k], the nodes that were accepted.
-        next_token: the target's choice after them; `None` where the pass brought none.
-        tokens: that the pass brought.
-        learn_s: seconds in which its drafter learned from the pass.
-        num_verified: sequences of which the pass verified trees.
-        pass_width: tokens in the pass, of all its sequences.
+        drafted: the part of it that the target can verify.
+        reading: its input in the pass.
+        path: int64[k], the accepted nodes.
+        next_token: the target's choice after them; `None` if the pass yielded none.
+        tokens: the tokens that the pass yielded.
+        learn_s: seconds that its drafter spent learning from the pass.
+        num_verified: sequences whose trees the pass verified.
+        pass_width: tokens in the pass, over all sequences.
     """
 
     generation: Generation
@@ -543,73 +547,73 @@ class _Row:
 
     @property
     def is_verified(self) -> bool:
-        """Whether a tree is verified for it, if an empty one, and no prompt is read."""
+        """Whether the pass verifies a tree for it, even an empty one, and reads no prompt."""
         return self.reading is not None and self.reading.tree is not None
 
     @property
     def is_accepted(self) -> bool:
-        """Whether a path of its tree was accepted, which the target is to keep."""
+        """Whether a path of its tree was accepted, so that the target has to commit it."""
         return self.is_verified and self.next_token is not None
 
     @property
     def is_going(self) -> bool:
-        """Whether its prompt was read, so that a draft can be verified."""
+        """Whether its prompt was read completely, so that a draft can be verified."""
         return self.num_unread == 0
 
     @property
     def num_unread(self) -> int:
-        """Tokens of its prompt that were not read."""
+        """Tokens of its prompt that are still to be read."""
         return self.num_prompt - self.num_read
 
     @property
     def tree(self) -> DraftTree:
-        """The tree that is verified, empty for a piece of a prompt."""
+        """The tree to verify; empty for a prompt chunk."""
         tree = None if self.reading is None else self.reading.tree
         return DraftTree.empty() if tree is None else tree
 
     @property
     def width(self) -> int:
-        """Rows of its part of the pass."""
+        """Its number of rows in the pass."""
         return 0 if self.reading is None else len(self.reading.tokens)
 
     def read_next(self, size: int) -> None:
-        """Have it read the next piece of its prompt."""
+        """Set its input to the next chunk of its prompt."""
         tokens = self.generation.tokens[self.num_read : self.num_read + size]
         self._take(Reading(self.place, tokens))
 
     def verify(self, tree: DraftTree) -> None:
-        """Have it read its last token, and a tree behind it."""
+        """Set its input to its last token and a tree after it."""
         self._take(Reading.of(self.place, int(self.generation.tokens[-1]), tree))
 
     @property
     def may_go_on_drafted(self) -> bool:
-        """Whether a tree may be verified for it in the pass after this one."""
+        """Whether the next pass may verify a tree for it."""
         return self.generation.max_depth > 1 and self.generation.is_drafted
 
     def asking(self, *, selects: bool) -> Reading | None:
-        """Return what it reads, and what the pass is to choose, where it can."""
+        """Return its input, with the selection to run within the pass if that is possible."""
         reading = self.reading
         if reading is None or not selects or len(reading.tokens) < self.num_unread:
             return reading
         return replace(reading, selection=self.generation.selection(self.tree))
 
     def under_way(self, num_outcomes: int) -> PendingPass:
-        """Return its part in the pass, for drafts after what may come and that others follow."""
+        """Return its part in the running pass, for drafting after its likely outcomes."""
         generation = self.generation
         most = generation.max_depth - 1
         return PendingPass(generation.tokens, self.proposed, self.tree, num_outcomes, most)
 
     def note_piece(self, states: States) -> None:
-        """Take in that a piece of its prompt was read."""
+        """Record that a chunk of its prompt was read."""
         self.num_read += self.width
         self.pieces.append(states)
 
     def verified(self, read: Read, next_token: int) -> Verified:
-        """Return its part of the pass and what came of it."""
+        """Return its part of the pass and the result."""
         states = read.states
         last_token = int(self.generation.tokens[-1])
         pieces, self.pieces = self.pieces, []
-        if pieces and self.generation.statistics.num_passes:  # it was read again
+        if pieces and self.generation.statistics.num_passes:  # it was restarted and read again
             states = {number: rows[-1:] for number, rows in states.items()}
         elif len(pieces) > 1:
             states = {number: torch.cat([each[number] for each in pieces]) for number in states}
@@ -623,10 +627,10 @@ class _Row:
 
 
 class _Batch:
-    """The sequences that passes serve, from the first to the last.
+    """The sequences that passes serve, until all are over.
 
     Args:
-        decoder: whose target, drafter and budget.
+        decoder: has the target, the drafter and the budget.
         waiting: sequences to decode, in order.
         num_places: most sequences at a time.
     """
@@ -658,7 +662,7 @@ class _Batch:
             self._leave()
 
     def _step(self) -> list[_Row]:
-        """Run one pass; return the rows that had a part in it, in the order of their places."""
+        """Run one pass; return the rows that took part in it, in the order of their places."""
         began_s = perf_counter()
         rows, load = self._planned()
         draft_s = self._draft(rows, load)
@@ -676,7 +680,7 @@ class _Batch:
         return rows
 
     def _planned(self) -> tuple[list[_Row], Load]:
-        """Choose who has a part in the next pass, and how much of a prompt is read in it."""
+        """Choose the rows of the next pass and how much of each prompt it reads."""
         contexts = [len(row.generation.tokens) for row in self._rows if row.is_going]
         unread = [row for row in self._rows if not row.is_going]
         sizes = [row.num_unread for row in unread]
@@ -689,7 +693,7 @@ class _Batch:
         return rows, Load(contexts, sum(sizes), most_rows)
 
     def _draft(self, rows: Sequence[_Row], load: Load) -> float:
-        """Give all whose prompt was read a tree of nodes that pay; return the seconds it took."""
+        """Give rows whose prompt was read a tree of worthwhile nodes; return the seconds taken."""
         if self._ahead is not None:
             self._ahead.begin_drafting()
         going = [row for row in rows if row.is_going]
@@ -720,7 +724,7 @@ class _Batch:
         return draft_s
 
     def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
-        """Read for all rows; while memory runs out, for less."""
+        """Run the pass for all rows; if memory runs out, retry with less."""
         if self._ahead is not None:
             self._ahead.begin_pass(rows)
         while rows:
@@ -734,7 +738,7 @@ class _Batch:
         return []
 
     def _lightened(self, rows: list[_Row], error: OutOfMemoryError) -> list[_Row]:
-        """Return rows that need less memory: half of the trees, or without the latest sequence."""
+        """Return rows that need less memory: with halved trees, or without the latest sequence."""
         if any(len(row.tree) for row in rows):
             self._budget.halve()
             for row in rows:
@@ -751,18 +755,18 @@ class _Batch:
         return [row for row in rows if row is not latest]
 
     def _accept(self, row: _Row, read: Read) -> None:
-        """Accept a path, unless only a piece of a prompt was read."""
+        """Accept a path, unless only a prompt chunk was read."""
         if not row.is_going:
             row.note_piece(read.states)
             if row.num_unread:
                 return
         try:
             row.path, row.next_token = row.generation.accepted(row.tree, read)
-        except Exception as error:  # noqa: BLE001  whatever a rule raises ends its own sequence
+        except Exception as error:  # noqa: BLE001  an error in a rule ends only its own sequence
             row.generation.fail(error)
 
     def _learn(self, rows: Sequence[_Row], load: Load, seconds: float, other_s: float) -> None:
-        """Have the budget learn from the pass, where it served all that it was shared among."""
+        """Let the budget learn from the pass if every running sequence got a result."""
         outcomes = [
             PassOutcome(row.tree, row.path, row.next_token)
             for row in rows
@@ -772,7 +776,7 @@ class _Batch:
             self._budget.learn(outcomes, load, seconds, other_s)
 
     def _commit(self, row: _Row, read: Read) -> None:
-        """Have the drafter learn, and commit the tokens that the pass brought."""
+        """Let the drafter learn, and commit the tokens that the pass yielded."""
         if row.next_token is None:
             return
         generation, began_s = row.generation, perf_counter()
@@ -780,7 +784,7 @@ class _Batch:
             generation.drafter.learn(row.verified(read, row.next_token))
             row.learn_s = perf_counter() - began_s
             row.tokens = generation.commit(row.tree, row.path, row.next_token)
-        except Exception as error:  # noqa: BLE001  nor does what a stop rule raises end others
+        except Exception as error:  # noqa: BLE001  a stop rule's error ends only its own sequence
             generation.fail(error)
 
     def _admitted(self) -> list[Generation]:
@@ -796,7 +800,7 @@ class _Batch:
         return over
 
     def _place_for(self, generation: Generation) -> int:
-        """Take the free place that holds most of what a sequence begins with."""
+        """Take the free place that holds the longest prefix of a sequence."""
         place = self._target.best_place(generation.tokens, self._free)
         self._free.remove(place)
         return place
@@ -816,7 +820,7 @@ class _Batch:
             row.generation.fail(error)
 
     def _has_ended(self, row: _Row) -> bool:
-        """Return whether a sequence is over; its place is free then."""
+        """Return whether a sequence is over; if so, free its place."""
         if row.generation.is_wanted:
             return False
         self._rows.remove(row)
@@ -836,17 +840,17 @@ class _Batch:
         return True
 
     def _leave(self) -> None:
-        """End what is left, at the end or when the caller leaves in the middle."""
+        """End the remaining sequences, after the last pass or when the caller leaves early."""
         self._target.release()
         for generation in (*(row.generation for row in self._rows), *self._returned):
             generation.end()
 
 
 class _Ahead:
-    """Has the drafter answer, while a pass runs, for what may come of it.
+    """Requests drafts for the likely outcomes of a pass while the pass runs.
 
-    Drafts for what came are then there when it ends: none of them waits for the drafter. What was
-    not among the likeliest outcomes is asked for, as in any batch.
+    If the actual outcome is among them, its drafts are ready when the pass ends and nothing waits
+    for the drafter. Drafts for any other outcome are requested after the pass, as in any batch.
     """
 
     def __init__(self, drafting: FollowingDrafter, num_outcomes: int) -> None:
@@ -856,18 +860,18 @@ class _Ahead:
         self._busy_s = 0.0
 
     def begin_drafting(self) -> None:
-        """Note how long the last pass took, and forget what was asked before it."""
+        """Record how long the last pass took, and forget the requests before it."""
         if self._pass_began_s is not None:
             self._busy_s = perf_counter() - self._pass_began_s
         self._num_asked = 0
 
     def nodes_to_ask(self, max_nodes: int) -> int:
-        """Return the nodes of a tree to ask for, where so many may be verified."""
+        """Return how many nodes of a tree to request if `max_nodes` may be verified."""
         self._num_asked = max(max_nodes, min(max_nodes + _SPARE, _MOST_ASKED))
         return self._num_asked
 
     def begin_pass(self, rows: Sequence[_Row]) -> None:
-        """Ask for what may come of a pass over these rows, if their drafter was asked before."""
+        """Request drafts for the likely outcomes of a pass, if drafts were requested before it."""
         asked = [
             (row.generation.drafter, self._num_asked, row.under_way(self._num_outcomes))
             for row in rows
@@ -879,7 +883,7 @@ class _Ahead:
 
 
 def _room_to_read(num_unread: int, num_going: int, most_rows: int | None) -> int:
-    """Return how many tokens of prompts a pass reads, and no more rows than a target captures."""
+    """Return how many prompt tokens a pass reads, within the most rows that a target captures."""
     if num_going == 0:
         return _MOST_READ
     room = min(_PIECE * num_unread, _MOST_READ)
@@ -887,7 +891,7 @@ def _room_to_read(num_unread: int, num_going: int, most_rows: int | None) -> int
 
 
 def _shares(wanted: Sequence[int], room: int) -> list[int]:
-    """Divide room among all as evenly as what each wants allows: nobody waits for a long prompt."""
+    """Divide the room evenly, up to what each wants, so that no prompt waits for a long one."""
     shares = list(wanted)
     for done, at in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         shares[at] = min(wanted[at], -(-room // (len(wanted) - done)))
@@ -896,7 +900,7 @@ def _shares(wanted: Sequence[int], room: int) -> list[int]:
 
 
 def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:
-    """Divide the time of a pass: drafts among those drafted for, the pass itself by its rows."""
+    """Divide a pass's time: drafting evenly among the sequences drafted for, the pass by rows."""
     num_drafted = sum(row.is_verified for row in rows)
     width = sum(row.width for row in rows)
     host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)

@@ -1,4 +1,4 @@
-"""Observing: counts and times, an observer of every pass, and a watcher of work that takes long."""
+"""Observation: counts and times, an observer of every pass, and a watcher of long-running work."""
 
 import time
 from collections import Counter
@@ -14,7 +14,7 @@ from decoder.stopping import StopRule
 from retriever.tree import DraftTree, Source
 
 _SHOWN: Final = 4
-"""Positions whose rate of acceptance the summary shows."""
+"""Positions whose acceptance rate the summary shows."""
 
 
 @dataclass(slots=True)
@@ -27,14 +27,14 @@ class Statistics:
         num_drafts: passes that verified a draft.
         num_drafted: nodes verified.
         drafted: verified nodes by their dominant source.
-        widths: passes after the prompt's by the nodes that they verified.
+        widths: passes after the prompt's, by number of verified nodes.
         accepted: accepted nodes by their dominant source.
         accepted_at: accepted nodes by their position in the draft, 0 for the first.
         num_failures: drafts that the drafter refused or failed to give.
         draft_s: seconds in the drafter.
-        target_s: seconds in the target, the wait for its choices included.
-        prompt_s: the part of `target_s` that reading the prompt took.
-        total_s: seconds in all, first token to last; the remainder is the loop itself.
+        target_s: seconds in the target, including the wait for its choices.
+        prompt_s: the part of `target_s` spent on the prompt.
+        total_s: total seconds, first token to last; the remainder is the loop itself.
     """
 
     num_passes: int = 0
@@ -53,33 +53,33 @@ class Statistics:
 
     @property
     def host_s(self) -> float:
-        """Seconds that neither the drafter nor the target took."""
+        """Seconds outside the drafter and the target."""
         return self.total_s - self.draft_s - self.target_s
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean tokens for each pass of the target, its own token included."""
+        """Mean tokens per pass of the target, its own token included."""
         return self.num_tokens / self.num_passes if self.num_passes else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens for each second in all."""
+        """Tokens per second of total time."""
         return self.num_tokens / self.total_s if self.total_s else 0.0
 
     @property
     def num_accepted(self) -> int:
-        """Nodes that were accepted."""
+        """Number of accepted nodes."""
         return self.accepted.total()
 
     def accepted_per_position(self) -> list[int]:
-        """Return how many drafts had a node accepted at each position, the first one first.
+        """Return how many drafts had a node accepted at each position, in order of position.
 
-        Divided by `num_drafts` it is the rate at which drafts come true up to there.
+        Divided by `num_drafts`, it is the share of drafts that are right up to that position.
         """
         return [self.accepted_at[at] for at in range(len(self.accepted_at))]
 
     def accepted_by_source(self) -> dict[str, int]:
-        """Return the accepted nodes by the name of their source, most first."""
+        """Return the number of accepted nodes by source name, most first."""
         return {source.name.lower(): count for source, count in self.accepted.most_common()}
 
     def report(self) -> dict[str, Any]:
@@ -105,10 +105,10 @@ class Statistics:
         }
 
     def engine_metrics(self) -> dict[str, float]:
-        """Return figures under the names that engines' own speculation has, by series.
+        """Return the figures under the metric names of engines' own speculation, by series.
 
-        Counters are those of vLLM (`vllm:spec_decode_…`), gauges those of SGLang
-        (`sglang:spec_…`), so that dashboards for these read any engine.
+        Counters are those of vLLM (`vllm:spec_decode_…`), gauges those of SGLang (`sglang:spec_…`),
+        so that existing dashboards work for any engine.
         """
         names = {
             "vllm:spec_decode_num_drafts_total": self.num_drafts,
@@ -131,7 +131,7 @@ class Statistics:
         return {**names, **positions, **by_source, **gauges}
 
     def exposition(self) -> str:
-        """Return `engine_metrics` as text that Prometheus reads, for a page `/metrics`."""
+        """Return `engine_metrics` in the Prometheus text format, for a `/metrics` page."""
         lines: list[str] = []
         told: set[str] = set()
         for series, value in self.engine_metrics().items():
@@ -159,7 +159,7 @@ class Statistics:
         )
 
     def _first_positions(self) -> str:
-        """Return the share of drafts whose first nodes came true, in a few words."""
+        """Return the share of drafts whose first nodes were accepted, in a few words."""
         rates = [count / self.num_drafts for count in self.accepted_per_position()[:_SHOWN]]
         return f"right at 1, 2, …: {', '.join(f'{rate:.0%}' for rate in rates) or 'never'}"
 
@@ -189,7 +189,7 @@ class Statistics:
         self.total_s += other.total_s
 
     def record(self, tree: DraftTree, path: NDArray[np.int64], num_tokens: int) -> None:
-        """Count a pass over a tree, `path` of which was accepted."""
+        """Count a pass over a tree of which `path` was accepted."""
         if self.num_passes:
             self.widths[len(tree)] += 1
         self.num_passes += 1
@@ -206,7 +206,7 @@ class Statistics:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Add the block's time to that of drafts."""
+        """Add the block's time to `draft_s`."""
         start = time.perf_counter()
         try:
             yield
@@ -223,11 +223,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Where a pass spent its time, in seconds.
+    """How a pass spent its time, in seconds.
 
     Attributes:
         draft_s: in the drafter.
-        target_s: in the target, the wait for its choices included.
+        target_s: in the target, including the wait for its choices.
         host_s: in the loop itself.
     """
 
@@ -237,7 +237,7 @@ class Times:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Sum of the three."""
         return self.draft_s + self.target_s + self.host_s
 
 
@@ -246,14 +246,14 @@ class ObservedPass:
     """One pass of the target, the prompt's included.
 
     Attributes:
-        drafted: the drafter's tree, cut to what the model can verify and the limit allows.
-        tree: its first nodes, which were verified.
-        path: int64[k], the nodes that were accepted and kept, from the root downwards.
+        drafted: the drafter's tree, cut to what the model can verify and the token limit allows.
+        tree: its first nodes, those that were verified.
+        path: int64[k], the nodes that were accepted and kept, from the root down.
         tokens: the committed tokens: those of the path, then the target's own unless the sequence
-            ended before.
-        times: where the pass spent its time; of a pass that served others, too, its share.
-        num_sequences: whose trees the pass verified.
-        width: tokens in the pass, of all its sequences.
+            ended earlier.
+        times: how the pass spent its time; the sequence's share if the pass served others too.
+        num_sequences: number of sequences whose trees the pass verified.
+        width: tokens in the pass, over all sequences.
     """
 
     drafted: DraftTree
@@ -266,7 +266,7 @@ class ObservedPass:
 
 
 Observer = Callable[[ObservedPass], object]
-"""Called once for every pass, after its tokens are given out. An error that it raises ends the
+"""Called once for every pass, after its tokens were emitted. An error that it raises ends the
 sequence."""
 
 
@@ -279,15 +279,15 @@ class Watch:
 
 
 class Watcher(Protocol):
-    """Is told how far work is that takes long."""
+    """Receives the progress of long-running work."""
 
     def __call__(self, stage: str, over: float, told: str, /) -> None:
-        """Show how much of a stage is over, from 0 to 1, and a few words about it."""
+        """Show the finished share of a stage, from 0 to 1, and a few words about it."""
         ...
 
 
 class Clock:
-    """Derives the times of single passes from the sums that statistics keep."""
+    """Derives the times of single passes from the sums in statistics."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics

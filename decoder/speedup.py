@@ -1,4 +1,4 @@
-"""What drafts were worth: the seconds of answers against those that plain decoding takes."""
+"""The speedup from drafts: the seconds of answers against those of plain decoding."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -7,47 +7,46 @@ from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.observation import ObservedPass, Observer, counted
 
 _TELLING_PASSES: Final = 16
-"""Passes from which on an estimate has a range: with fewer, one slow pass decides it."""
+"""Least passes for an estimate with a range: with fewer, one slow pass dominates."""
 
 _MOST_OFF: Final = 3.0
-"""How many times as long, or as short, passes may take as when costs were measured. A busy machine
-changes which widths are expensive, not only how long passes take."""
+"""Largest factor by which passes may be slower or faster than when costs were measured. A busy
+machine changes which widths are expensive, not only how long passes take."""
 
 _COMPILED_S: Final = 1.0
-"""Where a draft took longer than this, and than its pass, kernels were compiled: once on a machine,
-so such a pass says nothing of the others."""
+"""If a draft took longer than this and longer than its pass, kernels were compiled. That happens
+once on a machine, so such a pass does not count."""
 
 _SIGMAS: Final = 2.0
-"""Standard errors to either side of an estimate: nineteen in twenty such ranges hold the truth."""
+"""Standard errors to either side of an estimate: 95% of such ranges contain the true value."""
 
 _WHY_NOTHING: Final = (
     ", because nothing was found, or because wider passes were measured to be too expensive here"
 )
 
 UNKNOWN: Final = (
-    "what drafts are worth here is not known yet: no pass was made behind the prompt's own"
+    "what drafts are worth here is not known yet: there was no pass after the prompt's own"
 )
 
 
 @dataclass(slots=True)
 class Speedup:
-    """Seconds of one answer, or of many, with drafts and without.
+    """Seconds of one or more answers with drafts and without.
 
-    An estimate takes of measured costs only what a plain pass takes in proportion to a wider one:
-    what else a machine does slows both. So it never exceeds the tokens of a pass.
+    An estimate uses measured costs only for the ratio of a plain pass to a wider one, because other
+    load on the machine slows both. So it never exceeds the tokens per pass.
 
     Attributes:
         own_s: seconds with drafts, the prompt's pass included.
         plain_s: seconds that the same tokens take without drafts, estimated or measured.
-        num_passes: passes behind the prompts' own; without any nothing is known.
-        num_nodes: drafted in these passes.
-        passes_s: seconds that these took in the target.
-        measured_s: seconds that such passes took when their costs were measured.
-        products: sums over these passes of plain², plain x own and own² seconds: how much they
-            vary.
-        num_compared: answers that were decoded plainly, too.
-        num_different: those of them whose tokens differ.
-        first_difference: the first token that differs, from 1, in the first such answer.
+        num_passes: passes after the prompts' own; with 0 the speedup is unknown.
+        num_nodes: nodes drafted in these passes.
+        passes_s: seconds that these passes took in the target.
+        measured_s: seconds that passes of these widths took when costs were measured.
+        products: sums over these passes of plain², plain x own and own² seconds, for the variance.
+        num_compared: answers that were also decoded without drafts.
+        num_different: number of them whose tokens differ.
+        first_difference: position, from 1, of the first differing token in the first such answer.
     """
 
     own_s: float = 0.0
@@ -63,13 +62,13 @@ class Speedup:
 
     @property
     def times_plain(self) -> float | None:
-        """How many times as fast as plain decoding; `None` where that is not known, or not now."""
+        """The speedup over plain decoding; `None` if it is unknown or costs are out of date."""
         is_known = self.num_passes > 0 and self.own_s > 0 and self.plain_s > 0
         return self.plain_s / self.own_s if is_known and not self._is_off else None
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Between which bounds an estimate lies; `None` for a measurement, or of few passes."""
+        """Bounds of an estimate; `None` for a measurement or too few passes."""
         times = self.times_plain
         if times is None or self.num_compared or self.num_passes < _TELLING_PASSES:
             return None
@@ -88,14 +87,14 @@ class Speedup:
         return not self.num_compared and not 1 / _MOST_OFF <= self._off <= _MOST_OFF
 
     def observer(self, budget: Budget, num_prompt: int) -> Observer:
-        """Return what adds the passes of an answer, as an estimate.
+        """Return an observer that adds the passes of an answer, as an estimate.
 
-        Each token would have taken a plain pass, at what the budget knows by now of its cost beside
-        that of the pass that was made; the prompt's pass is the same in both. A budget that does
-        not measure knows no cost: nothing is added then.
+        Each token counts as one plain pass. Its cost is that of the actual pass times the budget's
+        current ratio of plain to actual costs; the prompt's pass costs the same in both. With a
+        budget that does not measure costs, nothing is added.
 
         Args:
-            budget: of the decoder.
+            budget: the decoder's budget.
             num_prompt: tokens of the prompt.
         """
         if not isinstance(budget, MeasuredBudget):
@@ -121,13 +120,13 @@ class Speedup:
         """Add a pass.
 
         Args:
-            step: the pass, as one of its sequences saw it.
-            plain_s: what a plain pass over all its sequences takes, as far as is known.
-            wide_s: what one of its width takes.
+            step: the pass, as observed by one of its sequences.
+            plain_s: estimated seconds of a plain pass over all its sequences.
+            wide_s: estimated seconds of a pass of its width.
             load: how many times as long passes take now as when costs were measured.
         """
         whole_s = step.times.target_s * step.width / (1 + len(step.tree))
-        share_s = whole_s * plain_s / wide_s / step.num_sequences  # a plain pass serves as many
+        share_s = whole_s * plain_s / wide_s / step.num_sequences  # a plain pass serves them all
         plain, own = len(step.tokens) * share_s, step.times.total_s
         self.plain_s += plain
         self.own_s += own
@@ -168,7 +167,7 @@ class Speedup:
         }
 
     def summary(self) -> str:
-        """Return a line for people to read."""
+        """Return a human-readable line."""
         times = self.times_plain
         if times is None:
             return self._doubt() if self._is_off else UNKNOWN
@@ -182,7 +181,7 @@ class Speedup:
         return f"{gain}, measured{useless}: {seconds}; {self._identity()}"
 
     def _surety(self) -> str:
-        """Return how sure an estimate is, and what it says of drafts that do not pay."""
+        """Return how certain an estimate is, and whether drafts do not pay."""
         passes = counted(self.num_passes, "pass", "passes")
         if self.range is None:
             return f", by a rough estimate from {passes}"
@@ -194,7 +193,7 @@ class Speedup:
         """Return why an estimate is withheld."""
         return (
             f"what drafts are worth here is not known now: passes take {self._off:.2g} times as "
-            "long as when their costs were measured. Has other work begun or ended here? "
+            "long as when their costs were measured. Has other work started or ended here? "
             "`foredraft generate --compare` measures it"
         )
 

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
-"""A paragraph or two: short enough that a forgotten limit does not run for long."""
+"""One or two paragraphs: with a forgotten limit, generation still ends soon."""
 
 INCOMPLETE: Final = "\ufffd"
-"""Decoders put it in place of a character some bytes of which are missing."""
+"""Decoders insert it for a character that lacks some of its bytes."""
 
 
 class TextStream:
-    """Decodes a growing sequence, and holds back characters that are not complete yet.
+    """Decodes a growing sequence and holds back incomplete characters.
 
-    Tokens may end in the middle of a character, and what a token looks like may depend on the
-    one before it. So each piece is the difference between two decodings that begin at the same
-    earlier token.
+    Tokens may end in the middle of a character, and the text of a token may depend on the token
+    before it. So each piece is the difference between two decodings that start at the same earlier
+    token.
 
     Args:
         tokenizer: decodes the tokens; special tokens are left out.
@@ -44,7 +44,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return what was held back, complete or not."""
+        """Return the text held back, complete or not."""
         text = self._pending()
         self._start = self._shown = len(self._tokens)
         return text
@@ -55,7 +55,7 @@ class TextStream:
 
 
 def plain_text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
-    """Return the text of tokens as it is, without special ones."""
+    """Return the exact text of tokens, without special tokens."""
     return str(
         tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
@@ -65,14 +65,14 @@ class StopRule(Protocol):
     """Decides where a sequence ends."""
 
     def num_kept(self, tokens: Sequence[int]) -> int | None:
-        """Take in the tokens that were accepted next.
+        """Add the next accepted tokens.
 
         Args:
-            tokens: at least one; none behind a stop token.
+            tokens: at least one; never a token after a stop token.
 
         Returns:
             How many of them the sequence keeps, at least one, if it ends here; `None` if it
-            goes on.
+            continues.
         """
         ...
 
@@ -80,16 +80,16 @@ class StopRule(Protocol):
 def first_stop(
     tokens: Sequence[int], stop_ids: Collection[int], rule: StopRule | None
 ) -> int | None:
-    """Return how many tokens a sequence keeps that ends within them, `None` if it goes on."""
+    """Return how many tokens the sequence keeps if it ends within them; `None` if it continues."""
     end = next((at for at, token in enumerate(tokens, 1) if token in stop_ids), None)
     kept = None if rule is None else rule.num_kept(tokens[:end])
     return end if kept is None else kept
 
 
 class StopStrings:
-    """Strings that end a text, to be found all at once in one pass over it.
+    """Strings that end a text; all are searched for in one pass over it.
 
-    By the automaton of Aho and Corasick (1975, doi:10.1145/360825.360855).
+    Uses the automaton of Aho and Corasick (1975, doi:10.1145/360825.360855).
 
     Args:
         strings: the strings, possibly none, or a single string.
@@ -111,7 +111,7 @@ class StopStrings:
         return len(self.strings)
 
     def first(self, text: str) -> tuple[int, str | None]:
-        """Return end and string of the match that is complete first, the longest of those."""
+        """Return end and string of the match that ends first, the longest one of those."""
         end, string = next(self._automaton.iter(text), (-1, None)) if self.strings else (-1, None)
         return end + 1, string
 
@@ -132,7 +132,7 @@ class StopSearch:
         include: whether the stop string itself is shown.
 
     Attributes:
-        found: the first stop string to be complete, the longest where several are at once.
+        found: the stop string that was completed first, the longest one if several end together.
     """
 
     def __init__(self, strings: StopStrings, *, include: bool = False) -> None:
@@ -142,7 +142,7 @@ class StopSearch:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """Add text and return the part that no stop string can hold any more; it may be empty."""
+        """Add text and return the part that cannot belong to a stop string; it may be empty."""
         if self.found is not None:
             return ""
         self._held += piece
@@ -152,7 +152,7 @@ class StopSearch:
         return self._show(end if self._include else end - len(self.found))
 
     def finish(self) -> str:
-        """Return the text held back, for a text that ends without a stop string."""
+        """Return the text held back, when the text ends without a stop string."""
         return "" if self.found is not None else self._show(len(self._held))
 
     def _show(self, count: int) -> str:
@@ -161,12 +161,12 @@ class StopSearch:
 
 
 class StoppableText:
-    """The text of a sequence while its tokens come, ended by the first stop string: a `StopRule`.
+    """A `StopRule` that collects a sequence's text and ends it at the first stop string.
 
     Args:
         tokenizer: decodes the tokens; special tokens are left out.
-        strings: the stop strings. The token that completes one is the last that is kept.
-        include: whether the text ends behind the stop string instead of before it.
+        strings: the stop strings. The token that completes one is the last token kept.
+        include: whether the text includes the stop string at its end.
     """
 
     def __init__(
@@ -199,16 +199,16 @@ class StoppableText:
         return ready
 
     def finish(self) -> str:
-        """Return the rest of the text, incomplete characters too."""
+        """Return the rest of the text, including incomplete characters."""
         rest = self._search.push(self._stream.finish())
         return self.take() + rest + self._search.finish()
 
 
 def check_stop_strings(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse stop strings that no text of a tokenizer can hold.
+    """Refuse stop strings that a tokenizer can never decode.
 
-    A string that comes back from its own tokens is fine. For others, each character must be in
-    the text of some token, or be made of tokens for its bytes.
+    A string that survives encoding and decoding is fine. Otherwise each character must be in the
+    text of some token, or be composed of byte tokens.
 
     Raises:
         StopStringError: one can never be decoded.
@@ -227,7 +227,7 @@ def check_stop_strings(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase
 
 
 def special_ids(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the ids of stop strings that are special tokens: texts leave those out."""
+    """Return the ids of stop strings that are special tokens, which texts leave out."""
     known = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     return [known[string] for string in strings.strings if known.get(string) in special]
@@ -244,5 +244,5 @@ def _checked(string: str) -> str:
 
 
 def _returns(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
-    """Return whether a text comes back from its own tokens."""
+    """Return whether a text survives encoding and decoding."""
     return text in plain_text(tokenizer, tokenizer.encode(text, add_special_tokens=False))

@@ -1,12 +1,12 @@
 """Drafts that make large language models decode faster, with the same output.
 
-What programs import: building and opening an index, the drafter in the process and the clients of a
-service, the draft tree and the protocol, and the decoder. Errors are in `foredraft.errors`; the
-adapters of engines are modules of their own: `foredraft.vllm`, `foredraft.transformers` and others.
+This module exports the functions that build and open an index, the in-process drafter, the clients
+of a service, the draft tree, the protocol and the decoder. Errors are in `foredraft.errors`. Each
+engine adapter is a separate module: `foredraft.vllm`, `foredraft.transformers` and others.
 
-The names stand in `__init__.pyi`. Each is loaded when it is first used, so that a program pays for
-what it uses alone: `import foredraft` by itself loads nothing but the check that the packages
-behind it are the ones that came with it.
+The names are listed in `__init__.pyi`. Each is loaded at first use, so that a program pays only for
+what it uses: `import foredraft` loads only the check that the packages behind it are the ones that
+came with it.
 """
 
 import sys

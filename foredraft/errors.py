@@ -1,7 +1,7 @@
-"""Every error that foredraft raises: three trees, one of each package.
+"""Every error that foredraft raises: one class hierarchy for each of the three packages.
 
-`IndexerError` is the base of what goes wrong around an index, `RetrieverError` around drafts and
-`DecoderError` around the target model. `ForeignPackageError` is an `ImportError`: another package
+`IndexerError` is the base class of index errors, `RetrieverError` of drafting errors and
+`DecoderError` of target model errors. `ForeignPackageError` is an `ImportError`: another package
 has the name of one of ours.
 """
 

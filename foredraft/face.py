@@ -1,7 +1,7 @@
-"""Names that are loaded when they are first used, and stand once: in the stub of their module.
+"""Names that are loaded at first use and listed in one place, the stub of their module.
 
-A stub, `vllm.pyi` beside `vllm.py`, says for type checkers where each name is defined. It is read
-here as well, so that programs and type checkers are told the same.
+A stub, such as `vllm.pyi` next to `vllm.py`, tells type checkers where each name is defined. This
+module reads the same stub, so that programs and type checkers cannot disagree.
 """
 
 import ast
@@ -15,12 +15,12 @@ from foredraft.installation import EXTRAS, needing
 
 
 class Face(NamedTuple):
-    """What a module that has a stub needs to have.
+    """The attributes that a module with a stub has to define.
 
     Attributes:
-        names: for `__all__`.
-        load: for `__getattr__`.
-        list_names: for `__dir__`.
+        names: value of `__all__`.
+        load: value of `__getattr__`.
+        list_names: value of `__dir__`.
     """
 
     names: list[str]
@@ -29,21 +29,22 @@ class Face(NamedTuple):
 
 
 def face_of(module: str, stub: str, extra: str | None = None) -> Face:
-    """Return the face of a module: the names that its stub imports.
+    """Return the `Face` of a module: the names that its stub imports.
 
     Args:
-        module: its name.
-        stub: the name of the stub's file, in this folder.
-        extra: what installs the libraries that its names need; by default that of their package.
+        module: name of the module.
+        stub: name of the stub file, in this folder.
+        extra: extra that installs the libraries that the names need; by default the extra of their
+            package.
     """
     homes = _homes(stub)
 
     def load(name: str) -> Any:
-        """Load a name from where it is defined, once.
+        """Load a name from the module that defines it, once.
 
         Raises:
             ModuleNotFoundError: a library is missing; the message says what to install.
-            MissingPluginError: the plugin that has it is not part of this installation.
+            MissingPluginError: the plugin that defines it is not part of this installation.
         """
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -63,7 +64,7 @@ def face_of(module: str, stub: str, extra: str | None = None) -> Face:
 
 
 def _plugin(home: str, asked: str) -> Any:
-    from indexer.launch import plugged  # noqa: PLC0415  (clients load nothing of the indexer)
+    from indexer.launch import plugged  # noqa: PLC0415  (clients do not load the indexer)
 
     return plugged(home, asked)
 

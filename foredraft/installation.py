@@ -1,8 +1,8 @@
-"""Whether the packages that Python finds by our names are ours.
+"""Check that the packages that Python finds under our names are ours.
 
-`indexer`, `retriever` and `decoder` are common names: another distribution may install a folder of
-that name over ours, and a file `retriever.py` where Python looks first hides ours. Each of ours
-carries a marker in its `__init__.py`, which is looked for without running that file.
+`indexer`, `retriever` and `decoder` are common names. Another distribution may install a folder of
+that name over ours, and a file `retriever.py` earlier on the path hides ours. Each of our packages
+has a marker in its `__init__.py`; the check looks for it without running that file.
 """
 
 import sys
@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any, Final
 
 EXTRAS: Final = {"indexer": "index", "retriever": "server", "decoder": "decoder"}
-"""Our packages, each with the extra that installs all that it needs."""
+"""Our packages, each with the extra that installs its dependencies."""
 
 MARKER: Final = "__distribution__"
 OURS: Final = "foredraft"
@@ -23,11 +23,11 @@ OURS: Final = "foredraft"
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Name the extra that installs a library which the block does not find.
+    """If the block fails to import a library, name the extra that installs it.
 
     Raises:
         ModuleNotFoundError: a library is missing; the message says what to install.
-        ImportError: a library is there, but not what is imported from it; the message says which
+        ImportError: a library is installed but lacks the imported name; the message says which
             version it is, and what to do.
     """
     try:
@@ -45,7 +45,7 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def _changed(library: str, extra: str, error: ImportError) -> str:
-    """Return that a library is not the version that is written for."""
+    """Return the message for a library of a version that this code was not written for."""
     from importlib.metadata import packages_distributions, version  # noqa: PLC0415  (slow)
 
     owner = next(iter(packages_distributions().get(library, ())), None)
@@ -57,14 +57,15 @@ def _changed(library: str, extra: str, error: ImportError) -> str:
 
 
 class ForeignPackageError(ImportError):
-    """Python finds something else by the name of one of our packages: the message says where."""
+    """Python finds something else under the name of one of our packages; the message says where."""
 
 
 def check_packages() -> None:
-    """Check that the three packages are there, and ours.
+    """Check that the three packages are present and ours.
 
     Raises:
-        ForeignPackageError: one is not; the message, one line, names the file in the way.
+        ForeignPackageError: one is missing or not ours; the one-line message names the file in the
+            way.
     """
     for name in EXTRAS:
         loaded = sys.modules.get(name)
@@ -77,8 +78,8 @@ def check_packages() -> None:
 
 
 def starts_the_command() -> bool:
-    """Whether this process is `foredraft` or `python -m foredraft`, and not another program."""
-    if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
+    """Return whether this process runs `foredraft` or `python -m foredraft`."""
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module to run
         return OURS in sys.orig_argv or f"-m{OURS}" in sys.orig_argv
     return Path(sys.argv[0]).stem == OURS if sys.argv else False
 
@@ -86,9 +87,9 @@ def starts_the_command() -> bool:
 def _check_found(name: str, spec: ModuleSpec | None) -> None:
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     own = Path(__file__).parents[1] / name
-    if spec is None or (spec.origin is None and Path(folders[0]) == own):  # a bare folder is left
+    if spec is None or (spec.origin is None and Path(folders[0]) == own):  # an empty folder
         raise ForeignPackageError(
-            f"{OURS} is not whole: its package `{name}` is missing: {_reinstall()}", name=name
+            f"{OURS} is incomplete: its package `{name}` is missing: {_reinstall()}", name=name
         )
     if spec.origin is None or not _is_ours(name, spec.loader):
         raise _in_the_way(name, spec.origin or folders[0])
@@ -96,7 +97,7 @@ def _check_found(name: str, spec: ModuleSpec | None) -> None:
 
 def _is_ours(name: str, loader: Any) -> bool:
     if not hasattr(loader, "get_code"):
-        return True  # a program packed by a tool that shows no code: nothing can come in between
+        return True  # packed by a tool that exposes no code: nothing can shadow it
     try:
         code = loader.get_code(name)
     except (ImportError, OSError, SyntaxError, ValueError):
@@ -122,14 +123,14 @@ def _remedy(name: str, file: str) -> str:
     folder = Path(file) if Path(file).is_dir() else Path(file).parent
     if (folder / "v1" / "retriever_pb2.py").is_file():
         return (
-            f"these are stubs of {OURS}'s contract, which it has itself, in `retriever.v1`: remove "
-            "them, or have protoc write them to a folder that is not on the path of Python here"
+            f"these are stubs of {OURS}'s contract, which is already in `retriever.v1`: remove "
+            "them, or have protoc write them to a folder that is not on Python's path"
         )
-    return "rename it, or keep its folder off the path of Python"
+    return "rename it, or keep its folder off Python's path"
 
 
 def _owner_of(name: str, file: str) -> str | None:
-    """Return the distribution that installed a file, `None` for a user's own file."""
+    """Return the distribution that installed a file; `None` for a user's own file."""
     from importlib.metadata import distribution, packages_distributions  # noqa: PLC0415  (slow)
 
     for owner in packages_distributions().get(name, ()):
@@ -140,8 +141,8 @@ def _owner_of(name: str, file: str) -> str | None:
 
 
 def _reinstall() -> str:
-    """Return how to install ours again: from where pip says that it came, if that is known."""
-    import json  # noqa: PLC0415  (an import that goes well needs none of these)
+    """Return how to reinstall foredraft, from the origin that pip recorded if there is one."""
+    import json  # noqa: PLC0415  (only needed when the check fails)
     from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
 
     try:
@@ -150,4 +151,4 @@ def _reinstall() -> str:
         origin = None
     if origin:
         return f"run `pip install --force-reinstall --no-deps {origin}`"
-    return f"install {OURS} again from where it came, with `--force-reinstall --no-deps`"
+    return f"install {OURS} again from the same source, with `--force-reinstall --no-deps`"

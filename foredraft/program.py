@@ -1,8 +1,7 @@
-"""The command `foredraft`: which module has which command, and how it is started.
+"""The command `foredraft`: which module implements which command, and how it is started.
 
-Only the module of the command that was named is imported, and what the command does only when it
-does it: help comes at once. Commands of plugins register themselves, by the entry-point group
-`foredraft.commands`.
+Only the module of the named command is imported, and it imports what it needs when it runs, so help
+appears immediately. Plugins register their commands in the entry-point group `foredraft.commands`.
 """
 
 import sys
@@ -15,13 +14,13 @@ from foredraft.installation import EXTRAS
 from indexer.launch import Command, is_installed, launch, version_line, whole_output
 
 ENTRY_POINTS: Final = "foredraft.commands"
-"""The group of entry points, each of which names a `Command`."""
+"""The entry-point group; each entry point names a `Command`."""
 
 _WRONG_USAGE: Final = 2
 
 
 def _own(name: str, group: str, package: str, help_: str) -> Command:
-    """Return a command of a package's core."""
+    """Return a command that belongs to the core of a package."""
     return Command(name, group, f"{package}.commands", EXTRAS[package], help_)
 
 
@@ -57,14 +56,14 @@ def commands() -> dict[str, Command]:
 
 @cache
 def _plugged() -> dict[str, EntryPoint]:
-    """Return the entry points of commands of plugins, by name; a plugin may be absent."""
+    """Return the entry points of plugin commands by name; a plugin may be absent."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def main() -> None:
     """Run the command that `sys.argv` names.
 
-    Ends with 2 where there is no such command, with 1 where its plugin is not installed.
+    Exits with 2 if there is no such command, with 1 if its plugin is not installed.
     """
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     core = {command.name: command for command in _CORE}
@@ -84,7 +83,7 @@ def main() -> None:
 
 
 def _not_installed(point: EntryPoint) -> str:
-    """Return what to say of a command whose plugin, or one that it needs, is absent."""
+    """Return the message for a command whose plugin, or one that it needs, is absent."""
     absent = point.load().absent() if is_installed(point.module) else point.module
     return f"error: `foredraft {point.name}` is not part of this installation: {absent} is absent"
 
@@ -110,7 +109,7 @@ def help_text() -> str:
 
 
 def unknown(word: str) -> str:
-    """Return what to say of a word that is no command: the nearest one, if any is near."""
+    """Return the message for an unknown command; it suggests the nearest one if one is close."""
     kind = "option" if word.startswith("-") else "command"
     names = list(commands()) if kind == "command" else ["--help", "--version"]
     near = get_close_matches(word, names, n=1)

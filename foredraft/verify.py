@@ -1,9 +1,10 @@
 """Verifying draft trees in a decoding loop of your own.
 
-A tree of N nodes is one pass of 1 + N rows: the last token, which the model has not read yet, and
-the nodes in their order behind it. Each row sees the context, its ancestors and itself, and stands
-as far behind the context as it has ancestors. The model's logits then decide which nodes are kept,
-and of the pass's keys and values only their rows stay.
+A tree of N nodes is one pass of 1 + N rows: the last token, which the model has not read yet,
+followed by the nodes in order. Each row attends to the context, its ancestors and itself; its
+position is that of the last token plus its depth in the tree. The model's logits then decide which
+nodes are accepted. Of the pass's keys and values, only the rows of the last token and of the
+accepted nodes stay in the KV cache.
 
     tokens = verify.tokens(last_token, tree)
     mask = verify.mask(tree, past)              # or additive_mask
@@ -12,7 +13,7 @@ and of the pass's keys and values only their rows stay.
     path, token = verify.accept_greedy(tree, logits)
     rows = verify.kept_rows(path)
 
-All but `additive_mask` and the two rules that take logits need no more than numpy.
+Everything except `additive_mask` and the two rules that take logits needs only numpy.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ _NUM_AXES: Final = 2  # of logits: rows and tokens
 
 
 def tokens(last_token: int, tree: DraftTree) -> NDArray[np.int64]:
-    """Return int64[1 + N], what a pass reads: the sequence's last token, then the nodes."""
+    """Return int64[1 + N], the input of a pass: the sequence's last token, then the nodes."""
     return np.concatenate([[last_token], tree.token_ids]).astype(np.int64)
 
 
@@ -55,9 +56,9 @@ def mask(tree: DraftTree, past: int, window: int | None = None) -> NDArray[np.bo
     """Return bool[1 + N, past + 1 + N], which keys each row may attend to.
 
     Args:
-        tree: of the pass.
-        past: tokens before the last one, whose keys come first.
-        window: positions that each row looks back over, itself included; `None` for all.
+        tree: draft tree of the pass.
+        past: number of tokens before the last one; their keys come first.
+        window: number of positions that each row attends to, itself included; `None` for all.
     """
     return TreeRows.behind_token(tree, past).seen(window=window)
 
@@ -69,35 +70,35 @@ def additive_mask(
     window: int | None = None,
     device: "torch.device | str" = "cpu",
 ) -> "torch.Tensor":
-    """Return dtype[1, 1, 1 + N, past + 1 + N], to be added to scores; zero where `mask` is true."""
+    """Return dtype[1, 1, 1 + N, past + 1 + N], to add to the scores; zero where `mask` is true."""
     with needing("decoder"):
-        import torch  # noqa: PLC0415  the others do without
+        import torch  # noqa: PLC0415  the other functions do not need torch
 
         from decoder.model.attention import additive  # noqa: PLC0415
     return additive(torch.from_numpy(mask(tree, past, window)).to(device), dtype)[None, None]
 
 
 def positions(tree: DraftTree, past: int) -> NDArray[np.int64]:
-    """Return int64[1 + N], where each row stands in the sequence; siblings share a position."""
+    """Return int64[1 + N], the position of each row in the sequence; siblings share a position."""
     return TreeRows.behind_token(tree, past).positions
 
 
 def accept(tree: DraftTree, choices: Sequence[int] | NDArray[np.integer[Any]]) -> Acceptance:
-    """Follow the tree along the target's choices, in any framework.
+    """Follow the tree along the target's choices; works with any framework.
 
-    With the most probable tokens this is greedy decoding. With tokens drawn from the target's own
-    distribution after each row it is sampling, whatever was drafted (speculative sampling with
+    With the most probable tokens this is greedy decoding. With tokens drawn from the target's
+    distribution after each row it is exact sampling, whatever the draft (speculative sampling with
     drafts that are certain of their token: Leviathan et al., 2023, arXiv:2211.17192).
 
     Args:
-        tree: of the pass.
+        tree: draft tree of the pass.
         choices: int[1 + N], the target's token after the last token and after each node.
 
     Returns:
-        int64[k], the accepted nodes from the root downwards, and the token after them.
+        int64[k], the accepted nodes from the root down, and the token after them.
 
     Raises:
-        ValueError: there is not one choice for each row.
+        ValueError: the number of choices is not the number of rows.
     """
     chosen = np.asarray(choices)
     if chosen.shape != (len(tree) + 1,):
@@ -106,14 +107,14 @@ def accept(tree: DraftTree, choices: Sequence[int] | NDArray[np.integer[Any]]) -
 
 
 def accept_greedy(tree: DraftTree, logits: "torch.Tensor | NDArray[Any]") -> Acceptance:
-    """Accept the path of the most probable tokens; see `accept`.
+    """Accept the path of most probable tokens; see `accept`.
 
     Args:
-        tree: of the pass.
-        logits: [1 + N, vocabulary], after each row; of torch on any device, or of numpy.
+        tree: draft tree of the pass.
+        logits: [1 + N, vocabulary], after each row; a torch tensor on any device, or a numpy array.
 
     Raises:
-        ValueError: there is not one row for each row of the pass.
+        ValueError: the number of rows of logits is not that of the pass.
     """
     best: Any = logits.argmax(-1)
     return accept(tree, best if isinstance(best, np.ndarray) else best.cpu().numpy())
@@ -125,18 +126,18 @@ def accept_sampled(
     settings: "SamplingSettings",
     points: Sequence[float] | NDArray[np.float64],
 ) -> Acceptance:
-    """Accept the path of tokens that are drawn from the target's distribution; see `accept`.
+    """Accept the path of tokens drawn from the target's distribution; see `accept`.
 
     Args:
-        tree: of the pass.
-        logits: [1 + N, vocabulary], after each row; of torch on any device, or of numpy.
+        tree: draft tree of the pass.
+        logits: [1 + N, vocabulary], after each row; a torch tensor on any device, or a numpy array.
         settings: temperature above 0, top-k, top-p and min-p; penalties need the output so far.
-        points: float64[1 + greatest depth] or more, random numbers from 0 to below 1 that were used
-            for nothing else: one for each place behind the last token.
+        points: float64[1 + greatest depth] or more, random numbers in [0, 1) that were used for
+            nothing else, one for each position after the last token.
 
     Raises:
-        ValueError: there is not one row for each row of the pass, there are too few points, or a
-            setting cannot be followed.
+        ValueError: the number of rows of logits is not that of the pass, there are too few points,
+            or a setting is not supported.
     """
     with needing("decoder"):
         import torch  # noqa: PLC0415  as above
@@ -144,7 +145,7 @@ def accept_sampled(
         from decoder.sampling.choice import Draw  # noqa: PLC0415
         from decoder.sampling.processors import Processing, Warping  # noqa: PLC0415
     if settings.is_greedy or not Processing(settings, (), None).is_of_settings:
-        raise ValueError("sampling here takes a temperature above 0, top-k, top-p and min-p alone")
+        raise ValueError("sampling here takes only a temperature above 0, top-k, top-p and min-p")
     scores = torch.as_tensor(logits)
     if scores.ndim != _NUM_AXES or len(scores) != len(tree) + 1:
         raise ValueError(f"logits {tuple(scores.shape)} for a pass of {len(tree) + 1} rows")
@@ -160,5 +161,5 @@ def accept_sampled(
 
 
 def kept_rows(path: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return int64[1 + k], the rows of the pass whose keys and values stay, in their new order."""
+    """Return int64[1 + k], the rows of the pass whose keys and values stay, in order."""
     return np.concatenate([[0], path + 1])

@@ -1,3 +1,3 @@
-"""Corpora in, index out: documents, tokens, suffix arrays and the on-disk format."""
+"""Builds an index from corpora: documents, tokens, suffix arrays and the on-disk format."""
 
 __distribution__ = "foredraft"

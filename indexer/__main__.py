@@ -1,4 +1,4 @@
-"""`python -m indexer`: the commands of this package alone; users type `foredraft`."""
+"""`python -m indexer`: only the commands of this package; users run `foredraft`."""
 
 from indexer.launch import launch
 

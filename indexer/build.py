@@ -67,7 +67,7 @@ _log = getLogger(__name__)
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 _Find = Callable[[Path, BuildTally], Sequence[Block]]
-"""Returns the blocks of documents to read, given a folder for what they need, and counts."""
+"""Returns the blocks of documents to read, given a folder for temporary files and the counts."""
 
 
 def build_index(
@@ -81,9 +81,9 @@ def build_index(
 
     Args:
         sources: files and folders; `-` is standard input.
-        output: the index's directory; it appears when it is whole, or not at all.
-        tokenizer: of the model whose output is to be drafted: loaded, or a name that
-            `locate_model` understands. None: that of the index that is replaced, else
+        output: directory of the index; it appears when the index is complete, or not at all.
+        tokenizer: tokenizer of the model whose output is to be drafted: a loaded one, or a name
+            that `locate_model` understands. None for that of the replaced index, else
             `DEFAULT_MODEL`.
         options: how to build.
         on_progress: called as sources are read, with the counts so far.
@@ -92,7 +92,7 @@ def build_index(
         SourceError: a source does not exist, no document could be read, or more records were
             dropped than the options allow.
         TokenizerError: the tokenizer cannot be loaded or used.
-        IndexExistsError: the output path is taken.
+        IndexExistsError: the output path exists and may not be replaced.
         IndexerError: the index cannot be written.
     """
     tell = on_progress or no_progress
@@ -109,7 +109,7 @@ def build_from_texts(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and text, read in this process; see `build_index`. Never resumed."""
+    """Index pairs of name and text, read in this process; see `build_index`. Cannot be resumed."""
     here = replace(options, engine=Serial(options.engine.memory_bytes), resume=False)
     return _build(output, tokenizer, here, no_progress, lambda *_: [GivenTexts(documents)])
 
@@ -121,19 +121,19 @@ def build_from_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Build all documents of an index again, with their names and licences.
+    """Rebuild all documents of an index, with their names and licences.
 
     Args:
-        source: the directory of an index that keeps its texts.
-        output: as for `build_index`; may be the same.
+        source: directory of an index that keeps its texts.
+        output: as for `build_index`; may be the same directory.
         tokenizer: as for `build_index`.
-        options: as for `build_index`. Documents of any length are taken, and repeated ones as
-            often as the index has them. Never resumed.
+        options: as for `build_index`. Documents of any length are taken, and repeated ones as often
+            as the index has them. Cannot be resumed.
         on_progress: as for `build_index`.
 
     Raises:
         SourceError: the index does not keep its texts.
-        IndexerError: the index at `source` cannot be read; otherwise as `build_index`.
+        IndexerError: the index at `source` cannot be read; otherwise as for `build_index`.
     """
     source = Path(source)
     check_output(Path(output), overwrite=options.overwrite)
@@ -165,12 +165,12 @@ def build_from_tokens(
     vocabulary: Vocabulary,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and token ids, made by the tokenizer of `vocabulary`.
+    """Index pairs of name and token ids from the tokenizer of `vocabulary`.
 
     Raises:
-        SourceError: there is no document with a token.
+        SourceError: no document has a token.
         TokenizerError: a token id is outside the vocabulary.
-        IndexExistsError: the output path is taken.
+        IndexExistsError: the output path exists and may not be replaced.
         IndexerError: the index cannot be written.
     """
     tally = BuildTally()
@@ -194,15 +194,15 @@ def _build(  # noqa: PLR0913, PLR0917
     find: _Find,
     before: ScreeningRecord = NOT_SCREENED,
 ) -> BuildReport:
-    """Build an index of blocks of documents.
+    """Build an index from blocks of documents.
 
     Args:
         output: as for `build_index`.
         tokenizer: as for `build_index`.
         options: as for `build_index`.
-        tell: is told how far it is.
+        tell: called with the progress.
         find: finds the blocks.
-        before: what documents have been screened for already.
+        before: screening that the documents have been through already.
     """
     check_output(Path(output), overwrite=options.overwrite)
     named, options = as_replaced(Path(output), tokenizer, options)
@@ -235,13 +235,13 @@ def _write(
     tokenizer: FileRecord | None = None,
     screening: ScreeningRecord = NOT_SCREENED,
 ) -> Contents:
-    """Write segments and phrases, then the snapshot that makes them an index.
+    """Write segments and phrase tables, then the snapshot that makes them an index.
 
     Args:
-        building: the index.
-        parts: documents, tokenised.
-        tokenizer: the stored one.
-        screening: of the documents.
+        building: the build in progress.
+        parts: tokenised documents.
+        tokenizer: record of the stored tokenizer.
+        screening: screening of the documents.
     """
     vocabulary = building.vocabulary
     most = building.options.most_tokens(vocabulary.size)
@@ -268,16 +268,16 @@ def as_replaced(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None",
     options: BuildOptions,
 ) -> "tuple[str | CoreTokenizer | PreTrainedTokenizerBase, BuildOptions]":
-    """Return tokenizer and options as they were for the index that is replaced, if there is one.
+    """Return the tokenizer and options, completed from the index that is replaced, if any.
 
     Args:
-        output: where it is.
-        tokenizer: the one that was asked for; None for that of the index, else `DEFAULT_MODEL`.
-        options: what was asked for. Documents are screened as those of the index were, at least.
+        output: directory of the index.
+        tokenizer: requested tokenizer; None for that of the index, else `DEFAULT_MODEL`.
+        options: requested options. Documents are screened at least as those of the index were.
 
     Raises:
-        TokenizerError: there is an index that does not say which tokenizer it has.
-        IndexerError: a list of phrases was left out of the index, and is not named.
+        TokenizerError: the index does not say which tokenizer it has.
+        IndexerError: the index was screened with a list of phrases, which is not given now.
     """
     try:
         before = _replaced(output)
@@ -285,8 +285,8 @@ def as_replaced(
         if tokenizer is not None:
             return tokenizer, options
         raise TokenizerError(
-            f"{output} is an index of another format, which cannot say here which tokenizer it "
-            "has: name the tokenizer (--tokenizer)"
+            f"{output} is an index of another format, from which this version cannot read the "
+            "tokenizer: name the tokenizer (--tokenizer)"
         ) from error
     if before is None:
         return tokenizer or DEFAULT_MODEL, options
@@ -296,7 +296,7 @@ def as_replaced(
 
 
 def _tokenizer_of(before: Contents, output: Path) -> str:
-    """Return the name of an index's tokenizer, the default one for an index of token ids."""
+    """Return the name of an index's tokenizer; the default one for an index of token ids."""
     name = before.vocabulary.name
     if before.tokenizer is None:
         return DEFAULT_MODEL
@@ -306,12 +306,12 @@ def _tokenizer_of(before: Contents, output: Path) -> str:
             "tokenizer (--tokenizer)"
         )
     if name != DEFAULT_MODEL:
-        _log.info("the tokenizer is %s, as that of the index that is replaced", name)
+        _log.info("the tokenizer is %s, as in the index that is replaced", name)
     return name
 
 
 def _replaced(output: Path) -> Contents | None:
-    """Return what an index holds; `None` where there is none that can be read."""
+    """Return the contents of an index; `None` if there is no readable one."""
     try:
         held = hold_latest(output)
     except FormatVersionError:

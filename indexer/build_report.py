@@ -10,10 +10,10 @@ from typing import Any, Final
 from indexer.errors import UnusableError
 
 _MAX_PLACES: Final = 3
-"""Documents or lines that a report names for each reason: enough to look at, few enough to read."""
+"""Most documents or lines that a report names per reason."""
 
 _MAX_FILES: Final = 10
-"""Files of conversations that a report names: a screen holds them all."""
+"""Most files of conversations that a report names; they fit on a screen."""
 
 _LINES: Final = "lines with an excluded phrase"
 _DOCUMENTS: Final = "documents with an excluded phrase"
@@ -21,17 +21,18 @@ _DOCUMENTS: Final = "documents with an excluded phrase"
 
 @dataclass(slots=True)
 class ScreenTally:
-    """Counts by reason; no text of a document, a phrase or a secret is in it.
+    """Counts by reason, without any text of a document, phrase or secret.
 
     Attributes:
-        num_documents: documents left out.
-        num_lines: lines left out of documents that stayed.
-        num_redacted: documents in which a secret was replaced, in the text, name or licence.
-        documents_by_phrase: documents left out, by the phrase's line in its file. A document that
-            holds several phrases counts for each.
-        lines_by_phrase: lines left out, by the same numbers.
-        secrets: places replaced, by kind.
-        places: by reason, names of the first documents, at most three, as screened.
+        num_documents: number of documents left out.
+        num_lines: number of lines left out of documents that stayed.
+        num_redacted: number of documents in which a secret was replaced, in the text, name or
+            licence.
+        documents_by_phrase: documents left out, by the phrase's line in its file. A document with
+            several phrases counts for each.
+        lines_by_phrase: lines left out, by the same line numbers.
+        secrets: replaced places, by kind.
+        places: names of the first documents, at most three, by reason; as screened.
     """
 
     num_documents: int = 0
@@ -43,13 +44,13 @@ class ScreenTally:
     places: dict[str, list[str]] = field(default_factory=dict)
 
     def exclude_document(self, phrases: Iterable[int], place: str) -> None:
-        """Count a document that is left out for the phrases."""
+        """Count a document that is left out because of phrases."""
         self.num_documents += 1
         self.documents_by_phrase.update(set(phrases))
         self._keep(_DOCUMENTS, place)
 
     def exclude_lines(self, phrases: Iterable[Iterable[int]], place: str) -> None:
-        """Count lines that are left out of a document, each for its phrases."""
+        """Count lines that are left out of a document, each because of its phrases."""
         for of_line in phrases:
             self.num_lines += 1
             self.lines_by_phrase.update(of_line)
@@ -64,7 +65,7 @@ class ScreenTally:
             self._keep(kind, place)
 
     def add(self, other: "ScreenTally") -> None:
-        """Add the counts of another process, or of an earlier part."""
+        """Add the counts of another process or an earlier part."""
         self.num_documents += other.num_documents
         self.num_lines += other.num_lines
         self.num_redacted += other.num_redacted
@@ -76,7 +77,7 @@ class ScreenTally:
                 self._keep(reason, place)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts for machines to read; phrases are lines of their file, from 1."""
+        """Return the counts as JSON values; phrases are given by line of their file, from 1."""
         return {
             "documents_excluded": self.num_documents,
             "lines_excluded": self.num_lines,
@@ -88,7 +89,7 @@ class ScreenTally:
         }
 
     def describe(self) -> str:
-        """Return the counts for people to read, in one line."""
+        """Return the counts as one line of text."""
         documents = _by_phrase(self.documents_by_phrase)
         lines = _by_phrase(self.lines_by_phrase)
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.secrets.most_common())
@@ -119,7 +120,7 @@ def _ordered(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def _by_phrase(counts: Counter[int]) -> str:
-    """Return which lines of the list were found most often."""
+    """Return the lines of the list that were found most often."""
     shown = [f"line {line}: {count}" for line, count in counts.most_common(_MAX_PLACES)]
     more = [f"{len(counts) - _MAX_PLACES} more"] if len(counts) > _MAX_PLACES else []
     return f" by the list's {', '.join(shown + more)}" if shown else ""
@@ -127,16 +128,17 @@ def _by_phrase(counts: Counter[int]) -> str:
 
 @dataclass(slots=True)
 class ConversationTally:
-    """The conversations that were found in one file in one shape.
+    """The conversations of one shape in one file.
 
     Attributes:
-        kind: of the turns that are taken, in words: "assistant turns".
-        num_conversations: of which any was taken or not.
-        num_turns: turns that were taken.
-        left_out: of the conversations, by kind: images, empty turns, turns of unknown roles.
-        missing_field: a key that was named for the text, and that none of them has; else empty.
-        file: its name.
-        shape: in words.
+        kind: kind of the turns that are taken, in words: "assistant turns".
+        num_conversations: number of conversations, whether or not any turn was taken.
+        num_turns: number of turns that were taken.
+        left_out: parts of the conversations that were left out, by kind: images, empty turns, turns
+            of unknown roles.
+        missing_field: key that was given for the text but that none of them has; else empty.
+        file: name of the file.
+        shape: shape in words.
     """
 
     kind: str
@@ -165,25 +167,26 @@ class ConversationTally:
 
 @dataclass(slots=True)
 class BuildTally:
-    """Counts that the stages of a build keep, and that progress shows.
+    """Counts of the stages of a build, which the progress display shows.
 
     Attributes:
-        num_documents: documents tokenised.
-        num_tokens: their tokens, separators not counted.
-        num_bytes: their text in UTF-8.
-        skipped: documents and files left out, by reason.
-        skipped_places: where the first was, by reason, if known.
-        remedies: what to do, by reason, where something can be done.
-        num_dropped: of those that were skipped, the documents and files that were meant to be
-            read and could not be. The others were passed over by a rule.
-        conversations: that records held, by file and shape: `file: shape`.
-        by_content: files of unknown suffix whose first bytes are text, by suffix; they are read.
-        num_bytes_read: bytes of the source files, as on disk, that were read or skipped.
-        num_files_found: source files so far.
-        num_bytes_found: their size; 0 where documents do not come from files.
-        screened: what screening took out; None where nothing was screened for.
-        stage_seconds: time of each stage that has ended, by its name.
-        doing: what is done now, for people to read.
+        num_documents: number of tokenised documents.
+        num_tokens: number of their tokens, without separators.
+        num_bytes: size of their text in UTF-8.
+        skipped: numbers of documents and files left out, by reason.
+        skipped_places: place of the first one, by reason, if known.
+        remedies: what to do, by reason, if anything can be done.
+        num_dropped: number of skipped documents and files that should have been read but could not
+            be. The others were skipped by a rule.
+        conversations: conversations in records, by file and shape: `file: shape`.
+        by_content: files that are read although their suffix is unknown, because they begin with
+            text; by suffix.
+        num_bytes_read: bytes of source files, as on disk, that were read or skipped.
+        num_files_found: number of source files so far.
+        num_bytes_found: their size; 0 if documents do not come from files.
+        screened: what screening removed; None if there was no screening.
+        stage_seconds: time of each finished stage, by name.
+        doing: description of the current work.
     """
 
     num_documents: int = 0
@@ -203,13 +206,13 @@ class BuildTally:
     doing: str = ""
 
     def now(self, doing: str) -> "BuildTally":
-        """Note what is done from now on; return itself."""
+        """Set the description of the current work; return itself."""
         self.doing = doing
         return self
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Take the time of a stage."""
+        """Measure the time of a stage."""
         begun = time.perf_counter()
         yield
         self.stage_seconds[name] = time.perf_counter() - begun
@@ -223,9 +226,9 @@ class BuildTally:
         """Count a document that is left out, and keep the place of the first one.
 
         Args:
-            reason: under which it is counted.
-            place: a file, or a file and a line or row.
-            remedy: what to do; that of the first one is kept.
+            reason: reason under which it is counted.
+            place: file, or file and line or row.
+            remedy: what to do; the first one is kept.
         """
         self.skipped[reason] += 1
         self.skipped_places.setdefault(reason, place)
@@ -233,7 +236,7 @@ class BuildTally:
             self.remedies.setdefault(reason, remedy)
 
     def drop(self, reason: str, place: str, remedy: str = "") -> None:
-        """Count a document or a file that was meant to be read and cannot be; see `skip`."""
+        """Count a document or file that should have been read but cannot be; see `skip`."""
         self.num_dropped += 1
         self.skip(reason, place, remedy)
 
@@ -242,7 +245,7 @@ class BuildTally:
         return _Dropping(self, place)
 
     def count_conversation(self, file: str, shape: str, counted: ConversationTally) -> None:
-        """Count conversations of a file in a shape."""
+        """Count the conversations of one shape in a file."""
         place = f"{file}: {shape}"
         if place in self.conversations:
             self.conversations[place].add(counted)
@@ -266,7 +269,7 @@ class BuildTally:
             self.screened.add(other.screened)
 
     def describe_skipped(self) -> str:
-        """Return reasons and counts in words, most frequent first; empty where there are none."""
+        """Return reasons and counts in words, most frequent first; empty if there are none."""
         reasons = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
         return ", ".join(f"{count} {reason}{self._hint(reason)}" for reason, count in reasons)
 
@@ -276,13 +279,13 @@ class BuildTally:
         return f" ({'; '.join(parts)})" if parts else ""
 
     def describe_conversations(self) -> list[str]:
-        """Return a line for each file, at most `_MAX_FILES`, and one for all others together."""
+        """Return one line per file, at most `_MAX_FILES`, and one for all others together."""
         lines = [f"{place}, {tally.describe()}" for place, tally in self.conversations.items()]
         num_more = len(lines) - _MAX_FILES
         return lines if num_more <= 0 else [*lines[:_MAX_FILES], f"and {num_more} more such files"]
 
     def describe_suffixes(self) -> list[str]:
-        """Return a line of the suffixes that were read for their content, if there are any."""
+        """Return a line with suffixes of files that were read because of their content, if any."""
         counts = [
             f"{count:,} {suffix}" for suffix, count in self.by_content.most_common(_MAX_FILES)
         ]
@@ -291,7 +294,7 @@ class BuildTally:
         return [f"read as text by content: {', '.join(counts + more)}"] if counts else []
 
     def described(self, report: str, *, nothing_skipped: str = "") -> str:
-        """Return a report for people to read, between what was found and what was left out."""
+        """Return a text report, preceded by what was found and followed by what was left out."""
         skipped = self.describe_skipped() or nothing_skipped
         lines = [*self.describe_conversations(), *self.describe_suffixes(), report]
         lines += [f"skipped: {skipped}"] if skipped else []
@@ -299,7 +302,7 @@ class BuildTally:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was found and left out for machines to read."""
+        """Return what was found and left out as JSON values."""
         return {
             "skipped": dict(sorted(self.skipped.items())),
             "skipped_places": dict(sorted(self.skipped_places.items())),
@@ -321,7 +324,7 @@ class BuildTally:
 
 @dataclass(slots=True)
 class _Dropping:
-    """Stands around a block for each record, and is no generator for that."""
+    """A context manager around the work on each record; a class, because a generator is slower."""
 
     tally: BuildTally
     place: str
@@ -341,12 +344,12 @@ class BuildReport:
     """The report of a finished build.
 
     Attributes:
-        output: the index's directory.
-        num_documents: documents in the index.
-        num_tokens: tokens in the index, separators not counted.
-        num_segments: segments in the index.
-        seconds: time taken, the loading of the tokenizer not counted.
-        tally: what was read, and what was left out.
+        output: directory of the index.
+        num_documents: number of documents in the index.
+        num_tokens: number of tokens in the index, without separators.
+        num_segments: number of segments in the index.
+        seconds: time taken, without loading the tokenizer.
+        tally: counts of what was read and what was left out.
     """
 
     output: str
@@ -362,7 +365,7 @@ class BuildReport:
         return self.num_tokens / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report for machines to read."""
+        """Return the report as JSON values."""
         stages = self.tally.stage_seconds.items()
         return {
             "output": self.output,
@@ -377,7 +380,7 @@ class BuildReport:
         }
 
     def describe(self) -> str:
-        """Return the report for people to read."""
+        """Return the report as text."""
         each = self.tally.stage_seconds.items()
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in each)
         documents = counted_of(self.num_documents, "document")
@@ -392,19 +395,21 @@ class BuildReport:
 
 @dataclass(frozen=True, slots=True)
 class ChangeReport:
-    """The report of a change of an index.
+    """The report of a change to an index.
 
     Attributes:
-        path: the index's directory.
+        path: directory of the index.
         verb: "added", "removed" or "merged".
-        num_documents: documents that were; of a merge, by how many segments there are fewer.
-        num_tokens: their tokens, separators not counted.
-        num_segments: segments that the index has now.
-        num_older: older snapshots that are still read, and stay until the next change.
+        num_documents: number of documents that were; for a merge, how many fewer segments there
+            are.
+        num_tokens: number of their tokens, without separators.
+        num_segments: number of segments that the index has now.
+        num_older: number of older snapshots that are still being read, and stay until the next
+            change.
         seconds: time taken.
-        tally: what was read, and what was left out.
-        num_replaced: documents in whose place others of their names were added.
-        num_earlier: documents that stay, and of whose names others were added.
+        tally: counts of what was read and what was left out.
+        num_replaced: number of documents that were replaced by added ones of the same name.
+        num_earlier: number of documents that stay although others of the same name were added.
     """
 
     path: str
@@ -419,7 +424,7 @@ class ChangeReport:
     num_earlier: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report for machines to read."""
+        """Return the report as JSON values."""
         return {
             "path": self.path,
             self.verb: self.num_documents,
@@ -433,7 +438,7 @@ class ChangeReport:
         }
 
     def describe(self) -> str:
-        """Return the report for people to read."""
+        """Return the report as text."""
         documents = counted_of(self.num_documents, "document")
         what = f"{self.verb} {documents}, {counted_of(self.num_tokens, 'token')}"
         if self.verb == "merged":
@@ -442,14 +447,14 @@ class ChangeReport:
         lines = [self.tally.described(f"{self.path}: {what} in {self.seconds:.1f} s; {now}")]
         if self.num_older:
             lines.append(
-                f"{self.num_older} snapshot(s) from before are still read: their files go with the "
-                "next change, or `compact`, after their readers"
+                f"{self.num_older} older snapshot(s) are still being read: their files go with the "
+                "next change or `compact` after their readers are done"
             )
         if self.num_replaced:
             lines.append(f"replaced: {self.num_replaced:,} document(s)")
         if self.num_earlier:
             lines.append(
                 f"{self.num_earlier:,} document(s) of the same names are still there, with other "
-                "texts: `add --replace` puts new ones in their place, `remove` takes them out"
+                "texts: `add --replace` replaces them, `remove` removes them"
             )
         return "\n".join(lines)

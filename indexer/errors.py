@@ -1,4 +1,4 @@
-"""The errors of building, opening and checking an index, as one tree."""
+"""The errors of building, opening and checking an index, as one class hierarchy."""
 
 import errno
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from textwrap import shorten
 from typing import Final
 
 _MAX_REASON_CHARACTERS: Final = 500
-"""Some libraries put a whole file or configuration into a message: a few lines of it suffice."""
+"""Longest reason: some libraries put a whole file or configuration into a message."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a library's error in one line; of a system error without its path."""
+    """Return the message of a library's error on one line; a system error without its path."""
     said = getattr(error, "strerror", None) or str(error)
     text = shorten(said, _MAX_REASON_CHARACTERS, placeholder=" \u2026")
     return text or type(error).__name__
@@ -25,18 +25,18 @@ class IndexerError(Exception):
 
 
 class MissingPluginError(IndexerError):
-    """What was asked for needs a plugin that is not part of this installation."""
+    """The request needs a plugin that is not part of this installation."""
 
 
 class SourceError(IndexerError):
-    """A source is missing, or the sources together hold nothing that could be indexed."""
+    """A source is missing, or the sources hold nothing that can be indexed."""
 
 
 class UnusableError(IndexerError):
-    """A document, a record or the rest of a file cannot be used; it costs itself and no more.
+    """A document, a record or the rest of a file cannot be used; everything else still can.
 
     Args:
-        reason: under which it is counted; also the message.
+        reason: reason under which it is counted; also the message.
         remedy: what to do.
     """
 
@@ -46,7 +46,7 @@ class UnusableError(IndexerError):
 
 
 class RefusedFileError(UnusableError):
-    """A file is not what its name says, or has nothing that was asked for, from the beginning."""
+    """A file is not what its name says, or has nothing of what was requested."""
 
 
 class TokenizerError(IndexerError):
@@ -54,7 +54,7 @@ class TokenizerError(IndexerError):
 
 
 class TokenizerMismatchError(IndexerError):
-    """An index was built for another tokenizer than the one at hand."""
+    """An index was built for another tokenizer than the given one."""
 
 
 class IndexNotFoundError(IndexerError):
@@ -62,7 +62,7 @@ class IndexNotFoundError(IndexerError):
 
 
 class IndexExistsError(IndexerError):
-    """The output path is taken and was not to be replaced."""
+    """The output path exists and may not be replaced."""
 
 
 class IndexBusyError(IndexerError):
@@ -70,19 +70,19 @@ class IndexBusyError(IndexerError):
 
 
 class DamagedIndexError(IndexerError):
-    """An index lacks files, or holds bytes that its builder did not write."""
+    """An index lacks files, or has bytes that its builder did not write."""
 
 
 class FormatVersionError(IndexerError):
-    """An index was written in another format than this version reads."""
+    """An index has another format than this version reads."""
 
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Say what could not be written where the system refuses something in the block.
+    """If the system refuses something in the block, raise an error that names the path.
 
     Args:
-        path: what is written.
+        path: path that is written.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -96,10 +96,10 @@ def writing_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def needing_transformers(what: str) -> Iterator[None]:
-    """Say what to install where the block does not find transformers; most indexes need none.
+    """If the block does not find transformers, say what to install; most indexes do not need it.
 
     Args:
-        what: takes it.
+        what: what needs transformers.
 
     Raises:
         TokenizerError: transformers is not installed.
@@ -110,5 +110,5 @@ def needing_transformers(what: str) -> Iterator[None]:
         if error.name != "transformers":
             raise
         raise TokenizerError(
-            f"{what} takes transformers: run `pip install 'foredraft[server]'`"
+            f"{what} needs transformers: run `pip install 'foredraft[server]'`"
         ) from error

@@ -1,13 +1,13 @@
-"""Flags of commands, derived from schemata of settings.
+"""Command-line flags, derived from schemas of settings.
 
-A schema is a pydantic model, or a dataclass that checks itself: then fields with a description are
-flags. A parameter of a command that is annotated with a schema stands for one flag per field: a
-field `name` is `--name`, with the field's description as help and its type and bounds as check.
-With `Given[Schema]` the command gets only the flags that were given, for settings that a file and
-the environment may set as well. What checks a schema is built when it is first used
-(`defer_build`), so that help of a command waits for none.
+A schema is a pydantic model, or a dataclass that validates itself; in a dataclass, fields with a
+description are flags. A command parameter that is annotated with a schema stands for one flag per
+field: a field `name` becomes `--name`, with the field's description as help and its type and bounds
+as check. With `Given[Schema]` the command gets only the flags that were given, for settings that a
+file and the environment may set as well. Validators are built at first use (`defer_build`), so that
+help does not wait for them.
 
-Where a command has many flags, those of fields that are `RARE` are listed by `--help-all` alone.
+If a command has many flags, those of fields marked `RARE` are listed only by `--help-all`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ AsJson = Annotated[
 ]
 
 _WHOLE: Final = 1000
-"""Characters of a command's first sentence in a list of commands: all of it."""
+"""Characters of a command's first sentence to show in a list of commands: all of it."""
 
 Schema = TypeVar("Schema")
 Command = Callable[..., None]
@@ -55,32 +55,32 @@ class Metavar:
     """The placeholder of a setting's value in the help.
 
     Attributes:
-        name: in capitals.
+        name: name in capitals.
     """
 
     name: str
 
 
 class _Rare:
-    """Marks a setting that few need."""
+    """Marks a setting that few users need."""
 
 
 RARE: Final = _Rare()
-"""In the annotation of a setting: its flag is listed by `--help-all` alone."""
+"""In the annotation of a setting: list its flag only in `--help-all`."""
 
 _MOST_LISTED: Final = 25
-"""Flags of a command that its help lists, whether they are rare or not."""
+"""Commands with at most this many flags list all of them, even rare ones."""
 
 _ALL: Final = "indexer.flags.all"
-"""Where a command's context notes that every flag is to be listed."""
+"""Key in a command's context: list every flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """In the annotation of a parameter: of its schema only these settings are flags.
+    """In the annotation of a parameter: only these settings of its schema are flags.
 
     Attributes:
-        names: of them.
+        names: names of the settings.
     """
 
     names: tuple[str, ...]
@@ -91,10 +91,10 @@ class Given(dict[str, object], Generic[Schema]):
 
 
 def with_flags(command: Command) -> Command:
-    """Give a command the flags of the schemata that its parameters are annotated with.
+    """Give a command the flags of the schemas in the annotations of its parameters.
 
-    Flags are shown under the title of the schema that states them, if that has one. A value that
-    the schema refuses ends the command with the flag's name, as every wrong flag does.
+    Flags are shown under the title of the schema that defines them, if it has one. A value that the
+    schema refuses ends the command with an error that names the flag, like every wrong flag.
     """
     parameters = Signature.from_callable(command).parameters.values()
     taken = {each.name: found for each in parameters if (found := _schema_in(each.annotation))}
@@ -129,7 +129,7 @@ _HELP_ALL: Final = "help_all"
 
 
 def _help_all(num_rare: int) -> Parameter:
-    """Return the flag that lists what the help leaves out."""
+    """Return the flag that lists the options that the help leaves out."""
 
     def show(context: typer.Context, value: bool) -> None:  # noqa: FBT001  (typer calls it so)
         if value:
@@ -158,7 +158,7 @@ def settings_of(schema: type) -> Mapping[str, FieldInfo]:
 
 
 def _stated(hint: Any) -> Any:
-    """Return an annotation whose `Flag`, if it has one, is stated as pydantic has it."""
+    """Return an annotation with its `Flag`, if it has one, converted to pydantic's form."""
     flag = next(
         (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Flag)), None
     )
@@ -170,7 +170,7 @@ def _stated(hint: Any) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting; a last underscore only keeps it apart from Python's words."""
+    """Return the flag of a setting; a trailing underscore only avoids a Python keyword."""
     return "--" + name.rstrip("_").replace("_", "-")
 
 
@@ -188,7 +188,7 @@ def expected_by(error: ValidationError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A schema that a parameter is annotated with, the settings that are flags, and how."""
+    """A schema in a parameter's annotation, with the settings that are flags, and its form."""
 
     schema: type
     settings: Mapping[str, FieldInfo]
@@ -237,7 +237,7 @@ def _panel_of(name: str, schema: type) -> str | None:
 def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool) -> Any:
     flag, default = flag_of(name), field.default
     if field.annotation in (bool, bool | None) and (is_partial or default is True):
-        flag += f"/--no-{flag.removeprefix('--')}"  # a flag can undo a file's setting
+        flag += f"/--no-{flag.removeprefix('--')}"  # a flag can override a file's setting
     kind: Any = str if is_secret(field) else field.annotation
     if _is_list(field):
         kind = list[get_args(field.annotation)[0]]  # type: ignore[misc]  # known when it runs
@@ -256,13 +256,13 @@ def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool)
 
 
 def _described(field: FieldInfo, default: str | None) -> str:
-    """Return the help of a flag; a default that the parser does not have is told with it."""
+    """Return the help of a flag, with the default if the parser does not know it."""
     described = field.description or ""
     return described if default is None else f"{described}  [default: {default}]"
 
 
 def _told(name: str, default: object) -> str:
-    """Return a default as the parser tells its own: of a pair of flags the one that holds."""
+    """Return a default as the parser shows it: for a pair of flags, the one that applies."""
     flag = flag_of(name if default else f"no_{name}").removeprefix("--")
     return flag if isinstance(default, bool) else str(default)
 
@@ -275,7 +275,7 @@ def _path(text: str | Path) -> Path:
     """Return a path; an empty one would be the current directory.
 
     Raises:
-        typer.BadParameter: it is empty.
+        typer.BadParameter: the path is empty.
     """
     if text == "":
         raise typer.BadParameter("it is empty: name a path, or leave the flag out.")
@@ -306,11 +306,11 @@ def _checked(schema: type[Any], given: Mapping[str, object]) -> Any:
         name, _, rest = str(error).partition(" ")
         if name not in settings_of(schema):
             raise
-        raise type(error)(f"{flag_of(name)} {rest}") from error  # it began with a setting's name
+        raise type(error)(f"{flag_of(name)} {rest}") from error  # starts with a setting
 
 
 def _model_of(schema: type) -> type[BaseModel]:
-    """Return a model that checks each setting of a dataclass by itself."""
+    """Return a model that checks each setting of a dataclass separately."""
     stated = settings_of(schema)
     settings: Any = {name: (field.annotation, field) for name, field in stated.items()}
     return create_model(schema.__name__, **settings)
@@ -319,7 +319,7 @@ def _model_of(schema: type) -> type[BaseModel]:
 def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter: Any) -> None:
     """Write parameters under the titles of their groups.
 
-    Names take the room that they need: what does not fit next to one begins below it.
+    Names are never cut: help that does not fit next to one starts below it.
     """
     shown: dict[str, list[Any]] = {}
     rare = () if context.meta.get(_ALL) else getattr(command.callback, "rare", ())
@@ -336,7 +336,7 @@ def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help shows its options in groups, and none of their names cut."""
+    """A command whose help shows its options in groups, with uncut names."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options."""
@@ -344,7 +344,7 @@ class GroupedCommand(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands whose help shows their options in the same way."""
+    """A group of commands whose help shows options in the same way."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options and the commands."""
@@ -360,12 +360,12 @@ class Group(TyperGroup):
 
 
 class CommandLine(typer.Typer):
-    """One command, or several, with help that a terminal of 80 columns shows whole.
+    """One or several commands, with help that fits a terminal of 80 columns.
 
     Args:
-        help_: what several commands are for; `None` for one that says so itself.
-        cls: of the group of commands.
-        epilog: what is said at the end.
+        help_: help for several commands; `None` for a single command, which has its own.
+        cls: class of the group of commands.
+        epilog: text at the end of the help.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class CommandLine(typer.Typer):
         help_: str | None = None,
         *,
         cls: type[Group] = Group,
-        epilog: str | None = "--version, in place of a command, prints the version.",
+        epilog: str | None = "--version, instead of a command, prints the version.",
     ) -> None:
         about: dict[str, Any] = {}
         if help_ is not None:
@@ -393,19 +393,19 @@ class CommandLine(typer.Typer):
 
 
 def command_line(help_: str, commands: Mapping[str, str | Command]) -> typer.Typer:
-    """Return a command line of which commands may be imported when they are named, or listed.
+    """Return a command line whose commands may be imported only when they are named or listed.
 
     Args:
-        help_: what the commands are for.
-        commands: of each name the function, or the place of it, `module:function`, or of further
-            commands, `module:app`.
+        help_: help for the commands.
+        commands: for each name a function, or its location `module:function`, or the location of a
+            group of commands, `module:app`.
     """
 
     class Commands(Group):
-        def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (its parent's signature)
+        def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (signature of the base class)
             return list(commands)
 
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (its parent's signature)
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (signature of the base class)
             return _imported(cmd_name, commands[cmd_name]) if cmd_name in commands else None
 
     app = CommandLine(help_, cls=Commands)

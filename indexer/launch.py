@@ -1,8 +1,8 @@
-"""Starting a command line before the package that does the work is imported, and finding plugins.
+"""Starting a command line before its package is imported, and finding plugins.
 
-Loads the standard library only, so that it can tell which package to install. A plugin is a folder
-in `plugins` of its package that an installation may lack. Core imports none: it asks for one by
-name where a user's wish needs it.
+This module uses only the standard library, so that it can say which package to install. A plugin is
+a folder in `plugins` of its package, and an installation may lack it. Core code imports no plugin
+directly: it asks for one by name if a request needs it.
 """
 
 import errno
@@ -21,23 +21,23 @@ from typing import Any, Final, NamedTuple
 from indexer.errors import MissingPluginError
 
 INTERRUPTED: Final = 130
-"""The status of a command that Ctrl-C ended, as shells give it: 128 plus the signal's number."""
+"""Exit status of a command that Ctrl-C ended, as in shells: 128 plus the signal's number."""
 
 TERMINATED: Final = 143
-"""The same for the signal that `kill`, a supervisor or a shutdown sends."""
+"""The same for SIGTERM, which `kill`, a supervisor or a shutdown sends."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 
 class Flag(NamedTuple):
-    """In the annotation of a setting: it is a flag of commands; see `indexer.flags`.
+    """In the annotation of a setting: it is a command-line flag; see `indexer.flags`.
 
     Attributes:
-        help: what it says, in sentences.
-        metavar: the placeholder of its value.
-        least: bound of a number.
-        most: the same.
+        help: help text, in sentences.
+        metavar: placeholder of its value.
+        least: lower bound of a number.
+        most: upper bound of a number.
     """
 
     help: str
@@ -51,19 +51,19 @@ FIELD_HELP: Final = (
     "as 'data.answer' or '{prompt: data.question, output: data.answer}'. Records without it are "
     "read in the shapes that are known."
 )
-"""What `--field` says, wherever records are read."""
+"""Help of `--field` in all commands that read records."""
 
 
 class Command(NamedTuple):
-    """A command, as the program knows it before it loads anything.
+    """A command, as known before anything is loaded.
 
     Attributes:
-        name: the word after `foredraft`.
-        group: under which the help shows it.
-        module: has a function `main` that runs the command that `sys.argv` names.
-        extra: what to install where a library is missing.
-        help: what it does, in a line.
-        plugins: packages of plugins that it can't do without.
+        name: word after `foredraft`.
+        group: group in the help.
+        module: module with a function `main` that runs the command in `sys.argv`.
+        extra: extra to install if a library is missing.
+        help: one-line description.
+        plugins: packages of plugins that it requires.
     """
 
     name: str
@@ -75,21 +75,21 @@ class Command(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The package that has it."""
+        """The package that contains the command."""
         return self.module.partition(".")[0]
 
     def absent(self) -> str | None:
-        """Return the plugin that it needs and that is not installed; `None` if all are."""
+        """Return a required plugin that is not installed; `None` if all are."""
         return _first_absent(self.plugins)
 
 
 def is_installed(plugin: str) -> bool:
-    """Return whether a plugin's package, `decoder.plugins.trace`, is there, without loading it."""
+    """Return whether a plugin's package, `decoder.plugins.trace`, exists, without loading it."""
     try:
         found = find_spec(plugin)
-    except ModuleNotFoundError:  # not even the folder that holds the plugins
+    except ModuleNotFoundError:  # not even the folder of plugins exists
         return False
-    return found is not None and found.origin is not None  # an empty folder has none
+    return found is not None and found.origin is not None  # an empty folder has no origin
 
 
 def _first_absent(plugins: Iterable[str]) -> str | None:
@@ -100,9 +100,9 @@ def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
     """Load a module of a plugin.
 
     Args:
-        module: its full name, `decoder.plugins.trace.trace`.
-        asked: the option or argument that needs it, for the error.
-        needs: plugins that it needs itself.
+        module: full name of the module, `decoder.plugins.trace.trace`.
+        asked: option or argument that needs it, for the error.
+        needs: further plugins that it needs.
 
     Raises:
         MissingPluginError: the plugin, or one that it needs, is not part of this installation.
@@ -116,14 +116,14 @@ def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
 def launch(module: str, extra: str) -> None:
     """Import commands and run them; Ctrl-C ends them at any time without a message.
 
-    `--version` alone is answered here, at once and even if libraries are missing. Log messages of
-    the packages from INFO on go to standard error, a line each.
+    `--version` by itself is answered here, immediately and even if libraries are missing. Log
+    messages of the packages from INFO up go to standard error, one line each.
 
     Args:
-        module: has a function `main`.
-        extra: what to install where a library is missing.
+        module: module with a function `main`.
+        extra: extra to install if a library is missing.
     """
-    # Not an exception: libraries turn those into errors of their own while they are imported.
+    # Not an exception: libraries turn exceptions into their own errors while they are imported.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     _silence_libraries()
     if sys.argv[1:] == ["--version"]:
@@ -143,33 +143,33 @@ def launch(module: str, extra: str) -> None:
 
 
 def _silence_libraries() -> None:
-    """Keep warnings that libraries print for developers from landing in an answer.
+    """Suppress warnings that libraries print for developers, so that they do not mix with answers.
 
-    `python -W`, `PYTHONWARNINGS` and `TRANSFORMERS_VERBOSITY` bring them back.
+    `python -W`, `PYTHONWARNINGS` and `TRANSFORMERS_VERBOSITY` turn them on again.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"  # in processes that this one starts
+        os.environ["PYTHONWARNINGS"] = "ignore"  # for child processes
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """End with status 1 where what the block prints cannot be written, to its last line.
+    """Exit with status 1 if any output of the block cannot be written, up to its last line.
 
-    A reader that has gone, as `head` does, is no error to be told.
+    A reader that is gone, such as `head`, is not reported as an error.
     """
     try:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # it is where it was closed from the start
+            if sys.stdout is not None:  # None if it was closed from the start
                 sys.stdout.flush()
     except OSError as error:
         is_gone = isinstance(error, BrokenPipeError)
         if not is_gone and (error.errno not in _FULL or error.filename is not None):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it fails again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or exit fails too
         sys.exit(1 if is_gone else f"error: the output cannot be written: {error.strerror}")
 
 
@@ -182,7 +182,7 @@ def version_line() -> str:
 
 
 def show_messages() -> None:
-    """Print log messages of the packages from INFO on to standard error."""
+    """Print log messages of the packages from INFO up to standard error."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(logging.INFO)
@@ -192,10 +192,10 @@ def show_messages() -> None:
 
 @contextmanager
 def errors_in_one_line(*foreseen: type[BaseException]) -> Iterator[None]:
-    """End with status 1 where the block, or the function that this decorates, fails as foreseen.
+    """Exit with status 1 if the block, or the decorated function, raises a foreseen error.
 
     Args:
-        foreseen: errors that say what to do; they go to standard error, each as a line.
+        foreseen: errors that say what to do; each is printed to standard error as one line.
     """
     try:
         yield
@@ -205,7 +205,7 @@ def errors_in_one_line(*foreseen: type[BaseException]) -> Iterator[None]:
 
 
 class _StandardError(logging.Handler):
-    """Prints to the present `sys.stderr`, which a progress bar may replace."""
+    """Prints to the current `sys.stderr`, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)  # noqa: T201  (the output of a command)

@@ -1,7 +1,8 @@
 """Opening an index: memory-mapped segments, and the document of a position.
 
-Loads numpy only. Opening reads the snapshot and maps all other files, so it takes milliseconds for
-an index of any size; or it holds copies of them, which takes as long as reading them.
+This module loads only numpy. Opening reads the snapshot and maps all other files, so it takes
+milliseconds for an index of any size. Or it holds copies of the files, which takes as long as
+reading them.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,17 +42,17 @@ class Index:
 
     Attributes:
         path: the index's directory.
-        vocabulary: of the tokenizer that it was built with.
-        segments: its parts, in the order in which they were built.
+        vocabulary: vocabulary of the tokenizer that it was built with.
+        segments: parts of the index, in the order in which they were built.
         phrases: the phrase tables of the segments.
-        number: of the snapshot: higher after every change.
+        number: number of the snapshot; higher after every change.
         published_s: when the snapshot was published, in seconds since 1970.
-        num_tokens: tokens in all segments, separators not counted.
-        num_documents: documents in all segments.
-        num_uncounted_tokens: tokens of segments that the phrase tables do not count yet.
+        num_tokens: number of tokens in all segments, without separators.
+        num_documents: number of documents in all segments.
+        num_uncounted_tokens: number of tokens in segments that the phrase tables do not count yet.
         keeps_texts: whether the texts of the documents are kept.
-        screening: what was taken out of them.
-        num_bytes: size of the snapshot's file, all segments and the phrase tables on disk.
+        screening: what was removed from them.
+        num_bytes: size on disk of the snapshot file, all segments and the phrase tables.
         is_held: whether copies of all files are held in memory; else they are mapped.
     """
 
@@ -92,28 +93,28 @@ class Index:
     ) -> Self:
         """Open the latest snapshot of the index at `path`.
 
-        All files are of one index, even if another replaces it at the same moment.
+        All files belong to one index, even if another replaces it at the same moment.
 
-        Checks the snapshot's checksum and the sizes of all files. Their contents are not read,
-        so damaged bytes go unnoticed: `verify` finds them, and code that looks up positions and
-        entries must expect any value. A mapped file that is cut ends the process with the next
-        read behind its end (SIGBUS); one that is held can be cut, overwritten and removed.
+        Checks the snapshot's checksum and the sizes of all files. Their contents are not read, so
+        damaged bytes go unnoticed. `verify` finds them, and code that looks up positions and
+        entries must expect any value. If a mapped file is truncated, the next read behind its end
+        kills the process (SIGBUS). A held file can be truncated, overwritten and removed.
 
         Args:
             path: the index's directory.
-            vocabulary: of the tokenizer whose tokens will be looked up; where given, an index
-                for another one is refused.
-            hold: whether to read all files into memory instead of mapping them, once for all that
-                hold the same files in this process.
+            vocabulary: vocabulary of the tokenizer whose tokens will be looked up; if given, an
+                index for another one is refused.
+            hold: whether to read all files into memory instead of mapping them; holders of the same
+                files in this process share one copy.
 
         Raises:
             IndexNotFoundError: there is no index.
-            DamagedIndexError: files are missing, of another size than was written, or damaged
+            DamagedIndexError: files are missing, have another size than was written, or are damaged
                 as far as is checked.
-            FormatVersionError: the index is of another format.
+            FormatVersionError: the index has another format.
             TokenizerMismatchError: the index was built with another tokenizer.
-            IndexerError: the folder cannot be opened, or is replaced all the time; or there is no
-                memory to hold it.
+            IndexerError: the folder cannot be opened, is replaced constantly, or there is not
+                enough memory to hold it.
         """
         path = Path(path)
         return from_same_folder(
@@ -143,7 +144,7 @@ class Index:
     def is_latest(self) -> bool:
         """Return whether this is still the latest snapshot at the path; takes some 20 us.
 
-        False where the index is gone or unreadable; `reopened` then raises the reason.
+        False if the index is gone or unreadable; `reopened` then raises the reason.
         """
         try:
             return self._held is not None and self._held.is_latest()
@@ -153,10 +154,10 @@ class Index:
     def reopened(self) -> Self:
         """Open the latest snapshot at the path; this one stays open. Held if this one is.
 
-        Segments and phrase tables that both have are the same objects, mapped or held once.
+        Segments and phrase tables that both have are shared objects, mapped or held once.
 
         Raises:
-            IndexerError: as `open`; an index of another vocabulary than this one is refused.
+            IndexerError: as for `open`; an index with another vocabulary than this one is refused.
         """
         return from_same_folder(
             self.path,
@@ -170,7 +171,7 @@ class Index:
         return self._held.contents, Snapshot(self.segments, self.phrases)
 
     def document_at(self, segment: int, position: int) -> Document:
-        """Return the document that holds a token; a separator belongs to the one it ends.
+        """Return the document that contains a token; a separator belongs to the one that it ends.
 
         Args:
             segment: index into `segments`.
@@ -199,7 +200,7 @@ class Index:
         """Yield every document and its number of tokens, in order.
 
         Raises:
-            DamagedIndexError: a document table is not what was built.
+            DamagedIndexError: a document table is damaged.
         """
         for segment in self.segments:
             table, end = segment.documents, len(segment.tokens)
@@ -218,7 +219,7 @@ class Index:
         return Snapshot(self.segments, self.phrases).mapped_arrays()
 
     def enter_resident_pages(self) -> None:
-        """Have no read wait for pages that are in memory; see `opening.enter_resident_pages`."""
+        """Avoid page faults for pages that are in memory; see `opening.enter_resident_pages`."""
         enter_resident_pages(self.mapped_arrays())
 
     def close(self) -> None:
@@ -242,6 +243,6 @@ def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) ->
     if built_for != at_hand:
         raise TokenizerMismatchError(
             f"index {path} was built for another tokenizer ({built_for.describe()}), "
-            f"not for this one ({at_hand.describe()}): use that one, or build the index again for "
+            f"not for this one ({at_hand.describe()}): use that one, or rebuild the index for "
             "this one"
         )

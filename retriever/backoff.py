@@ -9,32 +9,32 @@ FIRST_PAUSE_S: Final = 0.1
 """Longest pause after the first failure, in seconds: too short for a user to notice."""
 
 LAST_PAUSE_S: Final = 5.0
-"""Longest pause after any failure, in seconds: a service that comes back is used again within
-it."""
+"""Longest pause after any failure, in seconds: a service that recovers is used again within this
+time."""
 
 FAILURE_SHARE: Final = 1 / 20
-"""Share of the time that failing calls may take where the caller can do no other work."""
+"""Share of the time that failing calls may take if the caller can do no other work."""
 
 _DRAW: Final = SystemRandom().random
 
 
 class Backoff:
-    """Pauses after failures: exponential with equal jitter, and as long as the failure deserves.
+    """Pauses after failures: exponential with equal jitter, longer after slow failures.
 
-    Half of each exponential pause is drawn at random, so that clients of one server do not return
-    at once (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). Where the
-    caller blocks on a failing call, `share` lengthens the pause until failures take at most this
-    share of the time.
+    Half of each exponential pause is random, so that clients of one server do not all return at the
+    same time (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). If the caller
+    blocks on a failing call, `share` lengthens the pause so that failures take at most this share
+    of the time.
 
     Args:
         first_s: longest exponential pause after the first failure, in seconds; 0 for none.
-        last_s: longest exponential pause after any, in seconds.
-        share: of the time that failures may take; 1 where the caller does not block on them.
-        clock: seconds, monotonic.
-        draw: gives numbers from 0 to 1.
+        last_s: longest exponential pause after any failure, in seconds.
+        share: share of the time that failures may take; 1 if the caller does not block on them.
+        clock: a monotonic clock in seconds.
+        draw: returns random numbers from 0 to 1.
 
     Attributes:
-        num_failures: since the last success.
+        num_failures: failures since the last success.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Backoff:
 
         Args:
             took_s: how long the failed operation took, in seconds.
-            least_s: pause at least so long, as the other side asks for, in seconds.
+            least_s: shortest pause, as the other side asks for, in seconds.
         """
         longest_s, self._longest_s = self._longest_s, min(2 * self._longest_s, self._last_s)
         deserved_s = took_s * (1 / self._share - 1)
@@ -69,7 +69,7 @@ class Backoff:
         return pause_s
 
     def is_over(self) -> bool:
-        """Return whether it may be tried again."""
+        """Return whether the pause is over."""
         return self._clock() >= self._until_s
 
     def succeed(self) -> None:
@@ -82,10 +82,10 @@ class Backoff:
 def drafter_backoff(clock: Callable[[], float] = time.monotonic) -> Backoff:
     """Return the back-off for a drafter that a decoding loop blocks on.
 
-    A drafter that fails at once is retried soon; one that hangs takes at most a twentieth of the
+    A drafter that fails quickly is retried soon; one that hangs takes at most a twentieth of the
     time.
 
     Args:
-        clock: seconds, monotonic.
+        clock: a monotonic clock in seconds.
     """
     return Backoff(first_s=0.0, share=FAILURE_SHARE, clock=clock)

@@ -1,4 +1,4 @@
-"""The Drafter protocol: what a decoding loop asks of a source of draft tokens."""
+"""The Drafter protocol: the interface between a decoding loop and a source of draft tokens."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,12 @@ NO_TOKENS: Final = np.empty(0, np.int32)
 class Prediction:
     """A text that the output is expected to contain, as a whole or in parts.
 
-    The file that is edited, the plan or the answer of before, a template. A wrong one costs drafts
-    and never changes an output.
+    Examples are the file being edited, a previous plan or answer, or a template. A wrong prediction
+    degrades drafts but never changes an output.
 
     Attributes:
         tokens: int32[n], at least one.
-        label: names it in explanations and errors; empty for none.
+        label: name in explanations and errors; empty for none.
     """
 
     tokens: TokenIds
@@ -34,25 +34,25 @@ class Prediction:
 
     @property
     def shown(self) -> str:
-        """What it is called in error messages."""
+        """Its name in error messages."""
         return f"prediction {self.label!r}" if self.label else "a prediction"
 
 
 def predictions_of(
     prediction: object, encode: Callable[[str], Sequence[int]], label: str = "prediction"
 ) -> list[Prediction]:
-    """Return what the `prediction` of a request to an OpenAI-compatible server states.
+    """Return the predictions in the `prediction` field of an OpenAI-compatible request.
 
     It is `{"type": "content", "content": …}` with a text, or with a list of `{"type": "text",
-    "text": …}`, whose texts are one.
+    "text": …}`, whose texts are concatenated.
 
     Args:
-        prediction: parsed JSON; None, and one without text, state nothing.
+        prediction: parsed JSON; None or an empty text gives no prediction.
         encode: the model's tokenizer, without special tokens.
-        label: of what is returned.
+        label: label of the prediction.
 
     Raises:
-        ValueError: it has another shape; the message is fit for the caller.
+        ValueError: it has another shape; the message is suitable for the caller.
     """
     text = _predicted_text(prediction)
     if not text:
@@ -104,27 +104,27 @@ class OutputConstraint:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOptions:
-    """What a sequence is opened with, besides its prompt.
+    """Options for opening a sequence, besides its prompt.
 
-    All but the tenant are hints: a drafter does not use those that it does not know. A value that
-    cannot be one is refused wherever a sequence is opened (`sequences.checked_options`).
+    All except the tenant are hints: a drafter ignores those that it does not know. Invalid values
+    are refused wherever a sequence is opened (`sequences.checked_options`).
 
     Attributes:
         remember: whether its output joins the generations when it is closed.
         predictions: texts that its output is expected to contain, see `Prediction`; before its
             first token, a draft is the beginning of each of them.
-        group: sequences that run at once and say the same: samples of one prompt, agents at one
-            task. What is committed in one serves the others of its tenant's group in their next
-            step, and the others of its tenant at most 16 tokens later if it is to be remembered.
-            Empty for none.
-        policy_version: of a model that is trained while it decodes, 0 or more; None if it is not
-            stated. What the next version or the one before has written counts half, what is further
-            off half of that, and an eighth at least. Where it is not stated, all counts in full.
-        oldest_version: what older versions have written does not count at all.
-        constraint: what its output must look like: drafts hold nothing that this forbids, and what
-            it forces. It changes no output: who decodes applies it, too.
-        tenant: whose it is: nothing of another tenant's is drafted. Empty for callers without one.
-            A drafter that keeps none apart refuses it, see `Drafter`.
+        group: name of a group of concurrent sequences with similar outputs, such as samples of one
+            prompt or agents on one task. Tokens committed in one are drafted from by the others of
+            the tenant's group in their next step and, if the output is to be remembered, by the
+            tenant's other sequences at most 16 tokens later. Empty for none.
+        policy_version: version of a model that is trained while it decodes, 0 or more; None if not
+            stated. Outputs of an adjacent version count half. This factor is halved with each
+            further version, down to an eighth. If not stated, all outputs count in full.
+        oldest_version: outputs of older versions do not count at all.
+        constraint: form that its output must have: drafts contain nothing that it forbids, and what
+            it forces. It changes no output: the decoder applies it, too.
+        tenant: tenant of the sequence; no data of other tenants is drafted from. Empty for callers
+            without one. A drafter that does not keep tenants apart refuses it, see `Drafter`.
     """
 
     remember: bool = True
@@ -137,7 +137,7 @@ class SequenceOptions:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has no group, and its version is not stated."""
+        """Whether it has no group and no stated version."""
         return not self.group and self.policy_version is None
 
     @property
@@ -147,17 +147,17 @@ class SequenceOptions:
 
 
 DEFAULT: Final = SequenceOptions()
-"""Of a sequence that is remembered, of which nothing else is stated."""
+"""Default options: the sequence is remembered."""
 
 FORGOTTEN: Final = SequenceOptions(remember=False)
-"""Of a sequence that leaves nothing behind."""
+"""Options of a sequence whose output is not remembered."""
 
 
 class OfOneProcess:
-    """What holds open files, connections, threads or a model, and so can't be copied or pickled."""
+    """An object with open files, connections, threads or a model: can't be copied or pickled."""
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        """Refuse both.
+        """Refuse to be copied or pickled.
 
         Raises:
             TypeError: always; the message says what to do instead.
@@ -171,19 +171,19 @@ class OfOneProcess:
 class DraftRequest(NamedTuple):
     """One sequence's part of a decoding step.
 
-    A named tuple: one is made for each sequence in each step, and a frozen class takes three times
-    as long.
+    This is a named tuple because one is made for each sequence in each step, and a frozen dataclass
+    takes three times as long.
 
     Attributes:
         session: name of a session opened before.
         new_tokens: int32[n], tokens committed since the session's last request (or since it
             was opened).
-        length: tokens in the whole sequence, prompt and `new_tokens` included; detects lost and
-            repeated requests.
+        length: tokens in the whole sequence, including the prompt and `new_tokens`; detects lost
+            and repeated requests.
         budget_nodes: most nodes that the tree may have.
-        min_probability: nodes less probable than this are not worth sending.
-        outcomes: int32[k] each, tokens that may come next, the likeliest first. Drafts after them
-            are asked for with `AheadDrafter.draft_ahead`; `draft` ignores them.
+        min_probability: nodes less probable than this are left out.
+        outcomes: int32[k] each, tokens that may come next, the likeliest first.
+            `AheadDrafter.draft_ahead` drafts after them; `draft` ignores them.
     """
 
     session: str
@@ -195,12 +195,12 @@ class DraftRequest(NamedTuple):
 
     @property
     def num_nodes(self) -> int:
-        """Most nodes of all its trees together."""
+        """Most nodes of all its trees in total."""
         return self.budget_nodes * (len(self.outcomes) or 1)
 
 
 def without_outcomes(requests: Sequence[DraftRequest]) -> list[DraftRequest]:
-    """Return requests as `Drafter.draft` takes them."""
+    """Return requests without outcomes, for `Drafter.draft`."""
     return [each._replace(outcomes=()) if each.outcomes else each for each in requests]
 
 
@@ -215,25 +215,25 @@ class SaveStatus(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """What became of an output.
+    """The save status of an output.
 
     Attributes:
-        status: in memory, until it has been written or refused.
+        status: `MEMORY`, until it has been written or refused.
     """
 
     status: SaveStatus = SaveStatus.MEMORY
 
     def settle(self, *, is_kept: bool) -> None:
-        """Note whether the disk has taken it."""
+        """Set the status: whether the disk has taken the output."""
         self.status = SaveStatus.DISK if is_kept else SaveStatus.DISK_REFUSED
 
 
 class Drafter(Protocol):
     """Drafts continuations of many sequences at once; keeps a session for each.
 
-    Embedded drafters, remote clients and fusions of these implement it. A drafter may have more:
-    `add_predictions` (see `EmbeddedDrafter.add_predictions`) for predictions that come later,
-    `draft_ahead` (see `AheadDrafter`), and a true `keeps_tenants` if it keeps tenants apart.
+    Embedded drafters, remote clients and fusions of these implement it. A drafter may also have
+    `add_predictions` (see `EmbeddedDrafter.add_predictions`) for later predictions, `draft_ahead`
+    (see `AheadDrafter`), and a true `keeps_tenants` if it keeps tenants apart.
     """
 
     def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT, /) -> None:
@@ -242,13 +242,13 @@ class Drafter(Protocol):
         Args:
             session: a name that no open session has.
             prompt: int32[n], the tokens committed so far.
-            options: hints that are not known are ignored. A tenant is never: who keeps none apart
-                refuses it, and a `Follower` does so for a drafter without `keeps_tenants`.
+            options: unknown hints are ignored, but never a tenant: a drafter that does not keep
+                tenants apart refuses it, and a `Follower` does so for a drafter without
+                `keeps_tenants`.
 
         Raises:
             SessionExistsError: the name is taken.
-            InvalidRequestError: a token is outside the vocabulary, or an option has no possible
-                value.
+            InvalidRequestError: a token is outside the vocabulary, or an option is invalid.
             LimitExceededError: there is no room for it.
         """
         ...
@@ -258,7 +258,7 @@ class Drafter(Protocol):
 
         Raises:
             UnknownSessionError: a session is not open.
-            OutOfSequenceError: a stated length does not fit; nothing of the request is kept.
+            OutOfSequenceError: a stated length does not match; nothing of the request is done.
             DrafterUnavailableError: no answer in time; the loop continues without drafts.
         """
         ...
@@ -274,10 +274,10 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class AheadDrafter(Protocol):
-    """A `Drafter` that also drafts ahead, for what may come of a pass that is under way.
+    """A `Drafter` that also drafts ahead, for possible outcomes of a running pass.
 
-    Decoding then waits for no draft where one of the outcomes comes, as in "Speculative
-    Speculative Decoding" (arXiv:2603.03251), where a draft model answers for them.
+    If one of the outcomes comes, decoding does not wait for a draft, as in "Speculative Speculative
+    Decoding" (arXiv:2603.03251), where a draft model does this.
     """
 
     def draft_ahead(
@@ -285,16 +285,16 @@ class AheadDrafter(Protocol):
     ) -> list[list[DraftTree]]:
         """Commit new tokens as `draft` does; return a tree for each outcome of each request.
 
-        Outcomes are not committed and leave nothing behind; what came of them is sent as new tokens
-        of a later request.
+        Outcomes are not committed and change no state; the actual tokens are sent with a later
+        request.
 
         Args:
-            requests: of one decoding step; `budget_nodes` are of each tree.
-            timeout_s: trees that take longer than this are not made, in seconds.
+            requests: requests of one decoding step; `budget_nodes` is per tree.
+            timeout_s: no further trees are made after this time, in seconds.
 
         Returns:
             For each request the trees of its first outcomes, in order: of all of them, or of as
-            many as could be answered, which may be none.
+            many as could be drafted for, possibly none.
 
         Raises: as `Drafter.draft`.
         """
@@ -302,13 +302,13 @@ class AheadDrafter(Protocol):
 
 
 def keeps_tenants(drafter: object) -> bool:
-    """Return whether a drafter keeps what it has of several tenants apart."""
+    """Return whether a drafter keeps the data of several tenants apart."""
     return bool(getattr(drafter, "keeps_tenants", False))
 
 
 NUM_FOUND: Final = 8
-"""Tokens of a context in `Findings`, as in Token Recycling (arXiv:2408.08696): they hold most of
-the probability."""
+"""Tokens per context in `Findings`, as in Token Recycling (arXiv:2408.08696): they have most of the
+probability mass."""
 
 _CONTEXT: Final = np.dtype("<i8")
 _TOKEN: Final = np.dtype("<i4")
@@ -320,13 +320,13 @@ FINDING_BYTES: Final = _CONTEXT.itemsize + NUM_FOUND * (_TOKEN.itemsize + _LOG_O
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Findings:
-    """What a model found likely next, by the last tokens: recycled logits of verified passes.
+    """The likeliest next tokens by context, from a model's logits: recycled logits.
 
     Attributes:
-        contexts: int64[n], numbers of the last one to three tokens, above 0; the last one written
-            stands last.
+        contexts: int64[n], numbers above 0 of the last one to three tokens; the newest entry is
+            last.
         tokens: int32[n, NUM_FOUND], the likeliest next tokens, the likeliest first.
-        log_odds: float32[n, NUM_FOUND], of each of them.
+        log_odds: float32[n, NUM_FOUND], log-odds of each token.
     """
 
     contexts: NDArray[np.int64]
@@ -343,7 +343,7 @@ class Findings:
 
     @classmethod
     def none(cls) -> Self:
-        """Return findings of no context."""
+        """Return findings without contexts."""
         return cls.from_bytes(b"", b"", b"")
 
     @classmethod
@@ -351,7 +351,7 @@ class Findings:
         """Return findings from their arrays' bytes, little-endian, row by row.
 
         Raises:
-            ValueError: they are not of the same contexts.
+            ValueError: the lengths do not match.
         """
         count = len(contexts) // _CONTEXT.itemsize
         sizes = (_CONTEXT.itemsize, NUM_FOUND * _TOKEN.itemsize, NUM_FOUND * _LOG_ODDS.itemsize)
@@ -377,12 +377,12 @@ class Findings:
         )
 
     def part(self, wanted: slice | NDArray[np.bool_] | NDArray[np.int64]) -> "Findings":
-        """Return those of some contexts."""
+        """Return the findings of some contexts."""
         return Findings(self.contexts[wanted], self.tokens[wanted], self.log_odds[wanted])
 
     @classmethod
     def joined(cls, parts: Sequence["Findings"]) -> "Findings":
-        """Return all of several, the oldest first; a context may stand there more than once."""
+        """Concatenate several findings, the oldest first; a context may occur more than once."""
         parts = [cls.none(), *parts]
         return Findings(
             np.concatenate([each.contexts for each in parts]),
@@ -391,18 +391,18 @@ class Findings:
         )
 
     def latest(self) -> NDArray[np.int64]:
-        """Return int64[m], rising, the place of each context's last entry."""
+        """Return int64[m], ascending, the place of each context's last entry."""
         _, from_end = np.unique(self.contexts[::-1], return_index=True)
         return np.sort(len(self) - 1 - from_end)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPage:
-    """Some of the findings that are kept of a model.
+    """A page of the stored findings of a model.
 
     Attributes:
         findings: newer than those of later pages.
-        before: what to ask the next page with; 0: there is none.
+        before: argument for requesting the next page; 0 if this is the last.
     """
 
     findings: Findings
@@ -410,28 +410,28 @@ class FoundPage:
 
 
 class FindingsStore(Protocol):
-    """Keeps what models found likely, by model: a state directory, a service, or memory."""
+    """Stores findings by model: in a state directory, a service, or memory."""
 
     def share_findings(self, model: str, findings: Findings) -> None:
         """Keep findings of a model.
 
         Args:
             model: its fingerprint, in hexadecimal digits.
-            findings: of at most `MAX_FINDINGS` contexts.
+            findings: findings of at most `MAX_FINDINGS` contexts.
 
         Raises:
-            RetrieverError: they are not kept.
+            RetrieverError: they are not stored.
         """
         ...
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
-        """Return a page of what is kept of a model, the newest first.
+        """Return a page of the findings of a model; pages go from newest to oldest.
 
         Args:
             model: its fingerprint.
-            before: of the last page; 0 for the newest.
+            before: `before` of the previous page; 0 for the newest.
 
         Raises:
-            RetrieverError: they cannot be had.
+            RetrieverError: they are not available.
         """
         ...

@@ -7,14 +7,14 @@ class RetrieverError(Exception):
     """Base of every error that this package raises.
 
     Attributes:
-        reason: a name for programs, in the details of a gRPC status; empty where it is internal.
+        reason: a name for programs, in the details of a gRPC status; empty for internal errors.
     """
 
     reason: ClassVar[str] = ""
 
 
 class InvalidRequestError(RetrieverError):
-    """A request breaks the contract: the caller must change it."""
+    """A request violates the contract: the caller must change it."""
 
     reason = "INVALID_REQUEST"
 
@@ -44,8 +44,8 @@ class LimitExceededError(InvalidRequestError):
         message: names the limit.
 
     Attributes:
-        limit: name of the setting; empty where there is none.
-        retry_after_s: wait before another attempt, in seconds; None where it is unknown, or waiting
+        limit: name of the setting; empty if there is none.
+        retry_after_s: wait before another attempt, in seconds; None if it is unknown or waiting
             does not help.
     """
 
@@ -60,7 +60,7 @@ class LimitExceededError(InvalidRequestError):
 
 
 class UnknownSessionError(RetrieverError):
-    """No such session is open: it was never opened, was closed, or was ended as idle."""
+    """No such session is open: it was never opened, was closed, or ended because it was idle."""
 
     reason = "UNKNOWN_SESSION"
 
@@ -72,7 +72,7 @@ class SessionExistsError(RetrieverError):
 
 
 class InvalidTreeError(RetrieverError):
-    """Arrays break a rule of draft trees."""
+    """Arrays violate a rule of draft trees."""
 
 
 class DrafterUnavailableError(RetrieverError):
@@ -94,19 +94,19 @@ class AccessRefusedError(DrafterUnavailableError):
 
 
 class NotPermittedError(AccessRefusedError):
-    """The service knows the caller, which may not do this."""
+    """The service knows the caller, but the caller may not do this."""
 
     reason = "NOT_PERMITTED"
 
 
 class NotPossibleError(RetrieverError):
-    """The drafter or service cannot do this as it is: the message says what to do first."""
+    """The drafter or service cannot do this in its current state: the message says what to do."""
 
     reason = "NOT_POSSIBLE"
 
 
 class NotServedError(RetrieverError):
-    """A service does not do yet what is asked for, though the contract names it."""
+    """The contract has this operation, but the service does not support it yet."""
 
     reason = "NOT_SERVED"
 
@@ -122,7 +122,7 @@ class CredentialsError(RetrieverError):
 
 
 class InsecureAddressError(RetrieverError):
-    """Listening on this address would admit everyone who reaches it."""
+    """Listening on this address would admit anyone who can reach it."""
 
 
 class ProvenanceError(RetrieverError):
@@ -138,7 +138,7 @@ class StateError(RetrieverError):
 
 
 class StorageError(StateError):
-    """The disk refuses to remove what was deleted in memory: ask again once there is room."""
+    """The disk refuses to delete data or to store findings: retry once there is room."""
 
     reason = "STORAGE"
 
@@ -160,4 +160,4 @@ class PhrasesError(RetrieverError):
 
 
 class ExportError(RetrieverError):
-    """An index cannot be written in another form."""
+    """An index cannot be exported to another format."""

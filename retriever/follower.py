@@ -1,4 +1,4 @@
-"""Keeps a drafter up to date with a sequence, and drafts nothing while the drafter fails."""
+"""Keeps a drafter up to date with a sequence; while the drafter fails, drafts are empty."""
 
 import math
 import time
@@ -51,9 +51,9 @@ class DraftLimits:
     """The vocabularies of the model and the drafter.
 
     Attributes:
-        model_vocabulary: drafted tokens must lie below it; `None` where the caller checks that.
-        drafter_vocabulary: tokens sent to the drafter must lie below it; `None` where it takes all
-            of the model's. Embeddings are often padded beyond the tokenizer's size.
+        model_vocabulary: drafted tokens must lie below it; `None` if the caller checks that.
+        drafter_vocabulary: tokens sent to the drafter must lie below it; `None` if it takes all of
+            the model's. Embeddings are often padded beyond the tokenizer's size.
     """
 
     model_vocabulary: int | None = None
@@ -84,12 +84,12 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Answers:
-    """What a drafter answered ahead for one sequence.
+    """A drafter's drafts ahead for one sequence.
 
     Attributes:
-        length: of the sequence, before the outcomes.
-        min_probability: that was asked with.
-        trees: by the tokens of their outcome, as bytes.
+        length: length of the sequence before the outcomes.
+        min_probability: as in the request.
+        trees: trees by the tokens of their outcome, as bytes.
     """
 
     length: int
@@ -107,28 +107,28 @@ class _Answers:
 class Follower:
     """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
 
-    So it does with the predictions of the sequence, where the drafter takes any.
+    It also sends the predictions of the sequence, if the drafter takes any.
 
-    Tokens that the drafter has not been told are sent with the next request. After a failure the
-    session is given up, as its state is unknown; the next request opens another with all tokens. A
-    token outside the drafter's vocabulary ends drafting for the sequence. Made by
+    Tokens that the drafter does not have yet are sent with the next request. After a failure the
+    session is given up, because its state is unknown; the next request opens another with all
+    tokens. A token outside the drafter's vocabulary ends drafting for the sequence. Made by
     `Followers.follow`.
 
     A decoding loop calls `draft`, `learn` and `close`. `open`, `request`, `told` and `forget` are
     their parts, for callers that handle failures themselves: they raise all errors.
 
     Args:
-        followers: of the same drafter.
-        sequence: what is committed; its owner extends it.
+        followers: all followers of the same drafter.
+        sequence: the committed tokens; its owner extends it.
         limits: vocabularies of the model and the drafter.
-        name: of the drafter's session; a new one for each if not given.
+        name: name of the drafter's session; a new name for each session if not given.
 
     Attributes:
         sequence: as given.
         limits: as given.
-        name: of the open session; `None` while there is none.
-        num_sent: tokens sent to the session.
-        has_ended: whether a token outside the drafter's vocabulary has come.
+        name: name of the open session; `None` while there is none.
+        num_sent: number of tokens sent to the session.
+        has_ended: whether the sequence has a token outside the drafter's vocabulary.
         is_refused: whether the drafter refused the sequence as invalid; it is not asked again.
         num_failures: drafts that failed; an end by an unknown token counts once.
     """
@@ -165,7 +165,7 @@ class Follower:
         self._followers = followers
         self._given_name = name
         self._num_known = 0  # tokens inside the drafter's vocabulary
-        self._known_predictions: list[Prediction] = []  # that the session was told, or refused
+        self._known_predictions: list[Prediction] = []  # sent to the session, or refused by it
         self._answers: _Answers | None = None
 
     @property
@@ -174,7 +174,7 @@ class Follower:
         return self.name is not None
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Ask for a tree of at most `budget_nodes` nodes; empty where there is none.
+        """Request a tree of at most `budget_nodes` nodes; empty if there is none.
 
         Raises:
             InvalidRequestError: the drafter refuses the request, if `raises_refusals`.
@@ -188,7 +188,7 @@ class Follower:
             learner.learn(self.name, verified)
 
     def close(self) -> None:
-        """Close the session, if there is one, with the tokens not told yet."""
+        """Close the session, if there is one, with the tokens not sent yet."""
         self._followers.close(self)
 
     def open(self) -> None:
@@ -220,12 +220,12 @@ class Follower:
         return True
 
     def _known_of(self, predictions: Iterable[Prediction]) -> list[Prediction]:
-        """Return those whose tokens the drafter can know."""
+        """Return the predictions whose tokens are in the drafter's vocabulary."""
         end = self.limits.drafter_vocabulary
         return [each for each in predictions if end is None or _are_below(each.tokens, end)]
 
     def tell_predictions(self) -> None:
-        """Tell the session of predictions that have come since; a refusal costs them alone.
+        """Send predictions that were added since to the session; if refused, only they are lost.
 
         Raises:
             RetrieverError: the session is not open, or the drafter does not answer.
@@ -250,7 +250,7 @@ class Follower:
         Args:
             budget_nodes: most nodes of the tree.
             min_probability: see `DraftRequest`.
-            length: tokens of the sequence to draft after; all if not given.
+            length: number of tokens of the sequence to draft after; all if not given.
         """
         if length is None:
             length = len(self.sequence)
@@ -258,10 +258,11 @@ class Follower:
         return DraftRequest(self.name or "", new_tokens, length, budget_nodes, min_probability)
 
     def catching_up(self, request: DraftRequest) -> DraftRequest:
-        """Return the request with all tokens that this session has not been told.
+        """Return the request with all tokens that were not sent to this session yet.
 
         Args:
-            request: of the sequence's owner, its new tokens in the sequence already.
+            request: a request of the sequence's owner, whose new tokens are already in the
+                sequence.
         """
         name = self.name or ""
         if name == request.session and self.num_sent == request.length - len(request.new_tokens):
@@ -270,19 +271,19 @@ class Follower:
         return request._replace(session=name, new_tokens=new_tokens)
 
     def told(self, length: int) -> None:
-        """Note that the session has been told the sequence up to a length."""
+        """Note that the session has the sequence up to a length."""
         self.num_sent = length
         self._answers = None
 
     def take_answers(self, answers: _Answers) -> None:
-        """Note that the session has been told its tokens, and what it answered ahead."""
+        """Note the drafts ahead of the session, and that it has the tokens before them."""
         self.num_sent = answers.length
         self._answers = answers
 
     def answered(self, budget_nodes: int, min_probability: float) -> DraftTree | None:
-        """Return the tree that was answered ahead for what came, `None` if there is none.
+        """Return the tree that was drafted ahead for the tokens that came, `None` if there is none.
 
-        The session is told what came with the next request.
+        These tokens are sent to the session with the next request.
         """
         answers = self._answers
         if answers is None or answers.min_probability != min_probability:
@@ -291,7 +292,7 @@ class Follower:
         return None if tree is None else tree.prefix(budget_nodes)
 
     def unsent(self) -> TokenIds:
-        """Return int32[m], a copy of the known tokens that the drafter has not been told."""
+        """Return int32[m], a copy of the known tokens that were not sent to the drafter yet."""
         end = self._num_known if self.has_ended else len(self.sequence)
         return self.sequence.tokens[self.num_sent : end].copy()
 
@@ -324,22 +325,22 @@ class Follower:
 
 
 FIRST_PATIENCE_S: Final = 0.02
-"""How long asking takes as long as it was not measured, in seconds: as long as clients wait at
-most."""
+"""Assumed time of a request until one is measured, in seconds: the longest that clients wait."""
 
 _FIRST_PAUSE_S: Final = 0.02
-"""Longest pause in asking ahead after a first late answer, in seconds: a few steps. Pauses grow to
-seconds, so that a drafter that is always late is rarely asked in vain."""
+"""Longest pause in drafting ahead after a first late answer, in seconds: a few steps. Pauses grow
+to seconds, so that a drafter that is always late gets few useless requests."""
 
 _LEAST_PATIENCE_S: Final = 0.001
-"""Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
+"""Shortest wait for drafts ahead, in seconds: the scheduler may resume a thread that late."""
 
 _FEWER: Final = 0.75
-"""Outcomes that are asked ahead after a step waited for the answer, to those before; one more after
-each step that did not. So they are as many as a pass leaves time for, the likeliest ones."""
+"""Factor on the number of outcomes drafted ahead after a step that waited for the answer. After a
+step that did not wait, there is one more. So there are as many outcomes as a pass leaves time for,
+the likeliest ones."""
 
 _RECENT: Final = 0.2
-"""Weight of the last draft in how long asking lately took: some five drafts count."""
+"""Weight of the last draft in the moving average of request times: about five drafts count."""
 
 
 Outcomes = Callable[[], Sequence[TokenIds]]
@@ -347,21 +348,21 @@ Outcomes = Callable[[], Sequence[TokenIds]]
 
 
 class Prefetch:
-    """Drafts ahead that are under way in another thread, and what becomes of them.
+    """A request for drafts ahead that runs in another thread, and its answers.
 
-    They take little of the caller's time: the thread finds the outcomes and arranges the answers.
+    It takes little of the caller's time: the thread computes the outcomes and sorts the answers.
 
     Args:
-        drafter: is asked.
+        drafter: the drafter.
         asked: distinct followers with open sessions, a request of each, and its outcomes.
-        most: outcomes of each that are asked for.
-        timeout_s: trees that take longer than this are not wanted, in seconds.
-        began_s: time of the followers' clock.
+        most: most outcomes per sequence.
+        timeout_s: no further trees are made after this time, in seconds.
+        began_s: start time by the followers' clock.
 
     Attributes:
         began_s: as given.
-        num_outcomes: that are asked for, of the sequence with most of them; 0 until they are found.
-        is_late: whether a step went without a draft because of it.
+        num_outcomes: largest number of outcomes of a sequence; 0 until they are computed.
+        is_late: whether a step went without a draft because this was not done.
     """
 
     def __init__(
@@ -382,23 +383,23 @@ class Prefetch:
         self._is_answered = False
 
     def begin(self, threads: ThreadPoolExecutor) -> None:
-        """Ask in another thread."""
+        """Send the request in another thread."""
         self._answers = threads.submit(self._answered)
 
     @property
     def followers(self) -> list[Follower]:
-        """Of the sequences that were asked for."""
+        """The followers of the requested sequences."""
         return [follower for follower, _, _ in self._asked]
 
     def is_done(self, wait_s: float | None) -> bool:
-        """Wait for at most so many seconds, without end for `None`; return whether it is done."""
+        """Wait for at most `wait_s` seconds, forever if `None`; return whether it is done."""
         return self._answers.done() or bool(wait((self._answers,), wait_s).done)
 
     def taken(self) -> bool:
-        """Give each follower its answers; return whether there are any, or none was asked for.
+        """Give each follower its answers; return whether there are any or there were no outcomes.
 
         Raises:
-            RetrieverError: the drafter's.
+            RetrieverError: the drafter raised it.
         """
         for (follower, _, _), answers in zip(self._asked, self._answers.result(), strict=True):
             follower.take_answers(answers)
@@ -419,15 +420,15 @@ class Prefetch:
         return [_Answers.of(each, trees) for each, trees in zip(requests, answers, strict=True)]
 
     def _outcomes(self, follower: Follower, outcomes: Outcomes) -> tuple[TokenIds, ...]:
-        """Return the likeliest outcomes that the drafter can know."""
+        """Return the likeliest outcomes whose tokens are in the drafter's vocabulary."""
         end = follower.limits.drafter_vocabulary
         known = [each for each in outcomes() if end is None or _are_below(each, end)]
         return tuple(known if len(known) <= self._most else known[: int(self._most)])
 
 
 _FEW: Final = 64
-"""Up to so many tokens a list is checked in 2 us, about the cost of the calls to numpy (1 to 2 us
-each)."""
+"""Up to this many tokens are checked as a list in 2 us, which is about the cost of the numpy calls
+(1 to 2 us each)."""
 
 
 def _are_below(tokens: TokenIds, end: int) -> bool:
@@ -441,26 +442,26 @@ def _are_below(tokens: TokenIds, end: int) -> bool:
 class Followers:
     """All followers of a drafter: they batch requests and share one back-off.
 
-    A drafter that fails costs drafts, never a sequence.
+    If the drafter fails, only drafts are lost, never a sequence.
 
     Args:
-        drafter: that drafts.
+        drafter: the drafter.
         limits: vocabularies of the model and the drafter.
-        raises_refusals: whether an `InvalidRequestError` is raised, which in a decoding loop is a
-            bug. Otherwise no error of the drafter is: a refused sequence is not drafted for, and
-            others are not affected.
-        clock: seconds, monotonic.
-        patience_s: how long asking is taken to take as long as it was not measured, in seconds.
+        raises_refusals: whether an `InvalidRequestError`, which is a bug in a decoding loop, is
+            raised. Otherwise no error of the drafter is raised: a refused sequence gets no drafts,
+            and others are not affected.
+        clock: a monotonic clock in seconds.
+        patience_s: assumed time of a request until one is measured, in seconds.
 
     Attributes:
         drafter: as given; can be replaced once all sessions are closed or dropped.
         limits: as given.
-        add_predictions: of the drafter, if it takes predictions that come later.
+        add_predictions: the drafter's method for later predictions, if it has one.
         learner: the drafter, if it learns from passes.
         backoff: pauses after failures of the drafter.
         num_failures: calls that failed or were refused.
-        num_asked: drafts that a caller waited for, by sequence.
-        num_ahead: drafts that were answered ahead, by sequence.
+        num_asked: drafts that a caller waited for, counted per sequence.
+        num_ahead: drafts that were made ahead and used, counted per sequence.
     """
 
     def __init__(  # noqa: PLR0913  (the last four are options)
@@ -495,7 +496,7 @@ class Followers:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """Asks ahead."""
+        """The thread for drafts ahead."""
         return ThreadPoolExecutor(1, "foredraft-ahead")
 
     def follow(
@@ -504,9 +505,9 @@ class Followers:
         """Return a follower of a sequence; its session opens with the first request.
 
         Args:
-            sequence: what is committed; its owner extends it.
-            name: of the drafter's session; a new one for each if not given.
-            limits: of this sequence, within those of all.
+            sequence: the committed tokens; its owner extends it.
+            name: name of the drafter's session; a new name for each session if not given.
+            limits: further limits for this sequence.
         """
         return Follower(self, sequence, self.limits.within(limits), name)
 
@@ -515,12 +516,12 @@ class Followers:
         return f"{self._prefix}-{next(self._numbers)}"
 
     def open(self, followers: Iterable[Follower], until_s: float = math.inf) -> None:
-        """Open sessions where there are none, ahead of their first requests.
+        """Open missing sessions ahead of their first requests.
 
         Stops at a failure. During a back-off nothing is opened.
 
         Args:
-            followers: of the sequences.
+            followers: followers of the sequences.
             until_s: after this time of the clock, only the first session is opened.
 
         Raises:
@@ -540,13 +541,13 @@ class Followers:
     def draft(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float = 0.0
     ) -> list[DraftTree]:
-        """Return a tree for each sequence, in order; empty where there is none.
+        """Return a tree for each sequence, in order; an empty one if there is no draft.
 
         All are requested with one call of the drafter.
 
         Args:
             asked: distinct followers, with the most nodes of their trees.
-            min_probability: nodes less probable than this are not worth sending.
+            min_probability: nodes less probable than this are left out.
 
         Raises:
             InvalidRequestError: the drafter refuses the step, if `raises_refusals`.
@@ -566,21 +567,21 @@ class Followers:
         busy_s: float,
         min_probability: float = 0.0,
     ) -> None:
-        """Have the drafter answer for what may come, in another thread.
+        """Request drafts for tokens that may come next, in another thread.
 
-        The next `draft` takes the answer for what came, without asking. It waits for an answer that
-        is still under way for as long as asking lately took, and goes without a draft after that:
-        requests are answered in order, so that asking would take longer. What was not among the
-        outcomes is asked for. Where steps wait, fewer outcomes are asked for, the likeliest ones.
-        While a drafter is late, fails or answers nothing, it is not asked ahead. Drafters that do
-        not answer ahead are never asked.
+        The next `draft` uses the answer for the tokens that came, without a request. If the answer
+        is not there yet, it waits for as long as recent requests took, and then goes without a
+        draft: requests are answered in order, so a new one would take even longer. If the tokens
+        that came were not among the outcomes, a draft is requested. If steps have to wait, fewer
+        outcomes are requested, the likeliest ones. While a drafter is late, fails or answers
+        nothing, there is a pause in drafting ahead. Drafters that cannot draft ahead are ignored.
 
         Args:
-            asked: distinct followers, the most nodes of each tree, and what gives the outcomes; it
-                is called in the other thread. Outcomes beyond the drafter's vocabulary are left
-                out.
+            asked: distinct followers, the most nodes of each tree, and a function that returns the
+                outcomes, which is called in the other thread. Outcomes beyond the drafter's
+                vocabulary are left out.
             busy_s: about how long the caller will do other work, in seconds.
-            min_probability: nodes less probable than this are not worth sending.
+            min_probability: nodes less probable than this are left out.
         """
         if self._ahead is None or (self._under_way and not self._under_way.is_done(0.0)):
             return
@@ -603,10 +604,10 @@ class Followers:
             self._under_way.begin(self._thread)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is asked ahead that is not answered; return whether that is so.
+        """Wait for a running request for drafts ahead; return whether none is running any more.
 
         Args:
-            timeout_s: longest wait, in seconds; without end for `None`.
+            timeout_s: longest wait, in seconds; forever if `None`.
         """
         return self._under_way is None or self._under_way.is_done(timeout_s)
 
@@ -638,13 +639,13 @@ class Followers:
                 self.drafter.close(name)
 
     def abandon(self, followers: Iterable[Follower]) -> None:
-        """Give up sessions after an error from elsewhere; errors of closing are suppressed."""
+        """Give up sessions after an error elsewhere; errors of closing are suppressed."""
         for follower in followers:
             with suppress(Exception):
                 self.give_up(follower)
 
     def _tell_predictions(self, follower: Follower) -> None:
-        """Tell an open session of predictions that have come since, ahead of a request."""
+        """Send predictions that were added since to an open session, ahead of a request."""
         start_s = self._clock()
         try:
             follower.tell_predictions()
@@ -654,7 +655,7 @@ class Followers:
     def _draft_or_pick(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float
     ) -> list[DraftTree]:
-        """Draft where drafts are asked ahead: what was answered for what came is not asked for."""
+        """Draft when drafting ahead is in use: request only drafts that were not made ahead."""
         if self._under_way is not None:
             self._note_fit(self._under_way)
         if not self._settle(max(self._asking_s, _LEAST_PATIENCE_S)):
@@ -673,10 +674,10 @@ class Followers:
         ]
 
     def _settle(self, wait_s: float | None = None) -> bool:
-        """Take in drafts ahead that are under way; return false if they are not done in time.
+        """Take the answers of a running request for drafts ahead; return false if it is late.
 
         Args:
-            wait_s: longest wait, in seconds; without end for `None`.
+            wait_s: longest wait, in seconds; forever if `None`.
         """
         asked = self._under_way
         if asked is None:
@@ -714,7 +715,7 @@ class Followers:
     def _answered(
         self, follower: Follower, budget_nodes: int, min_probability: float
     ) -> DraftTree | None:
-        """Return a tree that was answered ahead; `None` where a draft is to be asked for."""
+        """Return a tree that was drafted ahead; `None` if a draft must be requested."""
         if follower.is_over():
             return None
         tree = follower.answered(budget_nodes, min_probability)
@@ -724,7 +725,7 @@ class Followers:
         return self._checked(follower, tree, self._clock())
 
     def _is_ready(self, follower: Follower) -> bool:
-        """Return whether a draft can be requested; opens a session where there is none."""
+        """Return whether a draft can be requested; opens a session if there is none."""
         if follower.is_over():
             return False
         if not self.backoff.is_over():
@@ -736,9 +737,9 @@ class Followers:
         """Open a session; return whether that worked.
 
         Args:
-            follower: which has none.
-            is_again: whether the drafter was reached before: it may have restarted with another
-                tokenizer, which is not the caller's fault.
+            follower: a follower without a session.
+            is_again: whether the drafter was reached before. Then it may have restarted with
+                another tokenizer, which is not the caller's fault.
         """
         start_s = self._clock()
         try:
@@ -758,7 +759,7 @@ class Followers:
     def _ask(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float
     ) -> list[DraftTree]:
-        """Request drafts of open sessions with one call."""
+        """Request drafts for open sessions with one call."""
         start_s = self._clock()
         try:
             for follower, _ in asked:
@@ -773,7 +774,7 @@ class Followers:
             self._fail(error, start_s, [follower for follower, _ in asked])
             return [DraftTree.empty() for _ in asked]
         self.num_asked += len(asked)
-        if self._ahead is not None:  # patience with drafts ahead, before the first of them, too
+        if self._ahead is not None:  # sets the patience with drafts ahead, even before the first
             self._asking_s += _RECENT * (self._clock() - start_s - self._asking_s)
         return [
             self._taken(follower, request, tree, start_s)
@@ -783,12 +784,12 @@ class Followers:
     def _taken(
         self, follower: Follower, request: DraftRequest, tree: DraftTree, start_s: float
     ) -> DraftTree:
-        """Note that a session has been told a request, and return its checked tree."""
+        """Note that a session has the tokens of a request, and return its checked tree."""
         follower.told(request.length)
         return self._checked(follower, tree, start_s)
 
     def _checked(self, follower: Follower, tree: DraftTree, start_s: float) -> DraftTree:
-        """Return a tree, or an empty one where the model's embedding has no row for a token."""
+        """Return a tree, or an empty one if the model's embedding has no row for a token."""
         end, tokens = follower.limits.model_vocabulary, tree.token_ids
         if end is None or len(tokens) == 0 or _are_below(tokens, end):
             return tree
@@ -802,7 +803,7 @@ class Followers:
     def _fail(self, error: RetrieverError, start_s: float, followers: Sequence[Follower]) -> None:
         """Give up the sessions of a failed call, and begin a back-off.
 
-        Their state in the drafter is unknown.
+        The sessions' state in the drafter is unknown.
         """
         for follower in followers:
             self.give_up(follower)
@@ -814,4 +815,4 @@ class Followers:
         """Count a failure; log the first."""
         self.num_failures += 1
         if self.num_failures == 1:
-            _log.warning("decoding goes on without drafts from this drafter for now: %s", error)
+            _log.warning("decoding continues without drafts from this drafter for now: %s", error)

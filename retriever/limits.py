@@ -13,13 +13,13 @@ from retriever.errors import InvalidRequestError, LimitExceededError
 
 MAX_NAME_BYTES: Final = 256
 """Longest name of a session or tenant, in bytes: a UUID or a path fits, and keys of the log stay
-below LMDB's 511."""
+below LMDB's limit of 511."""
 
 DEFAULT_DOCUMENTS: Final = 3
-"""Documents named for a node of a draft by default."""
+"""Documents returned for a node of a draft by default."""
 
 MAX_DOCUMENTS: Final = 64
-"""Most documents named for a node of a draft: each costs a search on disk."""
+"""Most documents returned for a node of a draft: each costs a search on disk."""
 
 MAX_CONSTRAINT_BYTES: Final = 256 << 10
 """Longest schema, regular expression or list of choices: one of 3,000 keys took a second to
@@ -29,10 +29,10 @@ MAX_MESSAGE_BYTES: Final = 16 << 20
 """Longest message in either direction; a prompt of a million tokens fits."""
 
 DEFAULT_RECYCLED_BYTES: Final = 20 << 20
-"""Recycled logits kept of a tenant, in bytes."""
+"""Recycled logits kept for each tenant, in bytes."""
 
 Durability = Literal["process", "disk"]
-"""What an acknowledged output survives: a kill of the process, or also a power failure."""
+"""Failures that an acknowledged output survives: a kill of the process, or also a power failure."""
 
 DEFAULT_DURABILITY: Final[Durability] = "process"
 
@@ -40,8 +40,8 @@ MAX_FINGERPRINT: Final = 128
 """Longest fingerprint of a tokenizer, in hexadecimal digits: SHA-512 fits."""
 
 _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
-_SHOWN: Final = 64  # of a caller's name, in characters
-_BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
+_SHOWN: Final = 64  # shown characters of a caller's name
+_BEYOND: Final = (1 << 31) - 1  # bound of ids if the vocabulary is unknown
 _FEW: Final = 64
 _TOKEN: Final = np.dtype(np.int32)
 _NO_INTEGERS: Final = np.empty(0, np.int32)
@@ -56,16 +56,17 @@ def _limit(  # noqa: PLR0913  (what is stated of a limit)
     most: float | None = None,
     changes: bool = False,
 ) -> Any:
-    """Return the field of a limit, which is a setting of a service, too.
+    """Return the field of a limit, which is also a setting of a service.
 
     Args:
-        default: what holds where nothing else is said.
-        said: what it bounds; the help of its flag.
-        least: of its values.
-        above: what its values are above.
-        most: of its values.
-        changes: whether it can change while a service runs: it is read for each request. The
-            others are taken when something is made: pools, the log, a server, the room for trees.
+        default: default value.
+        said: description, which is the help text of its flag.
+        least: smallest value.
+        above: exclusive lower bound of its values.
+        most: largest value.
+        changes: whether it can change while a service runs, because it is read for each request.
+            The other limits apply when something is made: pools, the log, a server, the room for
+            trees.
     """
     bounds = {"ge": least, "gt": above, "le": most}
     stated = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -76,10 +77,10 @@ def _limit(  # noqa: PLR0913  (what is stated of a limit)
 class Limits:
     """Upper limits of a drafter. Times are in seconds.
 
-    An engine sends a few calls at once, and each holds its message, up to `max_message_bytes`:
-    `max_tenant_waiting` also bounds the jobs that wait in each pool of workers. A step takes
-    seconds at most: an engine that has suspended a sequence for longer than `idle_eviction_s` opens
-    it again.
+    An engine sends a few calls at once, and each holds its message of up to `max_message_bytes`.
+    `max_tenant_waiting` also bounds the jobs that wait in each worker pool. A step takes seconds at
+    most, so only sequences that an engine suspends for longer than `idle_eviction_s` may have to be
+    opened again.
     """
 
     max_sessions: int = _limit(4096, "Most sessions open at once.", least=1, changes=True)
@@ -89,8 +90,7 @@ class Limits:
     )
     idle_eviction_s: float = _limit(
         60.0,
-        "A session idle for longer than this ends where there is no room for another one, in "
-        "seconds.",
+        "A session idle for longer than this ends if another one needs its room, in seconds.",
         least=0,
         changes=True,
     )
@@ -99,8 +99,8 @@ class Limits:
     )
     max_bytes: int = _limit(
         0,
-        "Most memory that sessions, contexts and outputs take, in bytes; 0: half of what the "
-        "process may use.",
+        "Most memory that sessions, contexts and outputs take, in bytes; 0: half of the memory "
+        "that the process may use.",
         least=0,
         changes=True,
     )
@@ -130,8 +130,8 @@ class Limits:
     )
     recycled_bytes: int = _limit(
         DEFAULT_RECYCLED_BYTES,
-        "What decoders found likely (recycled logits) to keep of each tenant and give to its other "
-        "decoders, in bytes; the default holds the whole table of a decoder; 0: nothing.",
+        "Recycled logits of decoders to keep for each tenant and share with its other decoders, in "
+        "bytes; the default holds the whole table of a decoder; 0: nothing.",
         least=0,
     )
     max_tenants: int = _limit(
@@ -142,14 +142,14 @@ class Limits:
     )
     max_tenant_waiting: int = _limit(
         256,
-        "Most calls of one tenant under way at once, streams not counted.",
+        "Most concurrent calls of one tenant, without streams.",
         least=1,
         changes=True,
     )
     max_tenant_work: float = _limit(
         math.inf,
-        "Most work of one tenant in a second, in nodes: a sequence of a step counts as 16 more, 8 "
-        "tokens that are read as one.",
+        "Most work of one tenant per second, in nodes: each sequence of a step counts as 16 more, "
+        "and 8 tokens that are read count as one.",
         above=0,
         changes=True,
     )
@@ -162,7 +162,7 @@ CHANGEABLE_LIMITS: Final = frozenset(
 
 
 def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np.int32]:
-    """Return int32[n], having checked that every id is inside the vocabulary.
+    """Check that every id is inside the vocabulary; return int32[n].
 
     Args:
         tokens: integers in one dimension.
@@ -179,7 +179,7 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
 
 
 def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
-    """Return the ids of `checked_tokens` as a list: faster for few.
+    """Do as `checked_tokens` does, but return a list, which is faster for few tokens.
 
     Raises:
         InvalidRequestError: an id is outside, or these are not integers in one dimension.
@@ -206,7 +206,7 @@ def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
             wrong = least if least < 0 else max(ids)
             if vocabulary_size is None:
                 raise InvalidRequestError(
-                    f"{wrong} is no token id: ids begin at 0 and fit into four bytes with a sign"
+                    f"{wrong} is not a token id: ids begin at 0 and fit into four signed bytes"
                 )
             raise InvalidRequestError(
                 f"token id {wrong} is outside the vocabulary of {highest}: the tokenizer at hand "
@@ -235,13 +235,13 @@ def check_group_name(group: str) -> None:
 
 
 def check_tenant_name(tenant: str) -> None:
-    """Refuse an invalid tenant name; the empty name stands for callers without a tenant.
+    """Refuse an invalid tenant name; the empty name is for callers without a tenant.
 
-    Names are written into logs, and operators make folders of them.
+    Names are written to logs, and operators use them as names of folders.
 
     Raises:
-        InvalidRequestError: the name is too long, cannot be encoded, does not print, or has parts
-            between slashes that are none or stand for other folders.
+        InvalidRequestError: the name is too long, cannot be encoded, is not printable, or has parts
+            between slashes that are empty, "." or "..".
     """
     if len(_encoded(tenant)) > MAX_NAME_BYTES:
         raise InvalidRequestError(f"a tenant's name has at most {MAX_NAME_BYTES} bytes")
@@ -261,7 +261,7 @@ def _encoded(name: str) -> bytes:
 
 
 def checked_fingerprint(fingerprint: str) -> str:
-    """Return a fingerprint of a tokenizer in lower case: it is stored and shown to others.
+    """Return a valid fingerprint of a tokenizer in lower case; it is stored and shown to others.
 
     Raises:
         InvalidRequestError: it is not hexadecimal, or too long.
@@ -274,11 +274,11 @@ def checked_fingerprint(fingerprint: str) -> str:
 
 
 MAX_FINDINGS: Final = 4096
-"""Most contexts in one piece of findings, of 295 KB: a message, a record on disk, and a millisecond
-of work."""
+"""Most contexts in one piece of findings: 295 KB, which are one message, one record on disk, and a
+millisecond of work."""
 
 MAX_LOG_ODDS: Final = 16.0
-"""Greatest log-odds of a token, either way; those of recycled logits stay within 7."""
+"""Largest absolute log-odds of a token; those of recycled logits stay within 7."""
 
 
 def check_findings(
@@ -287,9 +287,9 @@ def check_findings(
     log_odds: NDArray[np.float32],
     vocabulary_size: int | None,
 ) -> None:
-    """Refuse what cannot be findings of a model; see `retriever.drafter.Findings`.
+    """Refuse invalid findings of a model; see `retriever.drafter.Findings`.
 
-    Whether they are true is not known: wrong ones cost drafts, and never change an output.
+    Their correctness cannot be checked: wrong findings degrade drafts but never change an output.
 
     Args:
         contexts: int64[n].
@@ -305,7 +305,7 @@ def check_findings(
         raise InvalidRequestError("contexts of findings are numbers above 0")
     if tokens.size:
         _check_ids([int(tokens.min()), int(tokens.max())], vocabulary_size)
-    if not bool((np.abs(log_odds) <= MAX_LOG_ODDS).all()):  # a NaN is not
+    if not bool((np.abs(log_odds) <= MAX_LOG_ODDS).all()):  # also refuses NaN
         raise InvalidRequestError(
             f"log-odds of findings lie between {-MAX_LOG_ODDS:g} and {MAX_LOG_ODDS:g}"
         )
@@ -324,7 +324,7 @@ def check_num_findings(count: int) -> None:
 
 
 def check_model(fingerprint: str) -> None:
-    """Refuse an invalid fingerprint of a model: it is stored.
+    """Refuse an invalid fingerprint of a model, because it is stored.
 
     Raises:
         InvalidRequestError: it is not hexadecimal, or too long.
@@ -374,21 +374,21 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
 
 
 MAX_OUTCOMES: Final = 64
-"""Most outcomes of a sequence that one step may ask ahead for: about as many drafts as fit into a
-pass of some milliseconds."""
+"""Most outcomes of a sequence in a request for drafts ahead: about as many drafts as fit into a
+pass of a few milliseconds."""
 
 
 def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
     """Refuse outcomes that are too many, too long or empty.
 
     Args:
-        lengths: of the outcomes, in tokens.
-        limits: in force.
+        lengths: lengths of the outcomes, in tokens.
+        limits: the limits in force.
 
     Raises:
-        InvalidRequestError: an outcome without tokens: it is what has come already.
-        LimitExceededError: more than `MAX_OUTCOMES`, or one that is longer than a path of a tree of
-            `max_budget_nodes` nodes and a token after it.
+        InvalidRequestError: an outcome has no tokens.
+        LimitExceededError: there are more than `MAX_OUTCOMES`, or one is longer than the longest
+            path in a tree of `max_budget_nodes` nodes plus one token.
     """
     if len(lengths) > MAX_OUTCOMES:
         raise LimitExceededError(
@@ -408,17 +408,17 @@ def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
 
 
 MAX_PREDICTIONS: Final = 64
-"""Most predictions of a session: with each of them a draft looks where its cursor stands."""
+"""Most predictions of a session, because a draft reads the cursor of each."""
 
 
 _MOST_SENT: Final = 1024
 
 
 def check_num_sent(count: int) -> None:
-    """Refuse a message with more predictions than are looked through at once, repeated or not.
+    """Refuse a message with too many predictions, even if they are repeated.
 
     Raises:
-        LimitExceededError: there are.
+        LimitExceededError: there are too many.
     """
     if count > _MOST_SENT:
         raise LimitExceededError(
@@ -429,14 +429,14 @@ def check_num_sent(count: int) -> None:
 
 
 def check_predictions(lengths: Sequence[int], limits: Limits) -> None:
-    """Refuse predictions that are too many, or too long together.
+    """Refuse predictions that are too many or too long in total.
 
     Args:
-        lengths: of all of a session, in tokens.
-        limits: in force.
+        lengths: lengths of all predictions of a session, in tokens.
+        limits: the limits in force.
 
     Raises:
-        LimitExceededError: more than `MAX_PREDICTIONS`, or than `max_sequence_tokens` together.
+        LimitExceededError: more than `MAX_PREDICTIONS`, or than `max_sequence_tokens` in total.
     """
     if len(lengths) > MAX_PREDICTIONS:
         raise LimitExceededError(
@@ -470,14 +470,14 @@ def check_documents(max_documents: int) -> None:
 
 
 RETRY_S: Final = 5.0
-"""What a refusal for want of room tells to wait, in seconds: sessions end meanwhile."""
+"""Retry delay in a refusal for lack of room, in seconds: sessions may end meanwhile."""
 
 MAPPED_BYTES: Final = 1 << 18
-"""Larger blocks of tokens are mapped one by one, and go back to the system when they are freed."""
+"""Larger blocks of tokens are mapped individually, so they return to the system when freed."""
 
 
 def out_of_memory() -> LimitExceededError:
-    """Return the refusal where the system has no memory left, below the ceilings."""
+    """Return the refusal for when the system has no memory left, though below the ceilings."""
     return LimitExceededError(
         f"the service's machine has no memory left: try again in {RETRY_S:g} s, or ask its "
         "operator to lower its ceiling (max_bytes)",
@@ -487,12 +487,12 @@ def out_of_memory() -> LimitExceededError:
 
 
 def check_memory(num_bytes: int) -> None:
-    """Refuse work that needs so much at once where the system has less left.
+    """Refuse work that needs `num_bytes` at once if the system has less left.
 
-    For libraries that end the process where an allocation fails.
+    For libraries that end the process if an allocation fails.
 
     Raises:
-        LimitExceededError: it has less left.
+        LimitExceededError: the system has less left.
     """
     try:
         np.empty(num_bytes, np.uint8)  # takes no pages

@@ -41,21 +41,21 @@ from retriever.limits import (
 )
 
 _ROOM: Final = 512
-"""Spare tokens of a new buffer: most generations are shorter, so that it rarely grows."""
+"""Spare tokens of a new buffer: most outputs are shorter, so it rarely grows."""
 
 
 class TokenSequence:
     """The committed tokens of one sequence, the prompt first, in one buffer that grows.
 
     Args:
-        tokens: int32[n], what it begins with; copied, with room for the output.
-        num_prompt: how many of them are the prompt; all if not given.
-        options: that it is opened with, checked.
+        tokens: int32[n], the initial tokens; copied, with room for the output.
+        num_prompt: length of the prompt at their beginning; all if not given.
+        options: the checked options that it is opened with.
 
     Attributes:
         num_prompt: as given.
-        options: as given, but for the predictions.
-        predictions: all so far, in the order in which they came, each text once.
+        options: as given, without the predictions.
+        predictions: all predictions so far, in the order in which they came, each text once.
     """
 
     __slots__ = ("_buffer", "_length", "num_prompt", "options", "predictions")
@@ -82,10 +82,10 @@ class TokenSequence:
         return sum(len(each.tokens) for each in self.predictions)
 
     def expect(self, predictions: Iterable[Prediction]) -> None:
-        """Add checked predictions; those whose tokens are there already are left out.
+        """Add checked predictions, except those with the same tokens as earlier ones.
 
         Raises:
-            LimitExceededError: they would be too many, or too long together.
+            LimitExceededError: they would be too many, or too long in total.
         """
         self.predictions = checked_predictions([*self.predictions, *predictions])
 
@@ -129,11 +129,11 @@ class TokenSequence:
         self._length = length
 
     def shorten(self, length: int) -> None:
-        """Take back the tokens beyond a length."""
+        """Remove the tokens beyond a length."""
         self._length = min(length, self._length)
 
     def clear(self) -> None:
-        """Overwrite all tokens with zeros: an ended sequence leaves nothing in memory."""
+        """Overwrite all tokens with zeros, so that an ended sequence leaves nothing in memory."""
         self._buffer[:] = 0
         self.predictions.clear()
 
@@ -144,10 +144,10 @@ class TokenSequence:
 
 
 class SessionKey(NamedTuple):
-    """Key of a session where several callers choose names.
+    """Key of a session if several callers choose names.
 
     Attributes:
-        namespace: of the caller; equal names in different namespaces are different keys.
+        namespace: namespace of the caller; equal names in different namespaces are different keys.
         name: as the caller knows it.
     """
 
@@ -253,14 +253,14 @@ def checked_predictions(
     """Return the predictions of a session, each text once, with tokens as int32[n].
 
     Args:
-        predictions: all of the session.
+        predictions: all predictions of the session.
         vocabulary_size: token ids must be below it; None if unknown.
-        limits: in force.
+        limits: the limits in force.
 
     Raises:
         InvalidRequestError: one is empty, or has a token outside the vocabulary; or its label is
             too long.
-        LimitExceededError: they are too many, or too long together.
+        LimitExceededError: they are too many, or too long in total.
     """
     distinct: dict[bytes, Prediction] = {}
     for each in predictions:
@@ -293,7 +293,7 @@ def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
 
 
 def check_stated_length(session: str, num_known: int, num_new: int, stated: int) -> None:
-    """Refuse what states another length than its session has with it.
+    """Refuse a stated length that differs from the session's length with the new tokens.
 
     Raises:
         OutOfSequenceError: a step was lost or repeated.
@@ -316,19 +316,20 @@ def checked_options(
     *,
     keeps_tenants: bool = False,
 ) -> SequenceOptions:
-    """Return the options of a sequence, with predictions as of `checked_predictions`.
+    """Return the checked options of a sequence, with predictions from `checked_predictions`.
 
     Args:
-        options: as the caller states them.
+        options: options as given by the caller.
         vocabulary_size: token ids must be below it; None if unknown.
-        limits: in force.
+        limits: the limits in force.
         keeps_tenants: whether the drafter keeps tenants apart.
 
     Raises:
-        InvalidConstraintError: the constraint is none.
-        InvalidRequestError: the group or the tenant cannot be a name, a version is no number from
-            0 on, a prediction is none, or it is a tenant's and the drafter keeps none apart.
-        LimitExceededError: the predictions are too many, or too long together.
+        InvalidConstraintError: the constraint does not state exactly one form.
+        InvalidRequestError: the name of the group or tenant is invalid, a version is not a number
+            from 0 on, a prediction is invalid, or there is a tenant and the drafter does not keep
+            tenants apart.
+        LimitExceededError: the predictions are too many, or too long in total.
     """
     if options is DEFAULT:
         return options
@@ -348,9 +349,9 @@ def checked_options(
 
 
 def refused_tenant(tenant: str) -> InvalidRequestError:
-    """Return the refusal of a tenant's sequence by a drafter that keeps none apart."""
+    """Return the refusal of a tenant's sequence by a drafter that does not keep tenants apart."""
     return InvalidRequestError(
-        f"a sequence of tenant {tenant!r} is not drafted for: this drafter keeps no tenants apart; "
+        f"a sequence of tenant {tenant!r} is refused: this drafter does not keep tenants apart; "
         "a service takes the tenant from the client's credentials"
     )
 
@@ -372,7 +373,9 @@ def _check_versions(options: SequenceOptions) -> None:
     for version in (options.policy_version, options.oldest_version):
         is_number = isinstance(version, (int, np.integer)) and not isinstance(version, bool)
         if version is not None and not (is_number and 0 <= version < _LAST_VERSION):
-            raise InvalidRequestError(f"{version!r} is no version: versions are numbers from 0 on")
+            raise InvalidRequestError(
+                f"{version!r} is not a version: versions are numbers from 0 on"
+            )
     if options.oldest_version and options.policy_version is None:
         raise InvalidRequestError(
             "an oldest version counts for a sequence of a version alone: state policy_version, too"
@@ -384,7 +387,7 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
 
     Raises:
         LimitExceededError: more than `max_batch` or `max_step_nodes`.
-        InvalidRequestError: two requests name one session.
+        InvalidRequestError: two requests name the same session.
     """
     num = len(requests)
     if num > limits.max_batch:
@@ -392,7 +395,7 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
             f"a step of {num} sequences is beyond the limit of {limits.max_batch} (max_batch)",
             limit="max_batch",
         )
-    if num == 1:  # mostly: a sum costs half a microsecond
+    if num == 1:  # the usual case: a sum would cost half a microsecond
         num_nodes = requests[0].num_nodes
     else:
         num_nodes = sum(request.num_nodes for request in requests)

@@ -13,7 +13,7 @@ ROOT: Final = -1
 """Parent of the first drafted tokens: the last committed token."""
 
 PROBABILITY_SLACK: Final = 1e-6
-"""Tolerance of bounds on probabilities: a few roundings of float32."""
+"""Tolerance of bounds on probabilities: a few rounding errors of float32."""
 
 
 MAX_SOURCES: Final = 16
@@ -41,14 +41,14 @@ class Source(int, metaclass=_Listing):
     """The database that proposed a node, as a registered number.
 
     Numbers are those of the wire contract, without gaps: all below `len(Source)` are registered.
-    `Source(2)` is the source of a number, `for source in Source` iterates over all. Everything that
-    is kept by source (weights, counters, labels) follows from this list.
+    `Source(2)` is the source of a number, `for source in Source` iterates over all. All data by
+    source (weights, counters, labels) follows this list.
 
     `MODEL` is a draft model, or the target's own logits of earlier passes.
 
     Attributes:
-        name: in capitals, as in the wire contract; weights are stored under it.
-        colour: on charts; empty for sources that are no database of a service.
+        name: name in capitals, as in the wire contract; weights are stored under it.
+        colour: colour on charts; empty for sources that are not a database of a service.
     """
 
     UNSPECIFIED: ClassVar["Source"]
@@ -68,10 +68,10 @@ class Source(int, metaclass=_Listing):
         """Return the source of a number.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the number is not registered.
         """
         if not 0 <= number < len(_SOURCES):
-            raise ValueError(f"{number} is no source: {len(_SOURCES)} are registered")
+            raise ValueError(f"{number} is not a source: {len(_SOURCES)} are registered")
         return _SOURCES[number]
 
     @classmethod
@@ -79,8 +79,8 @@ class Source(int, metaclass=_Listing):
         """Add a source, before the first draft.
 
         Args:
-            number: the next free one: numbers are never reused.
-            name: in capitals.
+            number: the next free number; numbers are never reused.
+            name: name in capitals.
             colour: `#rrggbb`, for a database that a service drafts from.
 
         Raises:
@@ -130,7 +130,7 @@ def drafted_sources() -> list[Source]:
 
 _INT32, _FLOAT32, _UINT8 = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
 NODE_BYTES: Final = 4 + 4 + 4 + 1
-"""Bytes of a node of a tree, whose ids, parents, probabilities and sources follow one another."""
+"""Bytes of a node of a packed tree: token id, parent, probability and source."""
 
 
 class DraftTree:
@@ -138,7 +138,7 @@ class DraftTree:
 
     Parents precede their children and probabilities do not rise from node to node, so every prefix
     of a tree is a valid tree, and the best one of its size. Trees from outside are built by
-    `checked`; the constructor trusts its arguments. A tree is a value: nothing of it is set again.
+    `checked`; the constructor trusts its arguments. A tree is an immutable value.
 
     Attributes:
         token_ids: int32[N], the drafted tokens.
@@ -193,7 +193,7 @@ class DraftTree:
         return self._sources
 
     def _array(self, dtype: np.dtype[Any], before: int) -> NDArray[Any]:
-        """Return the array of the block that stands behind so many bytes for each node."""
+        """Return the block's array that follows `before` bytes for each node."""
         block = self._block or b""
         begin = len(block) // NODE_BYTES * before
         return np.ndarray(self._size, dtype, block, begin)
@@ -238,7 +238,7 @@ class DraftTree:
         """Build a tree from untrusted arrays.
 
         Raises:
-            InvalidTreeError: the arrays break a rule of the tree; the message says which.
+            InvalidTreeError: the arrays violate a rule of the tree; the message says which.
         """
         tree = cls(
             _array(token_ids, np.int32, "token_ids"),
@@ -284,8 +284,8 @@ class DraftTree:
     def best_chain(self, max_tokens: int) -> "DraftTree":
         """Return the path from the root with the highest expected number of accepted tokens.
 
-        That number is the sum of the path's probabilities. For verifiers that take only chains; a
-        chain is a tree.
+        That number is the sum of the path's probabilities. This is for verifiers that take only
+        chains; a chain is a tree, too.
         """
         expected = self.probabilities.astype(np.float64)
         depths = self.depths()
@@ -326,11 +326,11 @@ class DraftTree:
 
 
 class BlockTree(DraftTree):
-    """The first nodes of a block, whose arrays are made when they are read.
+    """A tree of the first nodes of a block; its arrays are made on first access.
 
     Args:
-        block: of n nodes: all ids, all parents, all probabilities, all sources; not copied.
-        size: number of nodes.
+        block: n packed nodes: all ids, all parents, all probabilities, all sources; not copied.
+        size: number of nodes in the tree.
     """
 
     __slots__ = ()
@@ -388,9 +388,9 @@ class DocumentOccurrence:
 
     Attributes:
         index: name of the index.
-        name: of the document, as it was indexed.
-        licence: of the document; empty if unknown.
-        position: of the drafted token in the document, counted in tokens from 0.
+        name: name of the document, as it was indexed.
+        licence: licence of the document; empty if unknown.
+        position: position of the drafted token in the document, in tokens from 0.
     """
 
     index: str
@@ -404,8 +404,8 @@ class PredictedPlace:
     """A position in a prediction.
 
     Attributes:
-        label: of the prediction; empty if it has none.
-        position: of the drafted token in it, counted in tokens from 0.
+        label: label of the prediction; empty if it has none.
+        position: position of the drafted token in it, in tokens from 0.
     """
 
     label: str
@@ -414,14 +414,14 @@ class PredictedPlace:
 
 @dataclass(frozen=True, slots=True)
 class NodeProvenance:
-    """The evidence for one node: where its token followed the same tokens.
+    """The evidence for one node: earlier places where its token followed the same tokens.
 
     Attributes:
-        match_length: tokens before it, in the context and on its path, that are the same where it
-            was found.
-        count: how often it was found after them in the node's source.
+        match_length: number of tokens before it, in the context and on its path, that also precede
+            it at these places.
+        count: number of such places in the node's source.
         context_positions: positions in the context, for a node from there; at most a few.
-        documents: some documents in which it was found, for a node from an index; each once.
+        documents: some documents with such a place, for a node from an index; each once.
         predictions: positions in predictions, for a node from there; at most a few.
     """
 
@@ -443,7 +443,7 @@ class Explanation:
         """Return an object for each node, in order.
 
         Args:
-            text_of: gives the text of a token; without it there is none.
+            text_of: returns the text of a token; without it, texts are None.
         """
         columns = (self.tree.token_ids, self.tree.parents, self.tree.probabilities)
         rows = zip(*(column.tolist() for column in columns), strict=True)

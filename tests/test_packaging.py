@@ -106,7 +106,7 @@ main([*build, str(folder / "other"), "--tokenizer", str(folder / "model")])
     )
     assert (done.returncode, (tmp_path / "built").is_dir()) == (1, True), done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: the tokenizer '{tmp_path / 'model'}' takes transformers: "
+        f"error: the tokenizer '{tmp_path / 'model'}' needs transformers: "
         "run `pip install 'foredraft[server]'`"
     )
 

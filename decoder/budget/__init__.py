@@ -1,1 +1,1 @@
-"""The budget: how much of a draft pays on this machine, by measured costs and calibration."""
+"""The budget: how much of a draft pays on this machine, from measured costs and calibration."""

@@ -1,4 +1,4 @@
-"""How much of a draft is worth verifying: the cost of a pass against what it may bring."""
+"""How much of a draft is worth verifying: the cost of a pass against its expected gain."""
 
 import math
 from collections import deque
@@ -14,67 +14,70 @@ from decoder.budget.costs import AdaptiveCosts, CostSurface, StepOverhead
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
 
-# Simulated decoding is that of `tests/decoder/budget/test_budget.py`: made-up costs, and drafters
-# that are always right in part, always wrong, or change sides every few to 100 steps. One number
-# was changed at a time.
+# "Simulated decoding" is that of `tests/decoder/budget/test_budget.py`: synthetic costs, and
+# drafters that are steadily right in part, always wrong, or switch between the two every few to 100
+# steps. One number was changed at a time.
 
 _PACE_DECAY: Final = 0.97
-"""The recent pace is that of some 33 steps: about a paragraph. In simulated decoding 0.9 brings
-1% less with a slow drafter, and 0.99 up to 8% less where the text turns every 100 steps."""
+"""The recent pace averages over about 33 steps, roughly a paragraph. In simulated decoding 0.9 is
+1% slower with a slow drafter, and 0.99 up to 8% slower if the text changes every 100 steps."""
 
 _LIKENESS: Final = 0.7
-"""Weight of this step's own pace against the recent one, for their logarithms. On replayed chats it
-is on par with the best ratio of each step (1.0), on edits of code it brings 2% more. Simulated
-decoding prefers less where steps change every seven (0: +7%), more for slow drafters (1: +1.5%)."""
+"""Weight of this step's own pace against the recent pace, in a mean of logarithms. It is on par
+with the best ratio of each step (1.0) on replayed chats, and 2% faster on edits of code. Simulated
+decoding prefers a lower weight if steps change every seven (0: +7%) and a higher one for slow
+drafters (1: +1.5%)."""
 
 _LEAST_ASKED: Final = 16
-"""Nodes that may be asked for whatever paid recently: retrieval drafts 16 in hardly more time than
-one, and nodes that are not verified calibrate, too. Less would double from lower once text repeats;
-more would take time for nodes that have not paid."""
+"""Nodes that may be requested regardless of what paid recently: retrieval drafts 16 in hardly more
+time than one, and unverified nodes also serve calibration. With fewer, doubling would start lower
+once text repeats; more would cost time for nodes that have not paid."""
 
 _RECENT_CUTS: Final = 16
-"""Steps whose largest cut bounds what is asked for: a sentence or a few lines of code. Fewer forget
-within a sentence that long drafts paid, more ask for many nodes long after they did."""
+"""Number of recent steps whose largest cut bounds the requested nodes: a sentence or a few lines of
+code. With fewer, the budget forgets within a sentence that long drafts paid; with more, it requests
+many nodes long after they stopped paying."""
 
 _RECENT_DRAFTS: Final = 9
-"""Drafts whose median time counts: a drafter that became slow shows after five of them, and up to
-four pauses of the machine change nothing."""
+"""Number of drafts for the median drafting time: a drafter that becomes slow shows after five
+drafts, and up to four pauses of the machine change nothing."""
 
 _DRAFTER_DECAY: Final = 0.8
-"""A drafter's gain is that of some five drafts: each useless one of a slow drafter costs its whole
-time, so it is left alone soon. The latest counts by itself, too, so it is not left alone too soon.
-In simulated decoding 0.95 loses 1% with a slow drafter and gains as much where the text turns; 0.5
-loses up to 4% where steps change every seven."""
+"""A drafter's gain averages over about five drafts: each useless draft of a slow drafter costs its
+full time, so the drafter is paused soon. The latest draft also counts by itself, so it is not
+paused too soon. In simulated decoding 0.95 loses 1% with a slow drafter and gains 1% if the text
+changes; 0.5 loses up to 4% if steps change every seven."""
 
 _PROBING_SHARE: Final = 0.01
-"""Share of the time that trying a useless drafter may take. With 0.03 one costs 1.6% more in
-simulated decoding; with 0.003 one that begins to be right is noticed late, which costs 5%."""
+"""Share of the time that trials of a useless drafter may take. In simulated decoding a useless
+drafter costs 1.6% more with 0.03; with 0.003 a drafter that starts to be right is noticed late,
+which costs 5%."""
 
 _LONGEST_PAUSE: Final = 512
-"""Steps between two trials of the slowest drafter: it bounds how much of a text is over before one
-is noticed that is right again. Drafters of up to five passes' time reach the share above first."""
+"""Most steps between two trials of a drafter: bounds how much text passes before a drafter that is
+right again is noticed. Drafters that take up to five passes' time reach the share above first."""
 
 _FIRST_PLAIN: Final = 4
-"""Steps with drafts between the first three that go without, which show what drafts add to a step:
-see `StepOverhead`. Then each time twice as many."""
+"""Steps with drafts between the first three plain steps, which show what drafts add to a step: see
+`StepOverhead`. After that, each interval is twice the previous one."""
 
 _MOST_DRAFTED: Final = 512
-"""Most steps with drafts between two that go without."""
+"""Most steps with drafts between two plain steps."""
 
 _SURELY_FASTER: Final = 2.0
-"""Tokens to those of plain steps in the same time beyond which no step goes without: what drafts
-add unseen has never halved a pace."""
+"""Speedup over plain steps above which no plain step is inserted: the unseen overhead of drafts has
+never halved the pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a pass carries besides drafts.
+    """The load of a pass besides drafts.
 
     Attributes:
-        contexts: tokens of each sequence that goes on, at least one sequence.
-        num_read: tokens of prompts that it reads for others.
-        most_rows: tokens of the widest pass that costs as measured: wider ones run in another,
-            slower way. `None` where there is no such limit.
+        contexts: tokens of each running sequence, at least one sequence.
+        num_read: prompt tokens that it reads for other sequences.
+        most_rows: tokens of the widest pass to which the measured costs apply: wider passes run in
+            a slower way. `None` if there is no such limit.
     """
 
     contexts: Sequence[int]
@@ -88,7 +91,7 @@ class Load:
 
     @property
     def context(self) -> int:
-        """Mean tokens of a sequence: attention costs by rows times tokens."""
+        """Mean tokens of a sequence: the cost of attention is proportional to rows times tokens."""
         return sum(self.contexts) // len(self.contexts)
 
     @property
@@ -97,7 +100,7 @@ class Load:
         return len(self.contexts) + self.num_read
 
     def fitting(self, num_nodes: int) -> int:
-        """Return how many of so many nodes, of all trees together, it has room for."""
+        """Return how many of `num_nodes`, over all trees, it has room for."""
         if self.most_rows is None:
             return num_nodes
         return min(num_nodes, max(self.most_rows - self.width, 0))
@@ -105,11 +108,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutcome:
-    """What a pass brought to one sequence.
+    """The result of a pass for one sequence.
 
     Attributes:
         tree: the verified tree, empty for a plain step.
-        path: int64[k], the nodes of it that were accepted.
+        path: int64[k], its accepted nodes.
         next_token: the target's choice after them.
     """
 
@@ -119,13 +122,13 @@ class PassOutcome:
 
 
 class Budget(Protocol):
-    """Decides whether a drafter is asked, and how many nodes of its trees are verified.
+    """Decides whether a drafter is asked and how many nodes of its trees are verified.
 
     In each step `ask` is called, then `share` if there are drafts, then `learn`.
     """
 
     def ask(self, load: Load) -> int:
-        """Return the most nodes of a sequence that could pay; 0 to ask no drafter."""
+        """Return the most nodes of a sequence that could pay; 0 to skip drafting."""
         ...
 
     def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
@@ -133,8 +136,8 @@ class Budget(Protocol):
 
         Args:
             trees: one for each sequence of the load.
-            load: of the pass.
-            draft_s: seconds that all of them took together.
+            load: the load of the pass.
+            draft_s: seconds that drafting all of them took.
         """
         ...
 
@@ -145,25 +148,25 @@ class Budget(Protocol):
         seconds: float,
         other_s: float = 0.0,
     ) -> None:
-        """Take in what a pass over the last trees, or without any, brought and took.
+        """Learn the result and duration of a pass over the last trees, or without trees.
 
         Args:
             outcomes: one for each sequence of the last load; `None` for one that ended before the
                 pass.
-            load: of the pass.
-            seconds: what it took, the wait for its choices included.
-            other_s: what its step took besides it and the drafts, such as learning from it.
+            load: the load of the pass.
+            seconds: duration of the pass, including the wait for its choices.
+            other_s: seconds of its step besides the pass and drafting, such as learning.
         """
         ...
 
     def halve(self) -> None:
-        """Never again verify more than half the nodes: there is no memory for them."""
+        """Halve the most nodes for good: there is not enough memory for more."""
         ...
 
 
 @dataclass(slots=True)
 class FixedBudget:
-    """Verifies the first `max_nodes` nodes of each sequence, whatever they cost."""
+    """Verifies the first `max_nodes` nodes of each sequence, regardless of cost."""
 
     max_nodes: int
 
@@ -185,27 +188,27 @@ class FixedBudget:
         """Ignore the outcomes."""
 
     def halve(self) -> None:
-        """Verify half as many from now on."""
+        """Halve the most nodes."""
         self.max_nodes //= 2
 
 
 class MeasuredBudget:
-    """Verifies as much as brings most tokens in a given time.
+    """Verifies as many nodes as maximize tokens per second.
 
-    The first n nodes bring the sum of their probabilities in tokens and make the pass longer.
-    They are worth it where the same time brings fewer tokens otherwise, that is at the pace to
-    expect of the steps to come: most tokens for all time want that, not the best ratio of each
-    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of similar ones, so that
-    pace lies between this step's own and the recent one. At worst it is that of plain decoding.
-    Probabilities are corrected by outcomes first, costs by what passes and whole steps take, and a
-    drafter that takes longer than it saves is left alone.
+    The first n nodes yield in expectation the sum of their probabilities in tokens, and they make
+    the pass longer. They pay if the extra time would yield fewer tokens at the pace expected of the
+    next steps. This maximizes tokens over all time; the best ratio of each step does not
+    (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Similar steps come in runs, so the expected pace
+    lies between this step's own pace and the recent one, and is at least the pace of plain
+    decoding. Probabilities are first calibrated by outcomes, and costs by the durations of passes
+    and whole steps. A drafter that takes longer than it saves is paused.
 
-    Where a pass serves many sequences, the nodes of all their trees compete: those that are most
-    probable come first, whosever they are, and each makes the one pass longer.
+    If a pass serves many sequences, the nodes of all their trees compete: the most probable come
+    first regardless of sequence, and each makes the shared pass longer.
 
     Args:
-        surface: what passes cost, as measured; or what is learned of it as passes come.
-        max_nodes: never verify more of a tree; `None` for as many as the surface is wide.
+        surface: measured costs of passes, or costs that are learned from passes as they run.
+        max_nodes: most nodes of a tree to verify; `None` for the surface's largest width.
     """
 
     def __init__(self, surface: CostSurface | AdaptiveCosts, max_nodes: int | None = None) -> None:
@@ -220,13 +223,13 @@ class MeasuredBudget:
         self._num_drafted, self._until_plain = 0, _FIRST_PLAIN
         self._chosen: deque[int] = deque(maxlen=_RECENT_CUTS)
         self._draft_s = 0.0
-        self._late = FadingRatio(_PACE_DECAY)  # tokens to those of plain passes in the same time
+        self._late = FadingRatio(_PACE_DECAY)  # speedup over plain passes
 
     def ask(self, load: Load) -> int:
         """Return the most nodes of a sequence that pay if all are right; see `Budget.ask`.
 
-        Drafting takes longer the more nodes are asked for, so at most twice as many are as paid
-        recently: a draft that pays to its end doubles the next one.
+        Drafting time grows with the requested nodes, so at most twice as many are requested as paid
+        recently: a draft that pays to its end doubles the next request.
         """
         table = self._table(load, load.fitting(self.max_nodes))
         plain_s = self._plain_s(load)
@@ -238,7 +241,7 @@ class MeasuredBudget:
         return nodes if is_asked else 0
 
     def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
-        """Return the prefixes that are expected to save most time, all together."""
+        """Return the prefixes that together are expected to save the most time."""
         drafts = self._drafts = [self._calibration.corrected(tree) for tree in trees]
         probabilities, owners = _most_probable(drafts, self.max_nodes)
         probabilities = probabilities[: load.fitting(len(probabilities))]
@@ -264,7 +267,7 @@ class MeasuredBudget:
         seconds: float,
         other_s: float = 0.0,
     ) -> None:
-        """Take in what a pass over the last trees, or without any, brought and took."""
+        """Learn the result and duration of a pass over the last trees, or without trees."""
         drafts, self._drafts = self._drafts, ()
         for draft, outcome in zip(drafts, outcomes, strict=bool(drafts)):
             if outcome is None:
@@ -288,11 +291,11 @@ class MeasuredBudget:
         self._draft_s = 0.0
 
     def halve(self) -> None:
-        """Never again verify more than half the nodes."""
+        """Halve the most nodes for good."""
         self.max_nodes //= 2
 
     def _learn_step(self, num_nodes: int, load: Load, step_s: float) -> None:
-        """Take in what a step took that read no prompts."""
+        """Learn the duration of a step that read no prompts."""
         width = load.width + num_nodes
         pass_s = float(self.costs.table_to(width, load.context)[width - 1])
         self._overhead.learn(num_nodes, pass_s, step_s, self.costs.load)
@@ -304,19 +307,19 @@ class MeasuredBudget:
         self._num_drafted = 0
 
     def _goes_drafted(self) -> bool:
-        """Return whether no plain step is due, as one is where it is uncertain that drafts pay."""
+        """Return whether no plain step is due; one is due when it is uncertain that drafts pay."""
         if self._num_drafted < self._until_plain:
             return True
         return self._late.value() >= _SURELY_FASTER
 
     def _is_drafter_due(self, plain_s: float) -> bool:
-        """Return whether recent drafts saved more time than they took, or one is to be tried."""
+        """Return whether recent drafts saved more time than they took, or a trial is due."""
         draft_s = self._drafts_s.value() or 0.0
         longest = min(int(draft_s / (_PROBING_SHARE * plain_s)), _LONGEST_PAUSE)
         return self._drafter.is_due(1.0, draft_s, longest)
 
     def _table(self, load: Load, num_nodes: int) -> NDArray[np.float64]:
-        """Return float64[1 + n], seconds of a step with each number of nodes up to `num_nodes`."""
+        """Return float64[1 + n], the seconds of a step with 0 to `num_nodes` nodes."""
         passes = self.costs.table_to(load.width + num_nodes, load.context)[load.width - 1 :]
         if not self._overhead.is_known:
             return passes
@@ -324,17 +327,17 @@ class MeasuredBudget:
         return self._overhead.plain * passes + node_s * np.arange(len(passes))
 
     def _plain_s(self, load: Load) -> float:
-        """Return the seconds of a step that reads a token of each sequence, and no prompt."""
+        """Return the seconds of a step that reads one token of each sequence and no prompt."""
         num_plain = len(load.contexts)
         passes = self.costs.table_to(num_plain, load.context)
         return self._overhead.plain * float(passes[num_plain - 1])
 
     def _pace(self, own: float, plain: float) -> float:
-        """Return tokens per second to expect of the next steps.
+        """Return the expected tokens per second of the next steps.
 
         Args:
-            own: what this step may have.
-            plain: of plain decoding.
+            own: best pace that this step can have.
+            plain: pace of plain decoding.
         """
         late = self._late.value(default=own / plain) * plain
         return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), plain)
@@ -343,9 +346,9 @@ class MeasuredBudget:
 def _most_probable(
     drafts: Sequence[CorrectedDraft], most: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return probabilities of nodes of all drafts, falling, and whose they are.
+    """Return the nodes' probabilities over all drafts, descending, and the draft of each.
 
-    Those of each draft come in their own order, and no more than `most` of it.
+    The nodes of each draft keep their order; at most `most` of each are used.
     """
     if len(drafts) == 1:
         probabilities = drafts[0].probabilities[:most]

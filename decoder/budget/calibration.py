@@ -1,4 +1,4 @@
-"""Calibrating the probabilities of drafts by the outcomes of their nodes."""
+"""Calibration of draft probabilities by the outcomes of their nodes."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,20 +10,19 @@ from retriever.tree import ROOT, DraftTree
 
 
 class Calibration:
-    """Scales probabilities by how often nodes like them came true lately.
+    """Scales probabilities by how often similar nodes were right recently.
 
-    Histogram binning (Zadrozny and Elkan, 2001) over a fading memory, with a cell for each source
-    and each bin of probability. A cell leans on its bin and a bin on the probability as stated,
-    until outcomes say otherwise. It corrects downwards and upwards: where a target is decoded
-    greedily, its choice is more certain than a draft model can tell. There are as many sources as
-    were seen.
+    Histogram binning (Zadrozny and Elkan, 2001) with exponential forgetting and a cell for each
+    source and probability bin. The prior of a cell is its bin, and that of a bin is the stated
+    probability. Corrections go down and up: under greedy decoding the target's choice is more
+    certain than a draft model states. Sources are added as they are seen.
 
     Args:
-        edges: where bins of probability end, rising.
-        decay: what an outcome counts for after one more draft has been learned from.
-        prior_nodes: nodes that a cell, and a bin, is taken to have been right about before any.
-        most_from_draft: nodes that one draft may count for in a cell; as many as it has if not
-            given. Nodes of one path come true or fail together.
+        edges: upper edges of the probability bins, ascending.
+        decay: factor on the weight of earlier outcomes with each draft learned from.
+        prior_nodes: prior weight of a cell and of a bin, as a number of correctly predicted nodes.
+        most_from_draft: most weight of one draft in a cell, in nodes; unlimited if not given. The
+            outcomes of nodes on one path are correlated.
     """
 
     def __init__(
@@ -37,16 +36,16 @@ class Calibration:
         self._decay = decay
         self._prior_nodes = prior_nodes
         self._most_from_draft = most_from_draft
-        # float64[2, sources, bins]: nodes expected to come true, and those that did
+        # float64[2, sources, bins]: nodes expected to be right, and those that were
         self._counts = np.zeros((2, 1, len(self._edges) + 1))
 
     def corrected(
         self, probabilities: NDArray[np.floating[Any]], sources: NDArray[np.uint8] | None = None
     ) -> NDArray[np.float64]:
-        """Return float64[n], probabilities corrected; they fall, from at most 1.
+        """Return float64[n], the corrected probabilities; descending and at most 1.
 
         Args:
-            probabilities: float[n] as stated, falling.
+            probabilities: float[n] as stated, descending.
             sources: uint8[n]; one for all if not given.
         """
         cells = self._cells(probabilities, sources)
@@ -64,7 +63,7 @@ class Calibration:
         """Learn from the nodes of a draft whose outcome is known.
 
         Args:
-            probabilities: float[n] as stated, not as corrected.
+            probabilities: float[n] as stated, uncorrected.
             came_true: bool[n].
             sources: uint8[n]; one for all if not given.
         """
@@ -77,11 +76,11 @@ class Calibration:
         self._counts += of_draft.reshape(self._counts.shape)
 
     def forget(self, kept: float) -> None:
-        """Let all that was learned count for a share `kept` of what it did."""
+        """Scale the weight of everything learned so far by `kept`."""
         self._counts *= kept
 
     def _trust(self) -> NDArray[np.float64]:
-        """Return float64[sources, bins], what probabilities are multiplied by."""
+        """Return float64[sources, bins], the factors for probabilities."""
         prior = self._prior_nodes
         expected, right = self._counts.sum(axis=1) + prior
         of_bins: NDArray[np.float64] = right / expected
@@ -94,7 +93,7 @@ class Calibration:
     def _cells(
         self, probabilities: NDArray[np.floating[Any]], sources: NDArray[np.uint8] | None
     ) -> NDArray[np.int64]:
-        """Return int64[n], the cell of each node; makes room for sources that are new."""
+        """Return int64[n], the cell of each node; adds cells for new sources."""
         cells: NDArray[np.int64] = self._edges.searchsorted(probabilities, side="right")
         if sources is None or len(sources) == 0:
             return cells
@@ -106,42 +105,42 @@ class Calibration:
         return cells
 
 
-# Simulated decoding is that of `budget.py`, with one number changed at a time.
+# "Simulated decoding" is that of `budget.py`; one number was changed at a time.
 
 _EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9], np.float32)
-"""Finer where a node may or may not pay, between 0.05 and 0.9; one below never does. In
-simulated decoding one bin above and one below a half bring 6% less where drafts are steady, and 20
-bins bring the same to 5% more, but each of them learns from fewer nodes."""
+"""Finer between 0.05 and 0.9, where a node may or may not pay; below, it never pays. In simulated
+decoding two bins, split at a half, are 6% slower if drafts are steady. 20 bins are as fast to 5%
+faster, but each of them learns from fewer nodes."""
 
 _DECAY: Final = 0.98
-"""Some fifty drafts: a cell has a node in each few drafts. In simulated decoding 0.995 loses 4%
-with a slow drafter. 0.95 gains 11% where the text turns every 100 steps, as it knows no cell that
-is rarely used; with several sources and real text there are many."""
+"""A memory of about fifty drafts: a cell gets a node every few drafts. In simulated decoding 0.995
+loses 4% with a slow drafter. 0.95 gains 11% if the text changes every 100 steps, but only because
+the simulation has no rarely used cells; several sources and real text have many."""
 
 _PRIOR_NODES: Final = 3.0
-"""Three sure nodes in a row that fail halve the trust in a bin. With 10 a drafter that changes
-sides is believed too long, which costs up to 10% in simulated decoding; 1 brings up to 2% more
-there, but lets a single failure halve the trust."""
+"""Three certain nodes in a row that fail halve the trust in a bin. With 10 a drafter that turns
+wrong is trusted too long, which costs up to 10% in simulated decoding; 1 gains up to 2% there, but
+lets a single failure halve the trust."""
 
 _SURPRISE_DECAY: Final = 0.8
 _MOST_SURPRISE: Final = 2.0
-"""Hits beyond what was expected, each fading by a fifth in a step: three in a row of a drafter that
-was thought to be wrong. In simulated decoding 4 is never reached, which costs up to 1%, as does a
-decay of 0.6; 1 costs 1% where drafts are steady and gains up to 8% where a drafter changes
-sides."""
+"""Excess of hits over expectation, decaying by a fifth per step: three hits in a row of a drafter
+believed to be wrong. In simulated decoding 4 is never reached, which costs up to 1%, as does a
+decay of 0.6; 1 costs 1% if drafts are steady and gains up to 8% if a drafter switches between right
+and wrong."""
 
 _KEPT_AFTER_SURPRISE: Final = 0.1
-"""What was learned then speaks for about five drafts more. Nothing kept, or half, brings 1 to 2%
-less in simulated decoding with a drafter that changes sides."""
+"""What was learned before then keeps the weight of about five drafts. Keeping nothing, or half, is
+1 to 2% slower in simulated decoding with a drafter that switches between right and wrong."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectedDraft:
-    """A draft, and its corrected probabilities.
+    """A draft and its corrected probabilities.
 
     Attributes:
         tree: as drafted, N nodes.
-        probabilities: float64[N]; they fall, from at most 1.
+        probabilities: float64[N], descending and at most 1.
     """
 
     tree: DraftTree
@@ -151,7 +150,7 @@ class CorrectedDraft:
 class DraftCalibration:
     """Calibrates the trees of a drafter by the passes that verify some of them.
 
-    Where a drafter is suddenly right several times in a row, most of what was learned before is
+    If a drafter is suddenly right several times in a row, most of what was learned before is
     forgotten.
     """
 
@@ -168,14 +167,14 @@ class DraftCalibration:
     ) -> bool:
         """Learn from a draft, including the nodes that were not verified.
 
-        Nodes beyond the verified ones are wrong unless they continue where the path ended; those
-        that follow `next_token` there have no known outcome yet and do not count.
+        Nodes beyond the verified ones are wrong unless they continue from the end of the path.
+        Those after `next_token` there have no known outcome yet and do not count.
 
         Args:
-            draft: as it was corrected.
+            draft: the corrected draft.
             num_verified: how many of the draft's first nodes were verified.
-            path: int64[k], those that were accepted, from a child of the root downwards.
-            next_token: what the target chose after them.
+            path: int64[k], the accepted nodes, from a child of the root down.
+            next_token: the target's choice after them.
 
         Returns:
             Whether the first token of the draft was right.
@@ -192,7 +191,7 @@ class DraftCalibration:
         return is_hit
 
     def _notice(self, draft: CorrectedDraft, *, is_hit: bool) -> None:
-        """Fade what was learned once first tokens come true much more often than expected."""
+        """Fade what was learned when first tokens are right much more often than expected."""
         likely = float(draft.probabilities[draft.tree.parents == ROOT].sum())
         self._surprise = _SURPRISE_DECAY * self._surprise + is_hit - min(likely, 1.0)
         if self._surprise > _MOST_SURPRISE:
@@ -203,7 +202,7 @@ class DraftCalibration:
 def _outcomes(
     tree: DraftTree, num_verified: int, path: NDArray[np.int64], next_token: int
 ) -> tuple[int, NDArray[np.int64]]:
-    """Return how many of the first nodes have a known outcome, and which came true."""
+    """Return how many of the first nodes have a known outcome, and which were right."""
     tip = int(path[-1]) if len(path) else ROOT
     beyond = slice(num_verified, None)
     goes_on = (tree.parents[beyond] == tip) & (tree.token_ids[beyond] == next_token)

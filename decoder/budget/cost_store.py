@@ -1,4 +1,4 @@
-"""Storing what was measured of a model: the costs of its passes, and what it verifies exactly."""
+"""Storing what was measured about a model: the costs of its passes and what it verifies exactly."""
 
 import json
 import os
@@ -30,7 +30,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the system knows it; empty where it does not."""
+    """Return the system's name for the processor; empty if it has none."""
     with suppress(OSError):
         for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -39,7 +39,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what kind of device it is, and which one where torch knows more than that."""
+    """Return the kind of a device, with its name if it is a CUDA device."""
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_name(device)}"
     return device.type
@@ -56,7 +56,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of what computes."""
+    """Return the versions of Python and of the libraries that compute."""
     names = ("foredraft", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
@@ -70,15 +70,15 @@ _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version")
 _Kept = TypeVar("_Kept")
 
 Key = dict[str, Any]
-"""All that a figure or verdict depends on, as values for JSON."""
+"""Everything that a figure or verdict depends on, as JSON values."""
 
 
 def store_at(stated: str | None) -> "CostStore | None":
-    """Return the store in a directory, none for "none".
+    """Return the store in a directory; `None` for "none".
 
     Args:
-        stated: the directory; `None` for that in `FOREDRAFT_CACHE`, or else a directory of the
-            user's for caches.
+        stated: the directory; `None` for that in `FOREDRAFT_CACHE`, or else the user's cache
+            directory.
     """
     stated = stated or os.environ.get(CACHE_VARIABLE)
     if stated == NOWHERE:
@@ -89,13 +89,13 @@ def store_at(stated: str | None) -> "CostStore | None":
 def key_of(model: PreTrainedModel) -> Key:
     """Return what the costs of a model's passes depend on.
 
-    The kinds of its modules are among it, since those may have been replaced by quicker ones.
+    This includes the types of its modules, which may have been replaced by faster ones.
     """
     return {**_computed(model), "machine": describe_machine()}
 
 
 def _computed(model: PreTrainedModel) -> Key:
-    """Return what the results of a model's passes depend on, besides its weights."""
+    """Return what the results of a model's passes depend on, apart from its weights."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
     stated = json.dumps(config, sort_keys=True, default=str).encode()
     return {
@@ -111,14 +111,14 @@ def _computed(model: PreTrainedModel) -> Key:
 
 
 def _modules(model: PreTrainedModel) -> str:
-    """Return a digest of the names, kinds and modes of a model's modules."""
+    """Return a digest of the names, types and modes of a model's modules."""
     found = undisturbed(lambda: list(model.named_modules()))
     stated = [(name, type(each).__qualname__, each.training) for name, each in found]
     return sha256(json.dumps(stated).encode()).hexdigest()
 
 
 def _division(model: PreTrainedModel) -> Key:
-    """Return over how many processes or which devices a model is divided, where it is."""
+    """Return the number of processes or the devices that a model is divided over, if any."""
     devices = sorted({str(weight.device) for weight in parameters_of(model)})
     stated = {"processes": model.tp_size, "devices": devices if len(devices) > 1 else None}
     return {name: value for name, value in stated.items() if value is not None}
@@ -126,22 +126,22 @@ def _division(model: PreTrainedModel) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class CostStore:
-    """A directory with a small JSON file for each key; it keeps verdicts, too (`Verdicts`).
+    """A directory with a small JSON file for each key; it also stores verdicts (`Verdicts`).
 
-    What cannot be read or written is logged and costs a measurement or a check, never more.
+    A file that cannot be read or written is logged and only costs a new measurement or check.
 
     Attributes:
-        directory: where the files are; it is made when the first is written.
+        directory: folder of the files; it is created with the first file.
     """
 
     directory: Path
 
     def load(self, key: Key) -> CostSurface | None:
-        """Return the costs kept for a key, `None` where there are none or they are damaged."""
+        """Return the stored costs for a key; `None` if there are none or they are damaged."""
         return self._loaded(_COST, key, _surface)
 
     def save(self, key: Key, surface: CostSurface) -> None:
-        """Keep the costs measured for a key; the file appears whole."""
+        """Store the measured costs for a key; the file is written atomically."""
         content = {
             "contexts": surface.contexts,
             "widths": surface.widths,
@@ -150,17 +150,17 @@ class CostStore:
         self._save(_COST, key, content)
 
     def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
-        """Return what models of this architecture, precision and versions verify, if it is kept.
+        """Return what models of this architecture, dtype and versions verify, if it is stored.
 
-        Code of others is in no key: what a model with hooks or modules of theirs verifies is kept
-        for as long as it is there.
+        Keys do not cover foreign code: for a model with foreign hooks or modules, the verdict lasts
+        only as long as the model object.
         """
         if has_code_of_others(model):
             return FOUND_HERE.verdict_on(model)
         return self._loaded(_CHECK, _computed(model), _verdict)
 
     def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
-        """Keep what models like this one verify; the file appears whole."""
+        """Store what models like this one verify; the file is written atomically."""
         if has_code_of_others(model):
             FOUND_HERE.keep_verdict(model, verdict)
             return
@@ -175,7 +175,7 @@ class CostStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _log.warning("%ss in %s are of no use and will be measured: %r", kind, path, error)
+            _log.warning("%ss in %s are unusable and will be measured again: %r", kind, path, error)
             return None
 
     def _save(self, kind: str, key: Key, content: dict[str, Any]) -> None:
@@ -198,17 +198,17 @@ def known_costs(
     measure: Callable[[Target], CostSurface] = measure_costs,
     holds: Callable[[Target, CostSurface], bool] = still_holds,
 ) -> CostSurface:
-    """Return what passes of a target cost, from a store where that still holds, else measured.
+    """Return the costs of a target's passes: the stored ones if they still hold, else measured.
 
-    Logs that it measures, as a warning: who waits those seconds sees why, also where a program has
-    set up no logging.
+    Logs a warning before measuring, so that a user who waits those seconds sees why, even if the
+    program has not set up logging.
 
     Args:
-        target: whose passes; a sequence in progress is lost.
-        model: the target's.
-        store: where costs are kept; `None` to measure always.
-        measure: how.
-        holds: whether kept costs are still to be believed.
+        target: the target to measure; a sequence in progress is lost.
+        model: the target's model.
+        store: where costs are stored; `None` to always measure.
+        measure: measures the costs.
+        holds: returns whether stored costs are still valid.
     """
     return decided(target, lambda: _found_costs(target, model, store, measure, holds))
 
@@ -220,7 +220,7 @@ def _found_costs(
     measure: Callable[[Target], CostSurface],
     holds: Callable[[Target, CostSurface], bool],
 ) -> CostSurface:
-    """Return what passes of a target cost; see `known_costs`."""
+    """Return the costs of a target's passes; see `known_costs`."""
     if store is None:
         _log.warning("measuring what passes cost: some seconds")
         return measure(target)
@@ -231,7 +231,7 @@ def _found_costs(
     why = (
         "once on this machine: some seconds"
         if surface is None
-        else "again: passes take another time now, as the machine is busier or quieter"
+        else "again: passes are slower or faster now, as the machine is busier or quieter"
     )
     _log.warning("measuring what passes cost, %s", why)
     surface = measure(target)
@@ -240,7 +240,7 @@ def _found_costs(
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file in one step, by way of another in the same folder."""
+    """Replace a file atomically, through a temporary file in the same folder."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".cost-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -252,18 +252,18 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _checked_content(content: dict[str, Any], key: Key) -> dict[str, Any]:
-    """Return what was read from a file.
+    """Return the content of a file after checking its format and key.
 
     Raises:
-        ValueError, KeyError or TypeError: it is another key's, or nothing of ours.
+        ValueError, KeyError or TypeError: the content is for another key or not of this format.
     """
     if content["format"] != _FORMAT or content["key"] != json.loads(json.dumps(key)):
-        raise ValueError("written for something else")
+        raise ValueError("written for another key or format")
     return content
 
 
 def _surface(content: dict[str, Any]) -> CostSurface:
-    """Return a checked surface; see `checked_surface` for what is raised."""
+    """Return a checked surface; see `checked_surface` for the errors."""
     return checked_surface(content["contexts"], content["widths"], content["seconds"])
 
 
@@ -271,7 +271,7 @@ def _verdict(content: dict[str, Any]) -> ModelVerdict:
     """Return a verdict.
 
     Raises:
-        KeyError: it names no capability.
+        KeyError: it does not name a capability.
     """
     found = content["capability"]
     return ModelVerdict(None if found is None else Capability[found], str(content["reason"]))

@@ -1,6 +1,6 @@
-"""What a pass costs, by its width and its context, and what a step takes beside its pass.
+"""The costs of passes by width and context, and the overhead of steps beyond their passes.
 
-Passes are measured once, or learned from those that come, and then adapted.
+Costs are measured once, or learned from passes as they run, and then adapted.
 """
 
 import math
@@ -17,51 +17,54 @@ from numpy.typing import NDArray
 
 from decoder.budget.payoff import FadingRatio, RecentMedian
 
-# Errors below are mean absolute errors of logarithms, for made-up passes whose time varies by 8%,
-# of which every 33rd takes thirty times as long, while the load doubles and halves every 200 steps
-# and some widths are 1.4 times as expensive as measured: 0.085 for the load, 0.025 for the shape.
+# Errors below are mean absolute errors of logarithms, for simulated passes whose time varies by 8%.
+# Every 33rd takes thirty times as long, the load doubles or halves every 200 steps, and some widths
+# are 1.4 times as expensive as measured. The chosen values give 0.085 for the load, 0.025 for the
+# shape.
 
 _LOAD_RATE: Final = 0.1
-"""Share of an error of the load that is corrected at once: some ten passes. With 0.03 the error of
-the load is 0.17; with 0.3 it is 0.07, but all of a table then moves with every pass's noise."""
+"""Share of an error of the load that one pass corrects: a memory of about ten passes. With 0.03 the
+error of the load is 0.17; with 0.3 it is 0.07, but then the whole table moves with the noise of
+every pass."""
 
 _SHAPE_RATE: Final = 0.05
-"""Share of a contrast of two widths that is put down to each. With 0.01 the error of the shape is
-0.08, learned too late; with 0.2 it is 0.045, which is noise."""
+"""Share of a contrast between two widths that is attributed to each. With 0.01 the error of the
+shape is 0.08, because it is learned too late; with 0.2 it is 0.045, because of noise."""
 
 _MOST_SURPRISE: Final = 0.3
-"""Where errors of the load are clipped, as logarithms: three times what passes vary by. With 0.1 a
-change of load is followed late (an error of 0.15), and without clipping pauses count (0.14)."""
+"""Clipping limit for errors of the load, as logarithms: three times the usual variation of passes.
+With 0.1 a change of load is followed late (an error of 0.15), and without clipping pauses count
+(0.14)."""
 
 _MOST_CONTRAST: Final = 0.15
-"""Where contrasts of widths are clipped; they are small, as passes share their load. With 0.05 the
-error of the shape is 0.04, without clipping 0.12."""
+"""Clipping limit for contrasts of widths, which are small because successive passes share their
+load. With 0.05 the error of the shape is 0.04, without clipping 0.12."""
 
 _FADING: Final = 0.999
-"""What was learned of widths halves in 700 contrasts, so that a width that seemed expensive is
-tried again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
+"""What was learned about widths halves in 700 contrasts, so a width that seemed expensive is tried
+again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
 
 _MOST_SHAPE: Final = math.log(4)
-"""No width counts as more than four times as expensive or as cheap as measured: a bound that no
-sound run comes near."""
+"""No width counts as more than four times as expensive or as cheap as measured; normal runs stay
+far from this bound."""
 
 _FRESH_PASSES: Final = 16
-"""Passes that a table serves: making one takes as long as the rest of a step's decisions, some tens
-of microseconds. With 1 the error of the load is 0.06, with 64 it is 0.15."""
+"""Passes that a table serves: building one takes as long as the rest of a step's decisions, tens of
+microseconds. With 1 the error of the load is 0.06, with 64 it is 0.15."""
 
 _CONTEXT_GRAIN: Final = 64
-"""Tokens by which a context grows before its table is made again. Even where each token of context
-adds a microsecond to a pass of milliseconds, 64 change a table by less than passes vary."""
+"""Tokens by which a context grows before its table is rebuilt. Even if each token of context adds a
+microsecond to a pass of milliseconds, 64 change a table by less than passes vary."""
 
 
 @dataclass(frozen=True)
 class CostSurface:
-    """What passes cost at several widths and contexts.
+    """The costs of passes at several widths and contexts.
 
     Attributes:
-        contexts: tokens in the cache before a pass, rising.
-        widths: tokens in a pass, rising from 1.
-        seconds: what a pass took, a row for each context, a column for each width.
+        contexts: tokens in the cache before a pass, ascending.
+        widths: tokens in a pass, ascending from 1.
+        seconds: duration of a pass, a row for each context, a column for each width.
     """
 
     contexts: tuple[int, ...]
@@ -70,28 +73,28 @@ class CostSurface:
 
     @classmethod
     def flat(cls, widths: Sequence[int], seconds: Sequence[float]) -> Self:
-        """Return costs that no context changes."""
+        """Return costs that do not depend on the context."""
         return cls((0,), tuple(widths), (tuple(seconds),))
 
     def table(self, context: int) -> NDArray[np.float64]:
-        """Return float64[W], seconds of a pass of 1, 2, ..., W tokens, W the largest width.
+        """Return float64[W], the seconds of a pass of 1, 2, ..., W tokens, W the largest width.
 
-        Linear between what was measured, and beyond the longest context as between the last
-        two: attention costs so much for each token. Never falling with width or context: where
-        a pass was measured slower than a larger one, the larger one is held for as slow.
+        Linear between measured points, and extrapolated beyond the longest context from the last
+        two, because attention has a fixed cost per token. Never decreasing with width or context:
+        if a pass was measured slower than a larger one, the larger one counts as equally slow.
         """
         low, high, share = self._between(context)
         table: NDArray[np.float64] = self._rows[low] + share * (self._rows[high] - self._rows[low])
         return table
 
     def pass_s(self, width: int, context: int) -> float:
-        """Return the seconds of a pass of so many tokens, without those of other widths."""
+        """Return the seconds of a pass of `width` tokens, without computing other widths."""
         low, high, share = self._between(context)
         first, second = self._lists[low][width - 1], self._lists[high][width - 1]
         return first + share * (second - first)
 
     def _between(self, context: int) -> tuple[int, int, float]:
-        """Return the rows that a context stands between, and how far it is from the first."""
+        """Return the two rows around a context and its relative distance from the first."""
         high = min(max(bisect_left(self.contexts, context), 1), len(self.contexts) - 1)
         low = max(high - 1, 0)
         span = self.contexts[high] - self.contexts[low] or 1
@@ -106,22 +109,22 @@ class CostSurface:
 
     @cached_property
     def _lists(self) -> list[list[float]]:
-        rows: list[list[float]] = self._rows.tolist()  # of which an element is read at once
+        rows: list[list[float]] = self._rows.tolist()  # for fast access to single elements
         return rows
 
 
 def checked_surface(
     contexts: Sequence[Any], widths: Sequence[Any], seconds: Sequence[Sequence[Any]]
 ) -> CostSurface:
-    """Return a surface of values that were read from somewhere.
+    """Return a surface from values that were read from a file.
 
     Args:
-        contexts: tokens before a pass, rising.
-        widths: tokens in a pass, rising from 1.
-        seconds: a row for each context, a column for each width.
+        contexts: tokens before a pass, ascending.
+        widths: tokens in a pass, ascending from 1.
+        seconds: seconds of a pass, a row for each context, a column for each width.
 
     Raises:
-        ValueError or TypeError: they are not that.
+        ValueError or TypeError: the values are not a valid surface.
     """
     contexts, widths = tuple(map(int, contexts)), tuple(map(int, widths))
     rows = tuple(tuple(map(float, row)) for row in seconds)
@@ -129,21 +132,21 @@ def checked_surface(
     whole = len(rows) == len(contexts) and all(len(row) == len(widths) for row in rows)
     sound = all(math.isfinite(s) and s > 0 for row in rows for s in row)
     if not (contexts and rising and whole and sound and widths[:1] == (1,) and contexts[0] >= 0):
-        raise ValueError("not a table of costs")
+        raise ValueError("not a valid table of costs")
     return CostSurface(contexts, widths, rows)
 
 
 class AdaptiveCosts:
-    """A surface that follows what passes really take.
+    """A surface that adapts to the actual durations of passes.
 
-    Two things differ from what was measured: how busy the machine is, which slows passes of
-    every width alike, and how expensive some widths are. Only passes that follow one another tell
-    widths apart, as they share the machine's load. Errors are taken as logarithms and clipped
-    (Huber, 1964, doi:10.1214/aoms/1177703732), so one slow pass moves nothing by much, and what
-    was learned of widths fades, so that a width is tried again.
+    Two things may differ from the measurement: the load of the machine, which slows passes of every
+    width equally, and the relative cost of some widths. Only successive passes can tell widths
+    apart, because they share the machine's load. Errors are logarithmic and clipped (Huber, 1964,
+    doi:10.1214/aoms/1177703732), so one slow pass has little influence. What was learned about
+    widths fades, so that an expensive width is tried again.
 
     Args:
-        surface: what was measured.
+        surface: the measured costs.
     """
 
     def __init__(self, surface: CostSurface) -> None:
@@ -162,11 +165,11 @@ class AdaptiveCosts:
 
     @property
     def load(self) -> float:
-        """How many times as long as measured passes take now, of all widths alike."""
+        """Ratio of current to measured durations, common to all widths."""
         return math.exp(self._load)
 
     def table(self, context: int) -> NDArray[np.float64]:
-        """Return float64[W], seconds of a pass of 1, 2, ..., W tokens behind a context, rising."""
+        """Return float64[W], ascending seconds of a pass of 1, 2, ..., W tokens after a context."""
         moved = abs(context - self._context) >= _CONTEXT_GRAIN
         if moved:
             self._context = context
@@ -179,9 +182,9 @@ class AdaptiveCosts:
         return self._table
 
     def table_to(self, width: int, context: int) -> NDArray[np.float64]:
-        """Return float64[width], seconds as `table` does.
+        """Return float64[width], the seconds as in `table`.
 
-        Beyond the widest pass measured costs rise as they do over its wider half.
+        Beyond the widest measured pass, costs rise with the slope of the upper half of widths.
         """
         table = self.table(context)
         widest = len(table)
@@ -192,7 +195,7 @@ class AdaptiveCosts:
         return np.concatenate([table, beyond])
 
     def learn(self, width: int, context: int, seconds: float) -> None:
-        """Take in what a pass of some width took; one wider than the surface says nothing."""
+        """Learn the duration of a pass; a pass wider than the surface is ignored."""
         if seconds <= 0 or width > len(self._places):
             return
         self.table(context)
@@ -234,26 +237,26 @@ def _clipped(error: float, most: float) -> float:
 
 
 _RECENT_STEPS: Final = 9
-"""Plain steps whose median says what they take beside their passes: up to four pauses of the
-machine change nothing."""
+"""Plain steps for the median of their overhead: up to four pauses of the machine change nothing."""
 
 _ENOUGH_PLAIN: Final = 3
-"""Plain steps before it is known what steps take without drafts."""
+"""Plain steps before the overhead of plain steps counts as known."""
 
 _NODES_DECAY: Final = 0.9
-"""What nodes add is that of some ten steps with drafts, each weighed by its nodes."""
+"""The overhead per node averages over about ten steps with drafts, weighted by their nodes."""
 
 _MOST_EXCESS: Final = 1.0
-"""Where that is clipped, to what the step's pass is said to cost: pauses of the machine."""
+"""Clipping limit for that overhead, relative to the predicted cost of the step's pass, against
+pauses of the machine."""
 
 
 class StepOverhead:
-    """What steps take beyond what their passes are said to cost, without drafts and for each node.
+    """The time of steps beyond the predicted costs of their passes, for plain steps and per node.
 
-    Costs are of passes over one sequence. A step also accepts paths, moves what is kept, and has
-    the drafter learn, for each sequence by itself; on a quick device that may take longer than the
-    nodes in its pass. Only plain steps tell what drafts add to a step, so nothing is said before
-    three of them; all is in proportion to the machine's load.
+    Costs are those of passes over one sequence. A step also accepts paths, moves kept rows, and
+    lets the drafter learn, separately for each sequence; on a fast device that may take longer than
+    the nodes in its pass. Only plain steps show what drafts add to a step, so nothing is known
+    before three of them. All overheads scale with the machine's load.
     """
 
     def __init__(self) -> None:
@@ -268,22 +271,22 @@ class StepOverhead:
 
     @property
     def plain(self) -> float:
-        """How many times as long a plain step takes as its pass is said to."""
+        """Ratio of a plain step's duration to the predicted cost of its pass."""
         return (self._plain.value() or 1.0) if self.is_known else 1.0
 
     @property
     def node_s(self) -> float:
-        """Seconds that each node adds beyond what it adds to the pass, on a machine of load 1."""
+        """Seconds that each node adds beyond its cost in the pass, at load 1."""
         return max(self._node_s.value(), 0.0)
 
     def learn(self, num_nodes: int, pass_s: float, step_s: float, load: float) -> None:
-        """Take in a step.
+        """Learn from a step.
 
         Args:
-            num_nodes: of all trees that it verified.
-            pass_s: seconds that its pass is said to cost.
-            step_s: seconds that it took, without drafting.
-            load: how many times as long as measured passes take now.
+            num_nodes: nodes that it verified, over all trees.
+            pass_s: predicted seconds of its pass.
+            step_s: its actual seconds, without drafting.
+            load: ratio of current to measured durations.
         """
         if num_nodes == 0:
             self._num_plain += 1
@@ -294,28 +297,28 @@ class StepOverhead:
 
 
 _ENOUGH: Final = 3
-"""Passes of a width before it counts as known: the median of three ignores one slow pass, as the
-first of a shape often is."""
+"""Passes of a width before it counts as known: the median of three ignores one slow pass, and the
+first of a shape often is slow."""
 
 _STALE_PASSES: Final = 4096
-"""Passes after which a width that was not seen counts as unknown, and is tried again three times:
+"""Passes after which a width that was not seen counts as unknown and is tried three times again:
 under a thousandth of all passes."""
 
 _FINE: Final = 8
-"""Widths up to here are known one by one; beyond, in steps of a quarter: costs leap where kernels
-change, mostly at powers of two, and a quarter is finer than that."""
+"""Widths up to here are tracked one by one, wider ones in steps of a quarter. Costs jump when
+kernels change, mostly at powers of two, and a quarter is finer than that."""
 
 
 class ObservedCosts(AdaptiveCosts):
-    """What passes cost where none can be made to be timed: learned from those that come.
+    """Costs of passes learned as passes run, for use when no pass can be run just for timing.
 
-    A width is known once three passes had about it. Between known widths costs are linear, and
-    beyond the widest they rise as between the last two. What is narrower than all known ones counts
-    as cheap in proportion, and what is wider than the only known one as no more expensive: so both
-    are soon tried, and known. From then on a width is adapted as `AdaptiveCosts` does.
+    A width is known after three passes of about that width. Costs are linear between known widths,
+    and extrapolated beyond the widest from the last two. Widths below all known ones count as
+    proportionally cheaper, and widths above the only known one as no more expensive, so both are
+    soon tried and known. From then on a width is adapted as in `AdaptiveCosts`.
 
     Args:
-        max_width: of a pass, tokens of all its sequences together.
+        max_width: most tokens of a pass, over all its sequences.
     """
 
     def __init__(self, max_width: int) -> None:
@@ -327,7 +330,7 @@ class ObservedCosts(AdaptiveCosts):
         self._num_passes = 0
 
     def learn(self, width: int, context: int, seconds: float) -> None:
-        """Take in what a pass of some width took; one wider than all others says nothing."""
+        """Learn the duration of a pass; a pass wider than `max_width` is ignored."""
         if seconds <= 0 or width > self._knots[-1]:
             return
         self._num_passes += 1
@@ -352,7 +355,7 @@ class ObservedCosts(AdaptiveCosts):
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Make the surface again from what is known."""
+        """Rebuild the surface from what is known."""
         known = [at for at, samples in enumerate(self._samples) if len(samples) == _ENOUGH]
         seconds = [statistics.median(self._samples[at]) for at in known]
         widths = self._knots[known]
@@ -367,11 +370,11 @@ class ObservedCosts(AdaptiveCosts):
             shape if len(samples) == _ENOUGH else 0.0
             for shape, samples in zip(self._shape, self._samples, strict=True)
         ]
-        self._context = -_CONTEXT_GRAIN  # the table is made again
+        self._context = -_CONTEXT_GRAIN  # the table is rebuilt
 
 
 def _observed_widths(max_width: int) -> list[int]:
-    """Return widths that are told apart, rising from 1 to the largest."""
+    """Return the widths that are tracked, ascending from 1 to the largest."""
     widths = list(range(1, min(_FINE, max_width) + 1))
     while widths[-1] < max_width:
         widths.append(min(widths[-1] + widths[-1] // 4, max_width))

@@ -1,4 +1,4 @@
-"""Timing passes of a target: once for each machine and model, and checks of what was kept."""
+"""Timing passes of a target, once for each machine and model, and checking stored costs."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,38 +13,38 @@ from decoder.sampling.walk import follow
 from retriever.tree import ROOT, DraftTree, Source
 
 DEFAULT_WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens in a pass. Costs leap where products of matrices change their kernels, mostly at powers of
-two. 64 nodes bring 12% more tokens than 32 on chats, and twice as many would bring less again."""
+"""Tokens in a pass. Costs jump when matrix products change their kernels, mostly at powers of two.
+64 nodes yield 12% more tokens than 32 on chats, and 128 would yield a smaller gain still."""
 
 DEFAULT_CONTEXTS: Final = (64, 512, 2048)
 """Tokens before a pass: short, usual, and long enough for attention to show. Costs are linear in
-the context, so three points suffice, and beyond the last the line goes on."""
+the context, so three points suffice; beyond the last they are extrapolated."""
 
 DEFAULT_SECONDS: Final = 3.0
-"""As long as a start may take more for it, once for each machine and model. 21 kinds of passes run
-four times in that where a pass takes 35 ms."""
+"""Time that measuring may add to a start, once for each machine and model. At 35 ms a pass, 21
+kinds of passes run four times in it."""
 
 _ENOUGH_ROUNDS: Final = 4
-"""Passes of a kind before their two shortest may agree: the first warms caches, and of three more
-two are rarely disturbed."""
+"""Least passes of a kind before its two shortest are compared: the first warms caches, and of three
+more two are rarely disturbed."""
 
 _MOST_ROUNDS: Final = 12
-"""On a machine that never rests the two shortest may never agree: a dozen passes have to do."""
+"""On a machine that is never idle the two shortest may never agree: twelve passes must suffice."""
 
 _AGREEMENT: Final = 1.08
-"""The longer of the two shortest passes over the shorter. Undisturbed passes differ by a few
-percent, and 8% of a cost moves a cut by a node or so, where gains are flat."""
+"""Most that the second-shortest pass may exceed the shortest, as a ratio. Undisturbed passes differ
+by a few percent, and 8% of a cost moves a cut by about one node, where gains are flat."""
 
 _CHECKED_WIDTH: Final = 8
-"""Width that is timed again before kept costs are believed: a usual cut, which takes hardly longer
+"""Width that is timed again before stored costs are used: a usual cut, which takes hardly longer
 than a plain pass."""
 
 _CHECKS: Final = 5
-"""Passes of which the shortest counts: five take a tenth of a second for a pass of 20 ms."""
+"""Passes of which the shortest counts: five passes of 20 ms take a tenth of a second."""
 
 _STILL_HOLDS: Final = 1.3
-"""How much quicker or slower than kept a pass may be on a machine at rest: another version or
-setting differs by more. What is within it, `AdaptiveCosts` corrects."""
+"""Factor by which a pass may be faster or slower than stored on an idle machine: another version or
+setting differs by more. `AdaptiveCosts` corrects differences within it."""
 
 Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""
@@ -66,29 +66,29 @@ def measure_costs(
     max_seconds: float = DEFAULT_SECONDS,
     timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> CostSurface:
-    """Time passes of several widths and contexts, in turn, and take the shortest of each.
+    """Time passes of several widths and contexts in turn and take the shortest of each kind.
 
-    What else runs on a machine only ever makes a pass longer. Rounds are repeated, a dozen times
-    at most, until the two shortest passes of every kind agree, so that a busy moment does not
-    pass for a cost. Contexts are made up in the cache instead of read. A sequence in progress is
-    lost; the target is left without one.
+    Other load on the machine only ever makes a pass longer. Rounds are repeated, at most twelve
+    times, until the two shortest passes of every kind agree, so that a busy moment is not taken for
+    a cost. Contexts are faked in the cache instead of read. A sequence in progress is lost; the
+    target is left without one.
 
-    Where passes are padded, each width is measured with the next one, which is where costs leap,
-    and work that is done once for each shape is done before.
+    If passes are padded, each width is measured together with the next one, where costs jump, and
+    work that is done once for each shape is done first.
 
     Args:
         target: the model to measure.
-        widths: tokens in a pass, rising from 1.
-        contexts: tokens before it, rising; what exceeds the model's limit is shortened.
-        max_seconds: no pass begins later, but for two passes of the two narrowest widths at the
-            first context. What was not reached by then is left out of the surface.
-        timed: how a pass is timed, in seconds.
+        widths: tokens in a pass, ascending from 1.
+        contexts: tokens before it, ascending; those beyond the model's limit are shortened.
+        max_seconds: no pass starts after this, except two passes of each of the two narrowest
+            widths at the first context. Kinds that were not reached are left out of the surface.
+        timed: times a pass, in seconds.
     """
     return decided(target, lambda: _measured(target, widths, contexts, max_seconds, timed))
 
 
 def decided(target: Target, find: Callable[[], CostSurface]) -> CostSurface:
-    """Return what is found, by the first of the processes that share the target's model."""
+    """Return the result of `find`, run by the first of the processes that share the model."""
     return find() if target.ranks is None else target.ranks.decided(find, target)
 
 
@@ -99,7 +99,7 @@ def _measured(
     max_seconds: float,
     timed: Callable[[Target, DraftTree], float],
 ) -> CostSurface:
-    """Return what was timed; see `measure_costs`."""
+    """Return the timed surface; see `measure_costs`."""
     if target.pads_passes:
         widths = sorted({*widths, *(width + 1 for width in widths[:-1])})
     widths = [width for width in widths if width - 1 <= target.max_nodes]
@@ -130,12 +130,12 @@ def still_holds(
     surface: CostSurface,
     timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> bool:
-    """Return whether passes take what a surface says, or a busy machine slows them all.
+    """Return whether passes match a surface, or are all slowed by a busy machine.
 
-    A plain pass and one of a usual width are timed in turn. A pass that is more than 30% quicker
-    than kept was not measured like this, and nor was one that alone is slower. Where both are
-    slower the machine is busy: `AdaptiveCosts` follows that, and what is measured meanwhile would
-    be the worse table.
+    A plain pass and one of a usual width are timed in turn. If either is more than 30% faster than
+    stored, or only one is slower, the costs were measured under other conditions. If both are
+    slower, the machine is busy: `AdaptiveCosts` follows that, and measuring now would give a worse
+    table.
 
     A sequence in progress is lost; the target is left without one.
     """
@@ -158,14 +158,14 @@ def _run_once(
     trees: dict[tuple[int, int], DraftTree],
     timed: Callable[[Target, DraftTree], float],
 ) -> None:
-    """Run every pass once, those behind the longest context first: what holds it is kept."""
+    """Run every pass once, the longest contexts first: the memory allocated for them is reused."""
     for context, width in sorted(trees, reverse=True):
         target.pretend(context)
         timed(target, trees[context, width])
 
 
 def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:
-    """Go through all kinds of passes again and again as long as there is something to learn."""
+    """Cycle through all kinds of passes until their two shortest agree."""
     for _ in range(_MOST_ROUNDS):
         yield from samples
         if all(map(_agree, samples.values())):
@@ -173,7 +173,7 @@ def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:
 
 
 def _agree(taken: list[float]) -> bool:
-    """Return whether there are enough samples and the two least differ by little."""
+    """Return whether there are enough samples and the two shortest differ by little."""
     if len(taken) < _ENOUGH_ROUNDS:
         return False
     least, second = sorted(taken)[:2]
@@ -181,7 +181,7 @@ def _agree(taken: list[float]) -> bool:
 
 
 def _surface(samples: Samples) -> CostSurface:
-    """Return what was timed: the widths of the first context, and the contexts with them all."""
+    """Return a surface of the first context's timed widths and the contexts that have them all."""
     contexts = list(dict.fromkeys(context for context, _ in samples))
     timed = {point: min(taken) for point, taken in samples.items() if taken}
     widths = tuple(width for context, width in timed if context == contexts[0])
@@ -191,7 +191,7 @@ def _surface(samples: Samples) -> CostSurface:
 
 
 def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
-    """Return contexts that leave room for a pass, rising; one where reading them takes long."""
+    """Return contexts that leave room for a pass, ascending; only one if reading them is slow."""
     if target.capability is not Capability.TREES:
         contexts = contexts[:1]
     room = contexts[-1] if target.max_length is None else target.max_length - 2
@@ -199,9 +199,10 @@ def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
 
 
 def _trial(num_nodes: int, context: int, target: Target) -> DraftTree:
-    """Return a tree to time; a pass costs the same for every shape.
+    """Return a tree to time; a pass costs the same for every tree shape.
 
-    A chain, which every target can verify, or a bush where a chain would pass the model's limit.
+    A chain, which every target can verify, or all siblings if a chain would exceed the model's
+    limit.
     """
     fits = target.max_length is None or context + num_nodes < target.max_length
     nodes = np.arange(num_nodes, dtype=np.int32)

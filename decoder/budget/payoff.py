@@ -1,25 +1,25 @@
-"""Deciding whether a drafter pays: its recent gain against its time, and when to try it again."""
+"""Decides whether a drafter pays: its recent gain against its time, and when to retry it."""
 
 import statistics
 from collections import deque
 from typing import Final
 
 _LEVEL: Final = 0.25
-"""What stands for no slope of a line, in squared distances from the mean."""
+"""Weight of the prior of zero slope, in squared distance from the mean."""
 
 
 class FadingRatio:
-    """A ratio of two sums in which older values count ever less.
+    """A ratio of two sums with exponentially decaying weights.
 
-    Unlike an exponential moving average that starts at some value, it is the plain ratio of all
-    values at first, and that of the latest 1 / (1 - decay) or so later.
+    Unlike an exponential moving average with an initial value, it is at first the plain ratio of
+    all values, and later that of about the latest 1 / (1 - decay).
 
     Args:
-        decay: what a value counts for after one more has come, between 0 and 1.
+        decay: factor on earlier values with each new one, between 0 and 1.
 
     Attributes:
-        numerator: fading sum of what was added above.
-        denominator: fading sum of what was added below.
+        numerator: decaying sum of the values above.
+        denominator: decaying sum of the values below.
     """
 
     def __init__(self, decay: float) -> None:
@@ -28,30 +28,31 @@ class FadingRatio:
         self.denominator = 0.0
 
     def add(self, above: float, below: float = 1.0) -> None:
-        """Add a value, by default one of a mean."""
+        """Add a numerator and a denominator; with the default 1 the ratio is a mean."""
         self.numerator = self._decay * self.numerator + above
         self.denominator = self._decay * self.denominator + below
 
     def value(self, default: float = 0.0) -> float:
-        """Return the ratio, `default` before anything was added."""
+        """Return the ratio; `default` before anything was added."""
         return self.numerator / self.denominator if self.denominator else default
 
 
 class FadingLine:
-    """A line through points between 0 and 1 in which older points count ever less.
+    """A line fitted to points between 0 and 1 with decaying weights.
 
-    It begins with points that lie evenly on a guess. Few points show little of a slope: what stands
-    for none weighs as much as one point half of the way off their mean.
+    The prior is a set of points spread evenly along a guessed line. A few points say little about
+    the slope, so a zero slope is added as a prior with the weight of one point at distance 0.5 from
+    the mean.
 
     Args:
-        decay: what points count for after `fade`, between 0 and 1.
-        known: points that the guess counts for.
-        at_0: value of the guess at 0.
-        at_1: at 1.
+        decay: factor on the weight of points at each `fade`, between 0 and 1.
+        known: weight of the guess, in points.
+        at_0: guessed value at 0.
+        at_1: guessed value at 1.
     """
 
     def __init__(self, decay: float, known: float, *, at_0: float, at_1: float) -> None:
-        slope, mean, square = at_1 - at_0, 1 / 2, 1 / 3  # of numbers between 0 and 1
+        slope, mean, square = at_1 - at_0, 1 / 2, 1 / 3  # moments of numbers between 0 and 1
         self._decay = decay
         self._count = known
         self._x, self._xx = known * mean, known * square
@@ -59,7 +60,7 @@ class FadingLine:
         self._xy = known * (at_0 * mean + slope * square)
 
     def fade(self) -> None:
-        """Have all points count less."""
+        """Decay the weights of all points."""
         self._count *= self._decay
         self._x *= self._decay
         self._xx *= self._decay
@@ -83,7 +84,7 @@ class FadingLine:
 
 
 class RecentMedian:
-    """The median of the latest values: fewer than half of them can be off by any amount.
+    """The median of the latest values: outliers among less than half of them do not matter.
 
     Args:
         count: how many values are kept; a lasting change shows after half as many.
@@ -93,27 +94,27 @@ class RecentMedian:
         self._values: deque[float] = deque(maxlen=count)
 
     def add(self, value: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         self._values.append(value)
 
     def value(self) -> float | None:
-        """Return the median, `None` before the first value."""
+        """Return the median; `None` before the first value."""
         return statistics.median(self._values) if self._values else None
 
 
 class Payoff:
-    """Learns what asking for something gains, and decides whether to ask again.
+    """Learns the gain of asking for something and decides whether to ask again.
 
-    It is asked for as long as its mean gain is worth the time that it takes. Once it is not, it
-    is left out for some steps and then tried once; each time that it still does not pay, the
-    pause doubles. The first step at which it pays again ends this.
+    Asking continues while the mean gain is worth its time. After that there is a pause of some
+    steps, then one trial; each time that it still does not pay, the pause doubles. The first step
+    at which it pays again ends the pauses.
 
-    Gains are in a unit of the caller's, such as seconds or tokens, whose worth in seconds is
-    stated when it is needed: the pace of decoding may change while nothing is learned.
+    Gains are in a unit of the caller's choice, such as seconds or tokens. Its worth in seconds is
+    passed with each decision, because the pace of decoding may change while nothing is learned.
 
     Args:
-        decay: of the mean gain, for each answer.
-        latest_counts: whether the last answer alone may show that it pays.
+        decay: decay of the mean gain per answer.
+        latest_counts: whether the last answer alone can show that asking pays.
     """
 
     def __init__(self, decay: float, *, latest_counts: bool = False) -> None:
@@ -130,13 +131,13 @@ class Payoff:
         return self._gains.value()
 
     def learn(self, gain: float) -> None:
-        """Take in what an answer gained."""
+        """Learn the gain of an answer."""
         self._is_untried = False
         self._latest = gain
         self._gains.add(gain)
 
     def pays(self, unit_s: float, cost_s: float) -> bool:
-        """Return whether asking gains more than it takes, as far as is known.
+        """Return whether asking gains more than it costs, as far as is known.
 
         Args:
             unit_s: seconds that a unit of gain is worth now.
@@ -146,7 +147,7 @@ class Payoff:
         return self._is_untried or gain * unit_s >= cost_s
 
     def is_due(self, unit_s: float, cost_s: float, longest_pause: int) -> bool:
-        """Return whether to ask in this step; call it once a step.
+        """Return whether to ask in this step; call it once per step.
 
         Args:
             unit_s: seconds that a unit of gain is worth now.

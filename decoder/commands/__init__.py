@@ -1,6 +1,6 @@
-"""The commands of the core: answer prompts, and talk with a model.
+"""The commands of the core: answer prompts and chat with a model.
 
-What they do is imported when they do it, so that their help comes at once.
+Each command imports its implementation when it runs, so that help appears immediately.
 """
 
 import typer
@@ -28,10 +28,11 @@ def run_generate(
     sampling: SamplingSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a prompt, or each of a file; text goes to standard output, figures to standard error.
+    """Answer one or more prompts; text goes to standard output, figures to standard error.
 
-    The text of one prompt streams. Those of a file are blocks, or (--json) an object a line, as
-    each is done; a prompt that fails is reported, the others go on, and the status is 1.
+    The answer to a single prompt streams. Answers to a file are printed as each is done, as blocks
+    or, with --json, as one object per line. A prompt that fails is reported, the others continue,
+    and the exit status is 1.
     """
     from decoder.commands.generate_command import answer_prompts  # noqa: PLC0415  (loads torch)
 
@@ -49,8 +50,8 @@ def run_chat(
 ) -> None:
     """Talk with a model: answers stream in the colours of the sources that drafted them.
 
-    Earlier answers are drafted from. Ctrl-C ends an answer, Ctrl-D or /exit the conversation, and
-    /clear begins a new one. Without a terminal each line of standard input is a message, and each
+    Earlier answers serve as drafts. Ctrl-C ends an answer, Ctrl-D or /exit the conversation, and
+    /clear starts a new one. Without a terminal, each line of standard input is a message, and each
     answer goes to standard output.
     """
     from decoder.commands.chat_command import hold_conversation  # noqa: PLC0415  (loads torch)
@@ -59,7 +60,7 @@ def run_chat(
 
 
 def run(commands: typer.Typer) -> None:
-    """Run a command line; errors that say what to do are printed in one line."""
+    """Run a command line; foreseen errors are printed in one line."""
     with errors_in_one_line(DecoderError, RetrieverError, IndexerError, MemoryError):
         commands(prog_name="foredraft")
 

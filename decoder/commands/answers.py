@@ -38,15 +38,15 @@ from retriever.tree import Source
 
 @dataclass(slots=True)
 class Endings:
-    """Counts answers, and those that ended because a limit was reached.
+    """Counts answers and those that ended at a limit.
 
     Attributes:
-        max_new_tokens: the limit that was asked for.
-        pattern: what answers match once they are whole, if anything.
-        num_answers: all of them.
-        num_limited: those with so many tokens as were asked for.
-        num_full: those that filled the room that the model has for prompt and output.
-        num_unmatched: those of both whose pattern was not complete.
+        max_new_tokens: the requested limit.
+        pattern: grammar that complete answers match, if any.
+        num_answers: all answers.
+        num_limited: answers that reached the requested limit.
+        num_full: answers that reached the model's limit for prompt and output.
+        num_unmatched: answers among both whose pattern was not complete.
     """
 
     max_new_tokens: int
@@ -57,7 +57,7 @@ class Endings:
     num_unmatched: int = 0
 
     def count(self, result: Answer) -> None:
-        """Count an answer in."""
+        """Count an answer."""
         self.num_answers += 1
         if result.finish_reason is not FinishReason.LENGTH:
             return
@@ -69,12 +69,12 @@ class Endings:
             self.num_unmatched += 1
 
     def summary(self) -> str:
-        """Return the line that follows the figures; empty where no limit was reached."""
+        """Return the text after the figures; empty if no limit was reached."""
         limit = counted(self.max_new_tokens, "token")
         parts = [
             self._told(self.num_limited, f"ended at the limit of {limit}"),
             self._told(self.num_full, "ended at the model's limit for prompt and output"),
-            self._told(self.num_unmatched, "broke off before the pattern was complete"),
+            self._told(self.num_unmatched, "ended before the pattern was complete"),
         ]
         return "".join(f"; {part}" for part in parts if part)
 
@@ -84,33 +84,33 @@ class Endings:
 
 
 FORESEEN = (*errors.FORESEEN, torch.OutOfMemoryError)
-"""Errors that tell a user what to do; others are bugs, and are shown with a traceback."""
+"""Errors that tell a user what to do; others are bugs and are shown with a traceback."""
 
 _HEADING_CHARACTERS = 72
-"""Of a prompt, so that its heading fits a line of 80."""
+"""Most characters of a prompt in its heading, which then fits in 80 columns."""
 
 
 class PassWriter(Protocol):
-    """Writes the passes of answers, as a trace does."""
+    """Writes the passes of answers, for example to a trace."""
 
     def observer(self, prompt: int, text: str = "", context: Sequence[int] = ()) -> Observer:
-        """Return what is shown each pass of a prompt, by the prompt's number, text and tokens."""
+        """Return an observer of the passes of a prompt, given its number, text and tokens."""
         ...
 
 
 _INDEXED: Final = (Source.CORPUS, Source.PHRASES)
-"""What a token of an index is drafted from: its texts, or its phrase tables."""
+"""Sources of tokens drafted from an index: its texts and its phrase tables."""
 
 
 class Printer:
     """Shows answers on standard output, and figures and errors on standard error.
 
     Args:
-        as_json: print an object a line instead of texts.
-        is_single: there is one prompt, which was not read from a file.
-        num_prompts: how many there are.
-        palette: colours of texts; `None` for none.
-        indexes: that are drafted from.
+        as_json: print one object per line instead of texts.
+        is_single: whether there is one prompt that was not read from a file.
+        num_prompts: number of prompts.
+        palette: colours of texts; `None` for no colours.
+        indexes: indexes that drafts come from.
     """
 
     def __init__(
@@ -129,25 +129,25 @@ class Printer:
         self._indexes = indexes
 
     def piece(self, text: str) -> None:
-        """Show a part of an answer's text at once, where it streams."""
+        """Show a part of an answer's text immediately, if it streams."""
         if self.is_single and not self._as_json:
             self._echo(text, nl=False)
 
     def end_of_text(self) -> None:
-        """End the line of a text that streamed."""
+        """End the line of a streamed text."""
         if self.is_single and not self._as_json:
             typer.echo()
 
     def answer(
         self, number: int, prompt: Prompt, result: Answer, speedup: Speedup, painted: str
     ) -> None:
-        """Show an answer that has ended, whole or not.
+        """Show an answer that has ended, complete or not.
 
         Args:
-            number: of the prompt, from 1.
-            prompt: what was answered.
+            number: number of the prompt, from 1.
+            prompt: the prompt.
             result: the answer.
-            speedup: what drafts were worth for it.
+            speedup: its speedup from drafts.
             painted: its text in colours.
         """
         if self._as_json:
@@ -156,7 +156,7 @@ class Printer:
             self._print_block(number, prompt, painted)
 
     def failure(self, number: int, prompt: Prompt, error: Exception) -> None:
-        """Show that a prompt has no answer, or only a part of one."""
+        """Show that a prompt has no answer or only a partial one."""
         if self._as_json:
             reason = {"finish_reason": FinishReason.ERROR.value, "error": reason_of(error)}
             self._print_json(prompt, {"text": "", "token_ids": [], **reason})
@@ -170,7 +170,7 @@ class Printer:
         typer.echo(f"error: {place}{reason_of(error)}", err=True)
 
     def statistics(self, total: Statistics, endings: Endings, speedup: Speedup) -> None:
-        """Show the figures of all answers, which ended at a limit, and what drafts were worth."""
+        """Show the figures of all answers, how many ended at a limit, and the speedup."""
         if self.palette is not None:
             legend = self.palette.legend(total.accepted, total.num_tokens)
             typer.echo(f"tokens by colour: {legend}", err=True, color=True)
@@ -181,7 +181,7 @@ class Printer:
             self._tell_unused()
 
     def _tell_unused(self) -> None:
-        """Say that no token came from an index, and what to do."""
+        """Report that no token came from an index, and what to do."""
         if self._as_json:
             return
         named = ", ".join(map(str, self._indexes))
@@ -208,21 +208,21 @@ class Printer:
 
 
 class Answerer:
-    """Answers prompts; one that fails is reported, and the others go on.
+    """Answers prompts; one that fails is reported, and the others continue.
 
     Args:
-        decoder: made for the model.
-        language_model: whose answers these are.
-        options: of every answer.
+        decoder: decoder built for the model.
+        language_model: the model that answers.
+        options: options of every answer.
         printer: shows them.
         writer: writes every pass, if wanted.
         interruption: ends the answers.
-        pattern: what whole answers match, if anything.
-        comparison: decodes plainly, too, if wanted; one answer at a time.
-        parallel: answers at a time; of several, each is shown when those before it are done.
+        pattern: grammar that complete answers match, if any.
+        comparison: also decodes without drafts, if wanted; only with one answer at a time.
+        parallel: answers at a time; with several, each is shown when those before it are done.
 
     Attributes:
-        num_failed: prompts without a whole answer.
+        num_failed: prompts without a complete answer.
         is_interrupted: whether Ctrl-C ended it.
     """
 
@@ -253,13 +253,15 @@ class Answerer:
         self.is_interrupted = False
 
     def run(self, prompts: Sequence[Prompt]) -> None:
-        """Answer all of them, and print the figures.
+        """Answer all prompts and print the figures.
 
         Raises:
-            DecoderError, RetrieverError, IndexerError: the only prompt failed, or the trace did.
+            DecoderError, RetrieverError, IndexerError: the only prompt failed, or the trace cannot
+                be written.
         """
         numbered = list(enumerate(prompts, 1))
-        # One at a time, the next one waits for what comes after an answer, such as its comparison.
+        # When answering one at a time, the next waits for what follows an answer, such as its
+        # comparison.
         batches = [numbered] if self._parallel > 1 else [[each] for each in numbered]
         try:
             with _bar(len(prompts)) as bar:
@@ -277,7 +279,7 @@ class Answerer:
     def _answer(
         self, numbered: Sequence[tuple[int, Prompt]], advance: Callable[[], object]
     ) -> None:
-        """Answer some at a time, and show them in order."""
+        """Answer some at a time and show them in order."""
         begun: list[_Begun] = []
         done: dict[int, tuple[_Begun, Answer]] = {}
         unseen = deque(number for number, _ in numbered)
@@ -294,7 +296,7 @@ class Answerer:
             advance()
             while unseen and unseen[0] in done:
                 self._show(*done.pop(unseen.popleft()))
-        for number in sorted(done):  # what waited for one that was interrupted, or failed
+        for number in sorted(done):  # answers that waited for an interrupted or failed one
             self._show(*done[number])
 
     def _tasks(
@@ -303,7 +305,7 @@ class Answerer:
         begun: list["_Begun"],
         done: dict[int, tuple["_Begun", Answer]],
     ) -> Iterator[Task]:
-        """Give prompts to be answered; one that cannot be read is done."""
+        """Yield the prompts as tasks; one that cannot be encoded is done at once."""
         for number, prompt in numbered:
             painter = Painter(
                 self._language_model.tokenizer, self._printer.piece, self._printer.palette
@@ -321,7 +323,7 @@ class Answerer:
             yield painted(self._decoder, each.tokens, painter, each.speedup, observers)
 
     def _show(self, begun: "_Begun", result: Answer) -> None:
-        """Show an answer, whole or not; an error of its prompt alone is reported."""
+        """Show an answer, complete or not; report an error that concerns only its prompt."""
         number, prompt, error = begun.number, begun.prompt, result.error
         has_text = error is None or bool(result.token_ids)
         if has_text:
@@ -344,19 +346,19 @@ class Answerer:
         self.num_failed += 1
 
     def _compared(self, begun: "_Begun", result: Answer) -> Speedup | None:
-        """Return what drafts were worth as measured; `None` where that was not done."""
+        """Return the measured speedup; `None` if it was not measured."""
         if self._comparison is None:
             return None
         if result.finish_reason not in {FinishReason.INTERRUPTED, FinishReason.ERROR}:
             return self._comparison.speedup(begun.tokens, result, self._interruption)
         if begun.tokens and not isinstance(result.error, InvalidPromptError):
-            self._comparison.skip()  # a prompt that is refused takes no random numbers
+            self._comparison.skip()  # a refused prompt takes no random numbers
         return None
 
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A prompt, its number from 1 and its tokens, and what watches its answer."""
+    """A prompt with its number from 1, its tokens, its painter and its speedup."""
 
     number: int
     prompt: Prompt
@@ -372,21 +374,21 @@ def painted(
     speedup: Speedup,
     observers: Sequence[Observer] = (),
 ) -> Task:
-    """Return a prompt to answer, whose text is painted and whose drafts' worth is counted.
+    """Return a task whose answer is painted and whose speedup is counted.
 
     Args:
-        decoder: that answers it.
-        tokens: the prompt's.
-        painter: gets the text, and writes it; it is to be finished behind the answer.
-        speedup: is told of every pass, where passes have a measured cost.
-        observers: are shown every pass after that.
+        decoder: answers the prompt.
+        tokens: tokens of the prompt.
+        painter: writes the text; finish it after the answer.
+        speedup: counts every pass, if the costs of passes are measured.
+        observers: called with every pass after that.
     """
     counted = speedup.observer(decoder.budget, len(tokens))
     return Task(tokens, painter.text, together([painter.observe, counted, *observers]))
 
 
 def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:
-    """Return an observer that shows each pass to several, in order."""
+    """Return an observer that passes each pass on to several observers, in order."""
 
     def observe(step: ObservedPass) -> None:
         for observer in observers:
@@ -396,7 +398,7 @@ def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:
 
 
 def _bar(num_prompts: int) -> Progress:
-    """Return a bar for standard error, which shows itself where that is a terminal."""
+    """Return a progress bar for standard error, shown only if that is a terminal."""
     console = Console(stderr=True)
     return Progress(
         console=console,

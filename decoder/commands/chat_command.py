@@ -29,13 +29,13 @@ from indexer.errors import TokenizerError, reason_of
 from indexer.launch import errors_in_one_line
 
 _LEAST_ROOM: Final = 64
-"""Tokens that are left for an answer at least: a few sentences. Old turns go rather than those."""
+"""Least tokens left for an answer: a few sentences. Old turns are dropped to make room for them."""
 
 _PROMPT: Final = "> "
 
 _COMMAND: Final = re.compile(r"/\w+(\s|$)")
 _COMMANDS: Final = (
-    "/clear begins a new conversation, /exit and /quit end all, /help shows this; a text that "
+    "/clear starts a new conversation, /exit and /quit end the chat, /help shows this; a text that "
     "begins with a slash is sent with a space before it"
 )
 
@@ -73,13 +73,13 @@ def hold_conversation(
 
 @dataclass(slots=True)
 class Messages:
-    """The turns of a conversation, of which the oldest go where the model has no room for all.
+    """The turns of a conversation; the oldest are dropped when the model has no room for all.
 
     Attributes:
-        language_model: whose chat template puts them.
-        decoder: whose target says how much room there is.
-        system: the message before all, if any.
-        turns: what user and assistant said, in order.
+        language_model: its chat template formats the turns.
+        decoder: its target tells how much room there is.
+        system: the system message, if any.
+        turns: pairs of a user message and the answer, in order.
     """
 
     language_model: LanguageModel
@@ -88,11 +88,11 @@ class Messages:
     turns: list[tuple[str, str]] = field(default_factory=list)
 
     def prompt(self, message: str, max_new_tokens: int) -> tuple[list[int], int]:
-        """Return the tokens of a conversation that ends with a message, and the turns dropped.
+        """Return the tokens of the conversation with a new message, and the count of dropped turns.
 
         Raises:
-            InvalidPromptError: there is no room for the message alone.
-            TokenizerError: the chat template does not take it.
+            InvalidPromptError: there is no room even for the message alone.
+            TokenizerError: the chat template does not accept the conversation.
         """
         least = min(_LEAST_ROOM, max_new_tokens)
         num_dropped = 0
@@ -114,12 +114,12 @@ class Messages:
 
 
 class Chat:
-    """A conversation: reads messages, streams answers, says what each was worth.
+    """A conversation: reads messages, streams answers and prints the figures of each.
 
     Args:
         messages: the conversation.
-        options: of every answer.
-        palette: colours of answers; `None` for none.
+        options: options of every answer.
+        palette: colours of answers; `None` for no colours.
     """
 
     def __init__(self, messages: Messages, options: AnswerOptions, palette: Palette | None) -> None:
@@ -130,7 +130,7 @@ class Chat:
         self._interruption = Interruption()
 
     def run(self) -> None:
-        """Answer messages until there are no more, and print the figures of all answers."""
+        """Answer messages until there are no more, then print the figures of all answers."""
         is_live = sys.stdin.isatty() and sys.stdout.isatty()
         is_interrupted = False
         for message in self._obeyed(_typed()) if is_live else _lines(sys.stdin.buffer):
@@ -145,7 +145,7 @@ class Chat:
             raise typer.Exit(self._interruption.status)
 
     def _obeyed(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the messages among typed lines, and carry out the commands until one ends all."""
+        """Yield the messages among typed lines; run commands until one ends the chat."""
         for line in lines:
             command = line.rstrip()
             if not _COMMAND.match(line):
@@ -200,7 +200,7 @@ class Chat:
         typer.echo(text, nl=False, color=None if self._palette is None else True)
 
     def _say(self, result: Answer, speedup: Speedup) -> None:
-        """Print what an answer took, in lines that fit."""
+        """Print the figures of an answer, in lines that fit the terminal."""
         statistics = result.statistics
         parts = [
             f"{statistics.tokens_per_pass:.2f} tokens per pass",
@@ -220,11 +220,11 @@ class Chat:
 
 
 class ShownPace:
-    """Counts the tokens of an answer, and shows tokens per pass while it is written.
+    """Counts the tokens of an answer and shows tokens per pass as it streams.
 
     Args:
-        speedup: of the answer so far, told of a pass before this.
-        status: where it is shown.
+        speedup: speedup of the answer so far; it counts each pass before this does.
+        status: the line to show it in.
     """
 
     def __init__(self, speedup: Speedup, status: "StatusLine") -> None:
@@ -233,7 +233,7 @@ class ShownPace:
         self._num_tokens = self._num_passes = 0
 
     def observe(self, step: ObservedPass) -> None:
-        """Take in a pass, and show what all come to."""
+        """Count a pass and show the figures so far."""
         self._num_tokens += len(step.tokens)
         self._num_passes += 1
         parts = [f"{self._num_tokens / self._num_passes:.2f} tokens per pass"]
@@ -244,10 +244,10 @@ class ShownPace:
 
 
 class StatusLine:
-    """The last line of a terminal, below a region in which all else scrolls.
+    """The last line of a terminal, below a region in which everything else scrolls.
 
     Args:
-        stream: of the terminal.
+        stream: output stream of the terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -257,7 +257,7 @@ class StatusLine:
     @classmethod
     @contextmanager
     def shown(cls) -> Iterator["StatusLine | None"]:
-        """Show one on standard output during the block; none where that is no terminal."""
+        """Show a status line on standard output during the block; `None` if that is no terminal."""
         is_able = sys.stdout.isatty() and not is_dumb()
         status = cls(sys.stdout) if is_able else None
         try:
@@ -268,11 +268,11 @@ class StatusLine:
 
     @property
     def columns(self) -> int:
-        """Columns of the terminal now."""
+        """Current number of columns of the terminal."""
         return shutil.get_terminal_size().columns
 
     def show(self, text: str) -> None:
-        """Replace what the line says; the cursor stays where it is."""
+        """Replace the text of the line; the cursor stays where it is."""
         columns, rows = size = tuple(shutil.get_terminal_size())
         if size != self._size:
             # A line feed and a step up make room below; setting the region moves the cursor.
@@ -282,14 +282,14 @@ class StatusLine:
         self._stream.flush()
 
     def close(self) -> None:
-        """Clear the line and let all lines scroll again."""
+        """Clear the line and let the whole terminal scroll again."""
         if self._size != (0, 0):
             self._stream.write(f"\x1b7\x1b[r\x1b[{self._size[1]};1H\x1b[2K\x1b8")
             self._stream.flush()
 
 
 def folded(parts: list[str], columns: int) -> list[str]:
-    """Return parts in lines of so many columns, with commas between; none is cut in two."""
+    """Return comma-separated parts in lines of at most `columns`; no part is split."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}, {part}" if lines else part
@@ -301,7 +301,7 @@ def folded(parts: list[str], columns: int) -> list[str]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[str]:
-    """Return the messages of standard input, one a line; empty lines say nothing.
+    """Return the messages of standard input, one per line; empty lines are skipped.
 
     Raises:
         PromptFileError: a line is not UTF-8.
@@ -316,9 +316,9 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """Return what is typed at a terminal, until Ctrl-D; Ctrl-C gives up a line."""
+    """Yield the lines typed at a terminal, until Ctrl-D; Ctrl-C discards a line."""
     with suppress(ImportError):
-        import_module("readline")  # keys of the cursor, and earlier messages
+        import_module("readline")  # for cursor keys and history
     typer.echo("Ctrl-C ends an answer, Ctrl-D the conversation; /help shows commands.", err=True)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Answering prompts: text as it comes, and figures at the end."""
+"""Answering prompts: streamed text, and figures at the end."""
 
 import signal
 from collections import deque
@@ -20,15 +20,15 @@ _HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Turns the first Ctrl-C during a step, or a request to terminate, into one to stop after it.
+    """Turns the first Ctrl-C or SIGTERM during a step into a request to stop after the step.
 
-    So the text shown, the figures and the drafter's session agree, and a page is written. A second
-    one raises KeyboardInterrupt at once.
+    So the shown text, the figures and the drafter's session agree, and a page is still written. A
+    second signal raises KeyboardInterrupt at once.
 
     Attributes:
         is_requested: whether to stop.
-        is_deferred: whether a signal is a request now, and no exception.
-        is_terminated: whether it was a request to terminate, after which nothing else begins.
+        is_deferred: whether a signal is currently deferred instead of raised.
+        is_terminated: whether the signal was SIGTERM, after which nothing new starts.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class Interruption:
 
     @property
     def status(self) -> int:
-        """The status to end with."""
+        """The exit status."""
         return TERMINATED if self.is_terminated else INTERRUPTED
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle both signals during the block; in the main thread only.
+        """Handle both signals during the block; only in the main thread.
 
         Raises:
-            SystemExit: the process is to terminate, and the block did not wait for a step's end.
+            SystemExit: SIGTERM arrived while signals were not deferred.
         """
         previous = {each: signal.signal(each, self._handle) for each in _HANDLED}
         try:
@@ -61,7 +61,7 @@ class Interruption:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """End the deferring with the block."""
+        """Stop deferring signals at the end of the block."""
         try:
             yield
         finally:
@@ -75,7 +75,7 @@ class Interruption:
 
 
 class FinishReason(StrEnum):
-    """Why there is no more of an answer."""
+    """Why an answer ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -85,16 +85,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output for a prompt, whole or up to an error.
+    """The output for a prompt, complete or up to an error.
 
     Attributes:
         text: the output without special tokens, up to the stop string.
-        token_ids: the same as tokens, the stop token included; the last one may hold (the end
-            of) the stop string.
-        statistics: its counts and times.
+        token_ids: the output's tokens, including the stop token; the last one may contain the end
+            of the stop string.
+        statistics: counts and times of the answer.
         finish_reason: why it ended.
-        stop_string: the one that ended it.
-        error: what ended it.
+        stop_string: the stop string that ended it.
+        error: the error that ended it.
     """
 
     text: str
@@ -120,14 +120,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How long an answer gets, and who may use it.
+    """How long an answer may get, and who may use it.
 
     Attributes:
         max_new_tokens: most tokens to generate.
-        stop_strings: what ends the text.
-        include_stop: whether the text ends behind a stop string instead of before it.
-        drafting: what the drafter is told of the answer: whether later ones may use it, what it is
-            expected to contain, and which others it is like.
+        stop_strings: strings that end the text.
+        include_stop: whether the text includes the stop string that ends it.
+        drafting: options for the drafter: whether later answers may use this one, what it is
+            expected to contain, and which others it resembles.
     """
 
     max_new_tokens: int
@@ -141,9 +141,9 @@ class Task:
     """A prompt to answer.
 
     Attributes:
-        tokens: the prompt's.
-        on_text: is called with each piece of text as soon as it is certain.
-        observer: is shown every pass.
+        tokens: tokens of the prompt.
+        on_text: called with each piece of text as soon as it is certain.
+        observer: called with every pass.
     """
 
     tokens: Sequence[int]
@@ -173,20 +173,21 @@ def answer_many(
 ) -> Iterator[tuple[int, Answer]]:
     """Generate answers to prompts, some at a time; yield each with its number, from 0.
 
-    They come as they are done. What ends one early is its error, and leaves the text so far. Once
-    interrupted, between two passes or in the first one, those that had begun come with what they
-    have; an error that ends the decoding is that of all that are left.
+    Answers are yielded as they are done. If an error ends an answer early, the answer has that
+    error and the text so far. After an interruption, between two passes or in the first one, the
+    started answers are yielded with what they have. An error that ends decoding becomes the error
+    of all remaining answers.
 
     Args:
-        decoder: made for this model.
-        language_model: whose tokenizer writes the answers.
-        tasks: what to answer.
-        options: when to stop.
+        decoder: decoder built for this model.
+        language_model: its tokenizer decodes the answers.
+        tasks: the prompts to answer.
+        options: options of every answer.
         parallel: answers at a time.
         interruption: ends the answers.
 
     Raises:
-        BrokenPipeError: the reader of a text is gone.
+        BrokenPipeError: the reader of the output has closed it.
     """
     begun: dict[int, _Answering] = {}
     error: Exception | KeyboardInterrupt | None = None
@@ -205,7 +206,7 @@ def answer_many(
                     break
     except BrokenPipeError:
         raise
-    except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  is told with the text
+    except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  reported with the text
         error = failure
         if isinstance(error, Exception):
             deque(requests, maxlen=0)
@@ -235,7 +236,7 @@ def _requests(
 
 
 class _Answering:
-    """A generation on its way to text."""
+    """A generation that is being turned into text."""
 
     def __init__(self, text: StoppableText, on_text: Callable[[str], object]) -> None:
         self._text = text
@@ -245,7 +246,7 @@ class _Answering:
         self._pieces: list[str] = []
 
     def take(self, generation: Generation, tokens: Sequence[int]) -> None:
-        """Take in the next tokens, and show the text that is certain."""
+        """Add the next tokens and show the text that is certain."""
         self._generation = generation
         self._token_ids.extend(tokens)
         self._emit(self._text.take())
@@ -257,12 +258,12 @@ class _Answering:
         *,
         is_interrupted: bool = False,
     ) -> Answer:
-        """Show the rest of the text; return the answer, whole or as far as it came.
+        """Show the rest of the text; return the answer, complete or not.
 
         Args:
-            decoder: whose stop tokens end it.
-            failure: what ended all answers.
-            is_interrupted: whether it may have been ended by that.
+            decoder: its stop tokens end the answer.
+            failure: the error that ended all answers.
+            is_interrupted: whether an interruption may have ended it.
         """
         self._emit(self._text.finish())
         generation = self._generation

@@ -49,7 +49,7 @@ def answer_prompts(
     *,
     as_json: bool,
 ) -> None:
-    """Answer a prompt, or each of a file; see `foredraft generate --help`."""
+    """Answer a prompt or a file of prompts; see `foredraft generate --help`."""
     _refuse_contradictions(given, output, as_json=as_json)
     palette = Palette() if not as_json and output.colour.applies_to(sys.stdout) else None
     check_drafts(drafts)
@@ -64,7 +64,7 @@ def answer_prompts(
     extra_ids = [*_known(output.stop_id, prepared), *special_ids(stops, prepared.tokenizer)]
     _check_prompts(selected, prepared, is_single=given.prompts is None)
     if given.forget and not drafts.server and given.prompts is None:
-        typer.echo("--forget has no effect here: without --server nothing is kept", err=True)
+        typer.echo("--forget has no effect here: without --server nothing is stored", err=True)
     encode = partial(prepared.tokenizer.encode, add_special_tokens=False)
     options = AnswerOptions(
         output.max_new_tokens,
@@ -121,7 +121,7 @@ def answer_prompts(
 
 
 def _traces(output: ShownSettings) -> Any:
-    """Return the plugin that writes traces and pages, `None` where none is wanted."""
+    """Return the plugin that writes traces and pages; `None` if neither is wanted."""
     if output.trace is None and output.html is None:
         return None
     asked = "--html" if output.trace is None else "--trace"
@@ -131,10 +131,10 @@ def _traces(output: ShownSettings) -> Any:
 
 
 def _refuse_contradictions(given: AnsweredPrompts, output: ShownSettings, *, as_json: bool) -> None:
-    """Refuse options of which one has no place beside another.
+    """Refuse options that exclude each other.
 
     Raises:
-        ContradictoryOptionsError: there are such.
+        ContradictoryOptionsError: two given options exclude each other.
     """
     is_one, is_parallel = given.prompts is None, given.parallel > 1
     alone = {"--compare": output.compare, "--trace": output.trace, "--html": output.html}
@@ -160,10 +160,10 @@ def _refuse_contradictions(given: AnsweredPrompts, output: ShownSettings, *, as_
 
 
 def _grammar(output: ShownSettings) -> str | None:
-    """Return the grammar that answers are to match, None without one.
+    """Return the grammar that answers have to match; `None` if there is none.
 
     Raises:
-        InvalidConstraintError: it cannot be read, or several are given.
+        InvalidConstraintError: a schema cannot be read, or several options are given.
     """
     constraint = output.constraint()
     return None if constraint is None else grammar_of(constraint)
@@ -182,7 +182,7 @@ def _selected(given: AnsweredPrompts) -> list[Prompt]:
 
 
 def _check_prompts(prompts: Sequence[Prompt], prepared: PreparedModel, *, is_single: bool) -> None:
-    """Refuse what no prompt could be answered with, before the weights are loaded."""
+    """Refuse options with which no prompt can be answered, before the weights are loaded."""
     with suppress(*(() if is_single else (InvalidPromptError,))):
         prepared.check_prompt(prompts[0].text)
 

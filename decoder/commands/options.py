@@ -1,7 +1,7 @@
-"""Settings that commands take, each set in one schema.
+"""Settings that commands take; each group of settings is one schema.
 
-Loads no library that computes: those are imported once a command does something, so that its help
-comes at once.
+This module loads no computing library: those are imported when a command runs, so that help appears
+immediately.
 """
 
 import os
@@ -25,13 +25,13 @@ _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 
 
 PROMPT_FILE: Final = (
-    "A prompt a line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, .csv or "
-    ".parquet, of which each answer is asked for again, after all that was said before it."
+    "One prompt per line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, "
+    ".csv or .parquet, where each answer is generated again after the turns before it."
 )
 
 
 class PromptSettings(BaseModel):
-    """What of a file of prompts is answered, and how it is read."""
+    """Which prompts of a file are answered, and how the file is read."""
 
     model_config = ConfigDict(title="Prompt", extra="forbid", frozen=True, defer_build=True)
 
@@ -40,12 +40,12 @@ class PromptSettings(BaseModel):
     ] = None
     field: Annotated[str, RARE, Metavar("KEY"), Field(description=FIELD_HELP)] = ""
     no_chat_template: Annotated[
-        bool, RARE, Field(description="Take prompts as plain text to go on from.")
+        bool, RARE, Field(description="Treat prompts as plain text to continue.")
     ] = not _MODEL.use_chat_template
 
 
 class AnsweredPrompts(PromptSettings):
-    """What `generate` answers."""
+    """The prompts that `generate` answers."""
 
     prompt: Annotated[
         str | None,
@@ -64,7 +64,7 @@ class AnsweredPrompts(PromptSettings):
         Metavar("FILE"),
         Field(
             description="A text that answers are expected to contain, as a whole or in parts, such "
-            "as the file that is edited: drafts come from it, too. Repeatable."
+            "as the file that is edited: it is one more source of drafts. Repeatable."
         ),
     ] = ()
     group: Annotated[
@@ -72,9 +72,9 @@ class AnsweredPrompts(PromptSettings):
         RARE,
         Metavar("NAME"),
         Field(
-            description="Answers of one group that are written at once draft from one another: "
-            "those of --parallel, and of other commands that share a service. They are about the "
-            "same: samples of one prompt, agents at one task."
+            description="Answers of one group that are generated at the same time draft from one "
+            "another: those of --parallel, and of other commands that share a service. For similar "
+            "answers: samples of one prompt, agents on one task."
         ),
     ] = ""
     parallel: Annotated[
@@ -82,7 +82,7 @@ class AnsweredPrompts(PromptSettings):
         Field(
             ge=1,
             description="With --prompts: prompts to answer at a time, in the same passes of the "
-            "model. Each has the answer that it has alone, up to rounding.",
+            "model. Each gets the same answer as alone, up to rounding.",
         ),
     ] = 1
     prepare: Annotated[
@@ -91,16 +91,16 @@ class AnsweredPrompts(PromptSettings):
         Metavar("TOKENS"),
         Field(
             ge=1,
-            description="Before the first prompt, make memory and, on CUDA, captured passes for "
-            "texts of so many tokens, prompt and answer together. Default: as they are needed.",
+            description="Before the first prompt, allocate memory and, on CUDA, capture passes for "
+            "texts of this many tokens, prompt and answer together. Default: on demand.",
         ),
     ] = None
     forget: Annotated[
         bool,
         RARE,
         Field(
-            description="Keep answers out of later drafts: of the service with --server, of later "
-            "prompts with --prompts. Without either, nothing is kept anyway."
+            description="Keep answers out of later drafts: those of the service with --server, "
+            "those of later prompts with --prompts. Without either, nothing is stored anyway."
         ),
     ] = False
 
@@ -115,7 +115,7 @@ class Colouring(StrEnum):
     def applies_to(self, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
         """Return whether text on a stream is coloured.
 
-        By itself on terminals alone, and not where `NO_COLOR` (https://no-color.org) is set.
+        `AUTO` colours only on terminals, and not if `NO_COLOR` (https://no-color.org) is set.
         """
         if self is not Colouring.AUTO:
             return self is Colouring.ALWAYS
@@ -124,12 +124,12 @@ class Colouring(StrEnum):
 
 
 def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the terminal knows no escape sequences, by its own word."""
+    """Return whether the terminal says that it supports no escape sequences."""
     return environment.get("TERM") == "dumb"
 
 
 class ModelChoice(BaseModel):
-    """Which model computes, and where; see `ModelOptions`."""
+    """Which model runs, and where; see `ModelOptions`."""
 
     model_config = ConfigDict(title="Model", extra="forbid", frozen=True, defer_build=True)
 
@@ -138,10 +138,10 @@ class ModelChoice(BaseModel):
         Metavar("MODEL"),
         Field(
             description="The model: a hub id, a folder or a .gguf file. Default: the one whose "
-            f"tokenizer --index was built with, where it says so, else {_MODEL.name}."
+            f"tokenizer --index was built with, if the index names it, else {_MODEL.name}."
         ),
     ] = None
-    dtype: Annotated[Precision, Field(description="What the model computes in.")] = _MODEL.precision
+    dtype: Annotated[Precision, Field(description="Data type of the model.")] = _MODEL.precision
     device: Annotated[
         str,
         Metavar("DEVICE"),
@@ -152,7 +152,7 @@ class ModelChoice(BaseModel):
     )
 
     def check_device(self) -> None:
-        """Refuse a CUDA device where there is none, before anything is read.
+        """Refuse a CUDA device if there is none, before anything is read.
 
         Raises:
             DeviceError: the message says why there is none.
@@ -171,16 +171,18 @@ class ModelChoice(BaseModel):
         )
 
     def options(self, prompting: PromptSettings, indexes: Sequence[Path] = ()) -> ModelOptions:
-        """Return how the model is loaded for prompts.
+        """Return the options to load the model with.
 
         Args:
-            prompting: how they are read.
-            indexes: what is drafted from; their tokenizer names the model where nothing else does.
+            prompting: how prompts are read.
+            indexes: indexes to draft from; their tokenizer determines the model if no option names
+                one.
 
         Raises:
             ContradictoryOptionsError: two settings exclude each other.
             IndexerError: an index cannot be opened.
-            TokenizerError: the model that an index names is not here, or is a tokenizer alone.
+            TokenizerError: the model that an index names is not on this machine, or is only a
+                tokenizer.
         """
         system = prompting.system if isinstance(prompting, AnsweredPrompts) else _MODEL.system
         return ModelOptions(
@@ -194,15 +196,15 @@ class ModelChoice(BaseModel):
 
 
 class ModelSettings(ModelChoice):
-    """Which model decodes, and where what its passes cost is kept."""
+    """Which model decodes, and where the costs of its passes are stored."""
 
     cost_cache: Annotated[
         str | None,
         RARE,
         Metavar("DIR"),
         Field(
-            description="Where measured costs of passes are kept for the next start, none to "
-            "measure always. Default: FOREDRAFT_CACHE, or the user's directory for caches."
+            description="Where measured costs of passes are stored for the next start; none to "
+            "always measure. Default: FOREDRAFT_CACHE, or the user's cache directory."
         ),
     ] = None
 
@@ -227,7 +229,7 @@ def _model_of(indexes: Sequence[Path]) -> str:
 
 
 class OutputSettings(BaseModel):
-    """How long answers get."""
+    """How long answers may get."""
 
     model_config = ConfigDict(title="Output", extra="forbid", frozen=True, defer_build=True)
 
@@ -237,7 +239,7 @@ class OutputSettings(BaseModel):
 
 
 class AnswerSettings(OutputSettings):
-    """Where answers end, and the trace that is written."""
+    """Where answers end, and the trace to write."""
 
     stop: Annotated[
         tuple[str, ...],
@@ -245,13 +247,13 @@ class AnswerSettings(OutputSettings):
         Field(description="End an answer before this text. Repeatable."),
     ] = ()
     include_stop: Annotated[
-        bool, RARE, Field(description="End an answer behind the --stop text instead.")
+        bool, RARE, Field(description="Include the --stop text in the answer.")
     ] = False
     stop_id: Annotated[
         tuple[int, ...],
         RARE,
         Metavar("ID"),
-        Field(description="A token that ends an answer, besides the model's own."),
+        Field(description="A token that ends an answer, in addition to the model's own."),
     ] = ()
     trace: Annotated[
         Path | None,
@@ -273,14 +275,14 @@ Colour = Annotated[
 
 
 class ShownSettings(AnswerSettings, ConstraintSettings):
-    """How answers are shown, and what is said of them."""
+    """How answers are shown and reported."""
 
     colour: Colour = Colouring.AUTO
     compare: Annotated[
         bool,
         Field(
-            description="Decode without drafts, too, and say what drafts are worth by the clock "
-            "and whether the output is identical."
+            description="Also decode without drafts, and report the measured speedup and whether "
+            "the output is identical."
         ),
     ] = False
     html: Annotated[

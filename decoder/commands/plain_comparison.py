@@ -1,4 +1,4 @@
-"""Answers decoded plainly beside those with drafts: what drafts are worth, and where they part."""
+"""Answers decoded again without drafts, for the measured speedup and the first difference."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from retriever.drafter import FORGOTTEN
 
 
 class PlainAnswers:
-    """Decodes prompts plainly, as a decoder does it with drafts: the same choices, no drafts.
+    """Decodes prompts without drafts, with the same choices as a decoder with drafts.
 
     Args:
-        decoder: of the answers that are compared. Every prompt that it has answered is passed to
-            `speedup` or to `skip`, in order, so that random numbers are the same.
-        language_model: whose answers these are.
-        options: of every answer.
+        decoder: decoder of the compared answers. Pass every prompt that it has answered to
+            `speedup` or `skip`, in order, so that random numbers are the same.
+        language_model: the model that answers.
+        options: options of every answer.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class PlainAnswers:
     def speedup(
         self, tokens: Sequence[int], result: Answer, interruption: Interruption
     ) -> Speedup | None:
-        """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
-        self._plain.target.forget()  # or else its prompt would be read already
+        """Return the measured speedup of an answer; `None` if Ctrl-C ends the comparison."""
+        self._plain.target.forget()  # otherwise its prompt would already be in the cache
         plain = answer(self._plain, self._language_model, Task(tokens), self._options, interruption)
         self._plain.target.forget()
         if plain.error is not None:
@@ -53,11 +53,11 @@ class PlainAnswers:
         )
 
     def skip(self) -> None:
-        """Leave out an answer that did not become whole."""
+        """Skip an incomplete answer."""
         self._plain.generate([0])
 
 
 def first_difference(tokens: list[int], others: list[int]) -> int | None:
-    """Return the place, from 1, of the first token that differs; `None` where none does."""
+    """Return the position, from 1, of the first token that differs; `None` if none does."""
     pairs = enumerate(zip_longest(tokens, others), 1)
     return next((at for at, (token, other) in pairs if token != other), None)

@@ -1,4 +1,4 @@
-"""Files that plots are drawn into, by matplotlib."""
+"""Writing plots to files with matplotlib."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -9,20 +9,22 @@ SUFFIXES: Final = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn, before the work begins.
+    """Refuse a plot that cannot be drawn, before the work starts.
 
     Raises:
-        PlotError: its suffix is none of `SUFFIXES`, its folder is missing, or matplotlib is.
+        PlotError: its suffix is not in `SUFFIXES`, or its folder or matplotlib is missing.
     """
     if path.suffix not in SUFFIXES:
-        raise PlotError(f"--plot {path}: a plot is drawn as {' or '.join(SUFFIXES)}: name it so")
+        raise PlotError(
+            f"--plot {path}: a plot is drawn as {' or '.join(SUFFIXES)}: use one of these suffixes"
+        )
     if not path.parent.is_dir():
-        raise PlotError(f"--plot {path}: there is no folder {path.parent}: make it first")
+        raise PlotError(f"--plot {path}: there is no folder {path.parent}: create it first")
     figure_class()
 
 
 def figure_class() -> Any:
-    """Return matplotlib's class of figures.
+    """Return matplotlib's figure class.
 
     Raises:
         PlotError: matplotlib is missing.
@@ -37,7 +39,7 @@ def figure_class() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib.
+    """Write a matplotlib figure.
 
     Raises:
         PlotError: the file cannot be written.

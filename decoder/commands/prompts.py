@@ -30,11 +30,11 @@ class Prompt:
     """One prompt of a file.
 
     Attributes:
-        category: the kind of task that it stands for.
-        text: a user's message; of a conversation, what was said last.
-        line: where it stands: a line, from 1, or a row, from 0.
-        turns: all that was said up to the answer, where that is more than the message.
-        later: what the user says next, behind each answer.
+        category: the kind of task.
+        text: a user's message; in a conversation, the last one.
+        line: its place in the file: a line from 1, or a row from 0.
+        turns: all turns before the answer, if there is more than the message.
+        later: the user's next messages, one after each answer.
     """
 
     category: str
@@ -44,19 +44,19 @@ class Prompt:
     later: tuple[str, ...] = field(default=(), compare=False)
 
     def answered(self, answer: str) -> "Prompt":
-        """Return what the user says next, behind an answer."""
+        """Return the prompt with the user's next message, after an answer."""
         said = self.turns or (Turn("user", self.text),)
         text, *later = self.later
         turns = (*said, Turn("assistant", answer), Turn("user", text))
         return Prompt(self.category, text, self.line, turns, tuple(later))
 
     def encoded(self, language_model: "LanguageModel") -> list[int]:
-        """Return its tokens as the model is given them.
+        """Return the tokens of the model's input.
 
-        A system message of the model's own comes in place of the conversation's.
+        A system message in the model's options replaces that of the conversation.
 
         Raises:
-            TokenizerError: the chat template does not take it.
+            TokenizerError: the chat template does not accept the prompt.
         """
         if not self.turns:
             return language_model.encode(self.text)
@@ -79,19 +79,21 @@ def read_prompts(
     """Read a file of prompts, which may be compressed (`.gz`, `.zst`).
 
     Args:
-        path: one prompt a line; or records in JSON lines, JSON, CSV or Parquet. A record is a
-            question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851), `{"question_id",
-            "category", "turns"}`, of which the first turn is the prompt; or a conversation as
-            `conversation_of` knows it, of which each answer is asked for again: its prompt is all
-            that was said before. Conversations in which no user speaks are passed over.
-        limit: most prompts to return, spread evenly over the categories. Of conversations, which
-            have none, the first are taken and no more is read: a log may be large.
+        path: one prompt per line, or records in JSON lines, JSON, CSV or Parquet. A record is
+            either a question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851), `{"question_id",
+            "category", "turns"}`, whose first turn is the prompt, or a conversation as in
+            `conversation_of`. Each answer of a conversation is generated again; its prompt is all
+            turns before it. Conversations without a user's turn are skipped.
+        limit: most prompts to return, spread evenly over the categories. Conversations have no
+            categories: the first ones are taken and the rest is not read, because a log may be
+            large.
         per_category: most prompts of each category.
-        skipped: counts conversations, and what cannot be used; None to refuse such.
+        skipped: counts conversations and unusable records; `None` to raise an error for unusable
+            records.
 
     Raises:
-        PromptFileError: the file cannot be read or holds no prompt, or a record that is not to be
-            skipped is malformed.
+        PromptFileError: the file cannot be read or holds no prompt, or a record is malformed and
+            `skipped` is not given.
     """
     tally = RecordingTally() if skipped is None else skipped
     most = min((each for each in (limit, per_category) if each is not None), default=None)
@@ -111,7 +113,7 @@ def read_prompts(
 
 
 def read_text(stream: BinaryIO) -> str:
-    """Read a prompt to its end.
+    """Read a prompt from a stream to its end.
 
     Raises:
         PromptFileError: it is not UTF-8.
@@ -123,15 +125,15 @@ def read_text(stream: BinaryIO) -> str:
 
 
 def read_predictions(paths: Sequence[Path], encode: Callable[[str], list[int]]) -> list[Prediction]:
-    """Read files whose text answers are expected to contain, each under its name.
+    """Read files whose text answers are expected to contain, each named after its file.
 
     Args:
-        paths: of texts in UTF-8.
-        encode: the model's tokenizer, without special tokens.
+        paths: files of UTF-8 text.
+        encode: encodes text with the model's tokenizer, without special tokens.
 
     Raises:
-        PromptFileError: a file cannot be read, is no text or is empty.
-        InvalidPromptError: they are too many, or too long together.
+        PromptFileError: a file cannot be read, is not text or is empty.
+        InvalidPromptError: there are too many texts, or they are too long together.
     """
     predictions = []
     for path in paths:
@@ -153,24 +155,24 @@ def read_predictions(paths: Sequence[Path], encode: Callable[[str], list[int]]) 
 
 
 def checked_text(text: str) -> str:
-    """Return a prompt as it is.
+    """Return a prompt unchanged, if it is not empty.
 
     Raises:
         InvalidPromptError: it is empty.
     """
     if not text.strip():
-        raise InvalidPromptError("the prompt is empty: say what to go on from")
+        raise InvalidPromptError("the prompt is empty: give a text to continue from")
     return text
 
 
 def _spread(categories: Iterable[list[Prompt]]) -> Iterator[Prompt]:
-    """Take the categories in turn, so that any number of prompts has them evenly."""
+    """Alternate between categories, so that any number of prompts covers them evenly."""
     rounds = chain.from_iterable(zip_longest(*categories))
     return (prompt for prompt in rounds if prompt is not None)
 
 
 def _prompts_in(path: Path, tally: RecordingTally, *, is_strict: bool) -> Iterator[Prompt]:
-    """Yield the prompts of a file; count what cannot be used, or refuse it."""
+    """Yield the prompts of a file; count or refuse unusable records."""
     for place, entry in read_records(path, tally, with_lines=True):
         _check(path, tally, is_strict=is_strict)
         try:
@@ -201,7 +203,7 @@ def _prompts_of(entry: Any, path: Path, number: int, tally: RecordingTally) -> l
 
 
 def _prompt(turns: tuple[Turn, ...], number: int) -> Prompt:
-    """Return a conversation's turns as a prompt; a message by itself needs no turns."""
+    """Return a conversation's turns as a prompt; a single message needs no `turns`."""
     is_message = len(turns) == 1 and turns[0].role == "user"
     return Prompt(DEFAULT_CATEGORY, turns[-1].text, number, () if is_message else turns)
 

@@ -1,4 +1,4 @@
-"""What a terminal shows: text in the colours of its sources, tables, and progress."""
+"""Terminal output: text in the colours of its sources, tables and progress."""
 
 import sys
 import time
@@ -35,19 +35,20 @@ _FEW: Final = {
     Source.SIBLINGS: "bright_yellow",
     Source.GRAMMAR: "bright_green",
 }
-"""For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
+"""Colours for terminals with 8 or 16 of them, where the nearest colour of some sources is the
+same."""
 
 _LINE_EVERY_S: Final = 30.0
-"""Between two lines of progress where there is no terminal: an hour is 120 of them."""
+"""Seconds between two progress lines without a terminal: 120 lines an hour."""
 
 _BAR_CHARACTERS: Final = 16
-"""Of a bar, so that 80 characters have room for its stage and a few words about it."""
+"""Width of a bar, so that 80 columns have room for its stage and a few words about it."""
 
 _TIME_CHARACTERS: Final = len("0:00:00")
 
 
 class Palette:
-    """Paints text for a terminal, in as many colours as that one has."""
+    """Paints text for a terminal, in as many colours as the terminal supports."""
 
     def __init__(self) -> None:
         name = Console(force_terminal=True, no_color=False).color_system
@@ -59,16 +60,17 @@ class Palette:
         self._styles = {source: Style.parse(known.get(source.label, "")) for source in Source}
 
     def painted(self, text: str, source: Source | None) -> str:
-        """Return text in the colour of a source; as it is where the model itself chose it."""
+        """Return text in the colour of a source; unchanged if the model itself chose it."""
         if source is None or not text:
             return text
-        # Colours end with each line, so that none runs into what a pager or a log adds there.
+        # Colours end with each line, so that they do not affect text that a pager or log adds
+        # there.
         style = self._styles[source]
         lines = text.split("\n")
         return "\n".join(style.render(line, color_system=self._system) for line in lines)
 
     def legend(self, accepted: Counter[Source], num_tokens: int) -> str:
-        """Return a line that names the colours, with the tokens of each.
+        """Return a line that names the colours with the number of tokens of each.
 
         Args:
             accepted: accepted tokens by source.
@@ -83,15 +85,15 @@ class Palette:
 
 
 class Painter:
-    """Writes the text of an answer, each token in the colour of its source.
+    """Writes the text of an answer with each token in the colour of its source.
 
-    The text itself is what comes to `text`; what is drafted only says where colours change. So the
-    text without its colours is the same as without a painter.
+    The text is that passed to `text`; the passes only determine where colours change. So the text
+    without colours is the same as without a painter.
 
     Args:
         tokenizer: decodes the tokens.
-        write: is called with each piece.
-        palette: `None` to write pieces as they come.
+        write: called with each piece.
+        palette: the colours; `None` to write pieces unpainted as they arrive.
     """
 
     def __init__(
@@ -109,18 +111,18 @@ class Painter:
 
     @property
     def painted(self) -> str:
-        """All that was written."""
+        """Everything written so far."""
         return "".join(self._pieces)
 
     def text(self, piece: str) -> None:
-        """Take in the text of a pass; its colours come with the pass itself, right behind it."""
+        """Add the text of a pass; its colours follow with the call of `observe`."""
         if self._palette is None:
             self._emit(piece)
         else:
             self._waiting += piece
 
     def observe(self, step: ObservedPass) -> None:
-        """Take in a pass, and write its text."""
+        """Add a pass and write its text."""
         if self._palette is None:
             return
         sources = sources_of(step)
@@ -129,7 +131,7 @@ class Painter:
         self._flush(self._palette)
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining text."""
         if self._palette is not None:
             self._flush(self._palette)
             self._emit(self._waiting)
@@ -157,9 +159,9 @@ def sources_of(step: ObservedPass) -> list[Source | None]:
 
 
 class _Bar:
-    """Shows the stage that is under way as a bar, and those before it as lines above.
+    """Shows the current stage as a bar and earlier ones as lines above it.
 
-    A bar for each would be more than a terminal holds, and the last ones would not be seen.
+    A bar for each stage would exceed the height of a terminal and hide the last ones.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -184,9 +186,9 @@ class _Bar:
 
 
 class _Lines:
-    """Tells of each stage in lines: where it begins, and every half a minute.
+    """Reports each stage in lines: at its start and every half minute.
 
-    A bar is drawn by moving the cursor, so where there is no terminal nothing would be seen of it.
+    A bar needs cursor movement, so without a terminal it would not be visible.
     """
 
     def __init__(self) -> None:
@@ -206,7 +208,7 @@ class _Lines:
         typer.echo(line, err=True)
 
     def finish(self) -> None:
-        """Tell how a stage ended."""
+        """Report the last state of a stage."""
         if self._unsaid:
             typer.echo(self._unsaid, err=True)
         self._unsaid = ""
@@ -224,7 +226,7 @@ def watching() -> Iterator[Watcher]:
             lines.finish()
         return
     columns = (
-        TextColumn("{task.description}", table_column=Column()),  # whose words wrap
+        TextColumn("{task.description}", table_column=Column()),  # wraps between words
         BarColumn(_BAR_CHARACTERS, table_column=Column(min_width=_BAR_CHARACTERS)),
         TextColumn("{task.fields[told]}", table_column=Column()),
         TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=_TIME_CHARACTERS)),
@@ -234,17 +236,17 @@ def watching() -> Iterator[Watcher]:
 
 
 _UNBOUNDED: Final = 100_000
-"""Characters of a line, wider than any table."""
+"""Columns of a line, wider than any table."""
 
 
 def print_table(table: Table) -> None:
-    """Print a table to standard output; columns aligned to the right are never shortened.
+    """Print a table to standard output; right-aligned columns are never shortened.
 
-    On a terminal the others are wrapped, and the last of them are left out where there is no
-    room even so. Elsewhere, as in a file, a table takes the width that it needs.
+    On a terminal the others are wrapped, and if there is still not enough room, the last of them
+    are left out. Elsewhere, such as in a file, a table takes the width that it needs.
 
     Args:
-        table: may be changed.
+        table: the table; it may be modified.
     """
     for column in table.columns:
         if column.justify == "right":
@@ -259,7 +261,7 @@ def print_table(table: Table) -> None:
     console = Console(width=max(width, _needed(table).minimum))
     console.print(table)
     if left_out:
-        console.print(f"left out, as the terminal is narrow: {', '.join(reversed(left_out))}")
+        console.print(f"left out because the terminal is narrow: {', '.join(reversed(left_out))}")
 
 
 def _needed(table: Table) -> Measurement:

@@ -1,1 +1,1 @@
-"""Drafters that run a model or combine other drafters, and what the loop needs of any drafter."""
+"""Drafters that run a model or combine other drafters, and the loop's interface to any drafter."""

@@ -1,4 +1,4 @@
-"""When a model is asked to read a draft, and for how many passes."""
+"""When a model is asked to read a draft and how many passes it may take."""
 
 import time
 from dataclasses import dataclass
@@ -8,30 +8,33 @@ from decoder.budget.payoff import FadingLine, FadingRatio, RecentMedian
 from retriever.tree import DraftTree
 
 _DECAY: Final = 0.995
-"""Gains are those of some two hundred steps: the tokens that a draft adds vary by three times their
-mean. With twenty drafts a rule is wrong so often that it obtains a tenth of what could be gained,
-with two hundred nine tenths; with a thousand it notices later where gains turn."""
+"""Gains average over about two hundred steps, because the tokens that a draft adds vary by three
+times their mean. With twenty drafts a rule is wrong so often that it obtains a tenth of the
+possible gain, with two hundred nine tenths; with a thousand it is slower to notice when gains
+change."""
 
 _PAUSE: Final = 31
-"""Steps between two trials of what does not pay: every 32nd takes 3% of the reader's time."""
+"""Steps between two trials of a reader that does not pay: trying every 32nd step takes 3% of the
+reader's time."""
 
 _KNOWN: Final = 4.0
-"""Drafts that a guess counts for before there are any."""
+"""Weight of the initial guess, in drafts."""
 
 _GUESS: Final = 0.4
-"""Tokens that a reader is thought to add where there is no tree; where that is sure, none."""
+"""Initial guess of the tokens that a reader adds to an empty tree; for a certain tree the guess is
+0."""
 
 _RECENT: Final = 15
-"""Passes whose median time counts: those of a few drafts; seven pauses of the machine change
+"""Number of passes for the median time: those of a few drafts; seven pauses of the machine change
 nothing."""
 
 _LITTLE: Final = 8
-"""Tokens that a reader catches up with in hardly more time than with one. A draft before which it
-had more to read, such as a prompt, only bounds what it costs to be asked at every step."""
+"""Tokens that a reader catches up with in hardly more time than with one. If it had more to read
+before a draft, such as a prompt, the time is only an upper bound of the cost per step."""
 
 _TIMED: Final = 6
-"""Drafts without much to catch up with before time is judged: the first ones, in caches that are
-cold, take twice as long."""
+"""Drafts with little to catch up with before times are used: the first ones, with cold caches, take
+twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class StepCosts:
     """Seconds of the target's and the draft model's passes.
 
     Attributes:
-        target_s: seconds of a decoding step without its model draft.
-        pass_s: seconds of a pass of the draft model; 0 lets a draft grow as long as it can.
+        target_s: seconds of a decoding step without the model's draft.
+        pass_s: seconds of a pass of the draft model; 0 lets a draft grow without limit.
     """
 
     target_s: float
@@ -48,9 +51,9 @@ class StepCosts:
 
 
 class DecodingPace:
-    """How long a token takes at present: recent steps, and the tokens that came of them.
+    """The current time per token, from recent steps and their tokens.
 
-    The tokens of a single step vary from one to as many as a draft has, so their mean counts.
+    The tokens of a single step vary from one to the length of a draft, so their mean is used.
     """
 
     def __init__(self) -> None:
@@ -58,23 +61,23 @@ class DecodingPace:
         self._tokens = FadingRatio(_DECAY)
 
     def note(self, seconds: float, num_tokens: int) -> None:
-        """Take in a step."""
+        """Record a step."""
         self._step_s.add(seconds)
         self._tokens.add(num_tokens)
 
     def token_s(self) -> float:
-        """Return seconds for a token; 0 before the first step."""
+        """Return the seconds per token; 0 before the first step."""
         return (self._step_s.value() or 0.0) / self._tokens.value(default=1.0)
 
 
 class Trials:
-    """Has what does not pay tried again now and then, as it may have begun to."""
+    """Allows occasional trials of something that does not pay, in case it does by now."""
 
     def __init__(self) -> None:
         self._waited = 0
 
     def allow(self, *, pays: bool) -> bool:
-        """Return whether to ask in this step; call it once a step."""
+        """Return whether to ask in this step; call it once per step."""
         if pays or self._waited == _PAUSE:
             self._waited = 0
             return True
@@ -83,23 +86,24 @@ class Trials:
 
 
 class AskingRule:
-    """Decides whether a reader is asked for a draft, and whether it takes another pass for it.
+    """Decides whether a reader is asked for a draft and whether it takes another pass for it.
 
-    A reader is asked where the tokens that it has lately added to the tree that there was already,
-    at the pace of decoding, save more time than it takes. RASD (arXiv:2503.03434) sets such a
-    threshold by hand. Gains fall evenly with the tree's sureness, so they are a line, fitted to
-    recent drafts: each draft then tells something of all trees. They fade by the step, asked or
-    not, so that what was learned long ago is soon outweighed by trials.
+    A reader is asked if the tokens that it has recently added to existing trees save more time, at
+    the current pace, than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand. Gains
+    fall linearly with the certainty of the tree, so they are modelled as a line fitted to recent
+    drafts; each draft then informs the estimate for all trees. The line fades with every step,
+    asked or not, so that trials soon outweigh old observations.
 
-    The first pass, which reads the sequence, brings most: what it adds is learned by itself. A
-    further pass pays where the tokens that it is expected to bring are worth its time, as for draft
-    models alone (SpecDec++, arXiv:2405.19715). It is expected to bring what such passes have lately
-    brought, times how probable it is that the target comes to one of the nodes that it reads.
+    The first pass, which reads the sequence, gains the most; its gain is learned separately. A
+    further pass pays if its expected tokens are worth its time, as in drafting with a draft model
+    alone (SpecDec++, arXiv:2405.19715). The expected tokens are the recent gain of such passes per
+    node reached, times the expected number of its nodes that the target reaches.
 
     Args:
-        pace: of decoding, shared with the rules of other readers; its owner keeps it up to date.
-        costs: what passes cost, `target_s` for each token; measured if not given. Where passes are
-            given as free, the reader is always asked and reads as far as it can.
+        pace: the pace of decoding, shared with the rules of other readers; its owner keeps it up to
+            date.
+        costs: costs of passes, `target_s` per token; measured if not given. If passes are free, the
+            reader is always asked and reads as far as it can.
     """
 
     def __init__(self, pace: DecodingPace, costs: StepCosts | None = None) -> None:
@@ -110,14 +114,14 @@ class AskingRule:
         self._untimed = _TIMED
         self._asking_trials = Trials()
         self._pass_s = RecentMedian(_RECENT)
-        self._brought = FadingRatio(_DECAY)  # tokens that further passes brought, to nodes reached
+        self._brought = FadingRatio(_DECAY)  # tokens gained by further passes per node reached
         self._pass_trials = Trials()
 
     def asks(self, tree: DraftTree) -> bool:
         """Return whether to ask the reader for this draft; each call counts as a step.
 
         Args:
-            tree: that there is without it.
+            tree: the tree without this reader.
         """
         if self._costs is not None and self._costs.pass_s == 0:
             return True
@@ -132,7 +136,7 @@ class AskingRule:
         """Return whether a further pass pays; each call counts as one.
 
         Args:
-            reach: expected number of nodes of the pass that the target comes to.
+            reach: expected number of the pass's nodes that the target reaches.
         """
         pass_s = self._pass_s.value() if self._costs is None else self._costs.pass_s
         token_s = self._token_s()
@@ -142,18 +146,18 @@ class AskingRule:
         return self._pass_trials.allow(pays=share * reach * token_s >= pass_s)
 
     def record_pass(self, seconds: float) -> None:
-        """Take in the time of a further pass."""
+        """Record the time of a further pass."""
         self._pass_s.add(seconds)
 
     def learn(self, asked: "AskedDraft", before: int, first: int | None, gained: int) -> None:
-        """Take in how many tokens of a draft were accepted.
+        """Learn how many tokens of a draft were accepted.
 
         Args:
-            asked: for the draft.
-            before: accepted tokens of the tree before.
-            first: those of the tree after the first pass; `None` where passes are not told apart,
-                and count as one.
-            gained: those of the whole draft.
+            asked: the reader's work on the draft.
+            before: accepted tokens of the tree before the reader.
+            first: accepted tokens of the tree after the first pass; `None` if passes are not
+                tracked separately and count as one.
+            gained: accepted tokens of the whole draft.
         """
         if first is None:
             added, num_passes, seconds = gained - before, asked.num_passes, asked.seconds
@@ -175,28 +179,28 @@ class AskingRule:
 
 
 def _sureness_of(tree: DraftTree) -> float:
-    """Return the probability of a tree's first node, 0 where it is empty."""
+    """Return the probability of a tree's first node; 0 if it is empty."""
     return float(tree.probabilities[0]) if len(tree) else 0.0
 
 
 class AskedDraft:
-    """What asking a reader for one draft took.
+    """The passes and time that a reader spent on one draft.
 
     Args:
-        number: of the reader.
-        tree: that there was before.
-        num_behind: tokens of the sequence that the reader had not read.
+        number: number of the reader.
+        tree: the tree before the reader.
+        num_behind: tokens of the sequence that the reader had not yet read.
 
     Attributes:
         number: as given.
         tree: as given.
         num_behind: as given.
-        first: the tree after its first pass, which reads the sequence; `None` where passes are not
-            told apart.
-        first_s: seconds from the beginning to the end of that.
-        seconds: that all passes took, with all that was done in between.
-        reach: expected number of nodes of further passes that the target comes to.
-        num_passes: that the reader took.
+        first: the tree after the first pass, which reads the sequence; `None` if passes are not
+            tracked separately.
+        first_s: seconds from the start to the end of the first pass.
+        seconds: seconds of all passes, including the work between them.
+        reach: expected number of nodes of further passes that the target reaches.
+        num_passes: passes that the reader took.
     """
 
     def __init__(self, number: int, tree: DraftTree, num_behind: int) -> None:
@@ -209,10 +213,10 @@ class AskedDraft:
         self._start = time.perf_counter()
 
     def note_pass(self, reach: float = 0.0) -> float:
-        """Note a pass that has just ended; return the seconds that it took.
+        """Record a pass that has just ended; return its seconds.
 
         Args:
-            reach: expected number of its nodes that the target comes to; none of the first pass.
+            reach: expected number of its nodes that the target reaches; 0 for the first pass.
         """
         before, self.seconds = self.seconds, time.perf_counter() - self._start
         if self.num_passes == 0:

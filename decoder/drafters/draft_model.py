@@ -1,10 +1,10 @@
-"""A draft model, its reading of sequences and trees, and a head cut to frequent tokens.
+"""A draft model that reads sequences and trees, optionally with a head for frequent tokens only.
 
-A pass either reads new tokens of a sequence or nodes of a tree behind it. `ModelReading` keeps the
-keys and values of drafted nodes, so that those that come true are not read again.
+A pass reads either new tokens of a sequence or nodes of a tree after it. `ModelReading` keeps the
+keys and values of drafted nodes, so that accepted nodes are not read again.
 
-The trimmed head computes logits for the frequent part of the vocabulary only: most of a small
-model's time goes into its head, and most tokens that it drafts are frequent (FR-Spec, Zhao et al.,
+The trimmed head computes logits only for the frequent part of the vocabulary. A small model spends
+most of its time in its head, and most tokens that it drafts are frequent (FR-Spec, Zhao et al.,
 2025, arXiv:2502.14856). The output does not change, because the target verifies every draft.
 """
 
@@ -42,30 +42,30 @@ from retriever.tree import ROOT, Source
 _log = getLogger(__name__)
 
 _ROUNDING: Final = 16
-"""In units of the dtype's precision: by how much two ways to the same logits may differ."""
+"""Most by which two ways to compute the same logits may differ, in units of the dtype's epsilon."""
 
 _PROBE_TOKENS: Final = 4
-"""Tokens of the pass that compares both ways: a few rows show a difference, and cost little."""
+"""Tokens in the pass that compares both ways: a few rows show a difference and cost little."""
 
 _HIDDEN_CHANGES: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings that change logits behind the head, which a probe may be too small to show."""
+"""Settings that change logits after the head; a probe may be too small to show their effect."""
 
 
 _MAX_CACHES: Final = 4
-"""Sequences whose keys and values are kept at once; the least recently used one is evicted, and
-read again when it is drafted for."""
+"""Most sequences whose keys and values are kept; the least recently used one is evicted, and read
+again when it is next drafted for."""
 
 
 def trimmed_head(
     model: PreTrainedModel, kept: TokenIds
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a model's head for some tokens, int32[n], of states [rows, hidden size].
+    """Return a head that maps states [rows, hidden size] to logits of the tokens `kept`, int32[n].
 
-    `None`, with a warning, where the head is not plain; see `has_plain_head`.
+    Returns `None` and logs a warning if the head is not plain; see `has_plain_head`.
     """
     if not has_plain_head(model):
         _log.warning(
-            "%s changes logits behind its head: it drafts with its whole vocabulary",
+            "%s changes logits after its head: it drafts with its whole vocabulary",
             type(model).__name__,
         )
         return None
@@ -77,7 +77,7 @@ def trimmed_head(
 
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether logits are the last hidden states times one matrix, and nothing more."""
+    """Return whether logits are just the last hidden states times one matrix."""
     head = _head(model)
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -98,7 +98,7 @@ def _head(model: PreTrainedModel) -> Any:
 
 
 def _check_placing(model: PreTrainedModel) -> None:
-    """Refuse a draft model that does not lie in one process, on one device.
+    """Refuse a draft model that is not in one process and on one device.
 
     Raises:
         UnsupportedModelError: the message says how to load it.
@@ -112,23 +112,23 @@ def _check_placing(model: PreTrainedModel) -> None:
 
 
 class DraftModel:
-    """A causal language model that reads sequences and expands drafts; holds no sequence itself.
+    """A causal language model that reads sequences and expands drafts; it stores no sequences.
 
     Args:
-        model: a decoder-only model of transformers with sdpa or eager attention. Its modules run
-            as they are at each pass.
-        vocabulary_size: token ids below it mean the same to this model and to the target; the
-            model's own number of embeddings if not given, which may be padded beyond that.
-        kept: int32[n], the only tokens to draft, by a head that computes no others; all if not
-            given, or where the head is not plain.
+        model: a decoder-only model of transformers with sdpa or eager attention. Each pass runs its
+            modules in their current state.
+        vocabulary_size: token ids below it mean the same to this model and the target; if not
+            given, the model's number of embeddings, which may be padded.
+        kept: int32[n], the only tokens to draft, with a head that computes no others; all tokens if
+            not given or if the head is not plain.
 
     Attributes:
         vocabulary_size: token ids below it may be read and drafted.
-        max_length: most tokens of a sequence, `None` where the model states no limit.
+        max_length: most tokens of a sequence; `None` if the model states no limit.
         columns: int32[C], the token that each column of the logits stands for.
 
     Raises:
-        UncroppableCacheError: rejected tokens cannot be taken out of the model's state.
+        UncroppableCacheError: rejected tokens cannot be removed from the model's state.
         UnsupportedModelError: the model cannot expand trees for another reason.
         VocabularyMismatchError: the model has fewer embeddings than the vocabulary has tokens.
     """
@@ -161,26 +161,27 @@ class DraftModel:
         return str(self._model.config.name_or_path or type(self._model).__name__)
 
     def new_cache(self) -> TreeCache:
-        """Return a cache of one sequence without windows: masks apply those, branches included."""
+        """Return a cache for one sequence without windows: masks apply them, branches included."""
         return TreeCache([None] * self._num_layers)
 
     @torch.no_grad()
     def read(
         self, cache: TreeCache, tokens: TokenIds, start: int, rows: TreeRows | None = None
     ) -> torch.Tensor:
-        """Read the next tokens of a sequence, or the last nodes of a tree behind it.
+        """Read the next tokens of a sequence, or the last nodes of a tree after it.
 
         Args:
-            cache: of the sequence, with all that comes before.
+            cache: the sequence's cache, with everything before these tokens.
             tokens: int32[n], at least one.
             start: tokens of the sequence that the cache holds.
-            rows: of the tree, n of them read; `None` for tokens of the sequence.
+            rows: rows of the tree, the last n of which are read; `None` for tokens of the sequence.
 
         Returns:
-            [n, C], the logits after each of the nodes; [1, C], after the last token.
+            [n, C], the logits after each node; for tokens of the sequence [1, C], after the last
+            one.
         """
         num_logits = 1 if rows is None else len(tokens)
-        if len(tokens) == 1 and rows is None:  # the model makes no mask, but may have a window
+        if len(tokens) == 1 and rows is None:  # no mask is built, but there may be a window
             rows = TreeRows.in_line(1, start)
         positions = np.arange(start, start + len(tokens)) if rows is None else rows.positions
         device = self._user.device
@@ -198,11 +199,11 @@ class DraftModel:
 
 
 def _layers(model: PreTrainedModel) -> tuple[tuple[str, int | None], ...]:
-    """Return type and window of every layer."""
+    """Return the type and window of every layer."""
     compatibility = compatibility_of(model)
     if compatibility.capability is not Capability.TREES or compatibility.layers is None:
         raise UncroppableCacheError(
-            f"{type(model).__name__} cannot be a draft model, as it cannot expand trees: "
+            f"{type(model).__name__} cannot be a draft model, because it cannot expand trees: "
             f"name another one ({compatibility.reason})"
         )
     return compatibility.layers
@@ -216,7 +217,7 @@ def _checked_size(model: PreTrainedModel, vocabulary_size: int | None) -> int:
         raise VocabularyMismatchError(
             f"the draft model {model.config.name_or_path or type(model).__name__} has {rows} "
             f"embeddings, and the target's vocabulary {vocabulary_size} tokens: "
-            "draft with a model of the same tokenizer"
+            "draft with a model that has the same tokenizer"
         )
     return vocabulary_size
 
@@ -231,11 +232,11 @@ def _checked_kept(kept: TokenIds, vocabulary_size: int) -> TokenIds:
 
 
 class ModelReader:
-    """Reads whole trees in one pass, and grows on from there; a `TreeReader`.
+    """Reads whole trees in one pass and continues from there; a `TreeReader`.
 
     Args:
-        model: the draft model, of the target's vocabulary.
-        max_caches: sequences whose keys and values are kept at once.
+        model: the draft model, with the target's vocabulary.
+        max_caches: most sequences whose keys and values are kept.
     """
 
     max_depth: int | None = None
@@ -255,25 +256,25 @@ class ModelReader:
         return ModelReading(self, sequence)
 
     def keep(self, reading: "ModelReading") -> None:
-        """Note whose keys and values are used; those of too many sequences are evicted."""
+        """Mark a reading's cache as used; evict the least recently used cache beyond the limit."""
         self._cached[reading] = None
         self._cached.move_to_end(reading)
         if len(self._cached) > self._max_caches:
             next(iter(self._cached)).close()
 
     def forget(self, reading: "ModelReading") -> None:
-        """Note whose keys and values are gone."""
+        """Record that a reading's keys and values are gone."""
         self._cached.pop(reading, None)
 
 
 class ModelReading:
     """A draft model's reading of one sequence; see `SequenceReader`.
 
-    Drafted nodes that came true are not read again.
+    Accepted nodes are not read again.
 
     Args:
-        reader: whose it is.
-        sequence: its owner extends it.
+        reader: the reader that this reading belongs to.
+        sequence: the sequence, which its owner extends.
     """
 
     _rows: TreeRows
@@ -287,7 +288,7 @@ class ModelReading:
 
     @torch.no_grad()
     def begin(self) -> torch.Tensor | None:
-        """Read the tokens that came, but for a drafted branch; see `SequenceReader.begin`."""
+        """Read the new tokens, except those of a drafted branch; see `SequenceReader.begin`."""
         tokens = self._sequence.tokens
         self._check_room(len(tokens))
         self._check_known(tokens[self._num_checked :])
@@ -301,7 +302,7 @@ class ModelReading:
         return logits
 
     def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        """Read nodes behind the sequence; see `SequenceReader.read`."""
+        """Read nodes after the sequence; see `SequenceReader.read`."""
         rows = self._rows.extended(parents)
         self._check_room(rows.past + 1 + int(rows.depths.max()))
         logits = self._model.read(self._cache, np.array(tokens, np.int32), rows.past, rows)
@@ -310,7 +311,7 @@ class ModelReading:
         return logits
 
     def learn(self, verified: Verified) -> None:
-        """Learn nothing: it reads tokens alone."""
+        """Learn nothing: this reader only uses tokens."""
 
     def close(self) -> None:
         """Drop the keys and values; see `SequenceReader.close`."""
@@ -319,13 +320,13 @@ class ModelReading:
         self._begin_tree(0)
 
     def _begin_tree(self, length: int) -> None:
-        """Note how many tokens of the sequence the cache holds, and no nodes behind them."""
+        """Record how many tokens of the sequence the cache holds, without nodes after them."""
         self._length = length
         self._rows = TreeRows.of((), length)
-        self._edges: list[tuple[int, int]] = []  # row of the parent and token of each row
+        self._edges: list[tuple[int, int]] = []  # parent row and token of each row
 
     def _keep_branch(self, tokens: TokenIds) -> None:
-        """Keep of the cache what the sequence begins with, and the branch that it took."""
+        """Keep only the sequence's prefix and the branch that it took in the cache."""
         path = self._followed(tokens[self._length : -1])
         length = min(self._length, len(tokens) - 1)
         if path:
@@ -336,7 +337,7 @@ class ModelReading:
         self._length = length + len(path)
 
     def _followed(self, tokens: TokenIds) -> list[int]:
-        """Return the rows of the branch that new tokens of the sequence match."""
+        """Return the rows of the branch that matches the sequence's new tokens."""
         rows = {edge: row for row, edge in enumerate(self._edges)}
         path: list[int] = []
         row = ROOT
@@ -362,19 +363,19 @@ class ModelReading:
 def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:
     """Return the most frequent tokens of open indexes.
 
-    A draft model that computes these alone drafts faster and hardly less (FR-Spec: Zhao et al.,
-    2025, arXiv:2502.14856). Counts are rounded as in phrase tables, of single tokens by 6% at most;
-    of equally frequent tokens the lowest ids are taken.
+    A draft model that computes only these tokens is faster and loses few drafts (FR-Spec: Zhao et
+    al., 2025, arXiv:2502.14856). Counts are rounded as in phrase tables, by at most 6% for single
+    tokens. Among equally frequent tokens the lowest ids are taken.
 
     Args:
-        indexes: of one vocabulary.
-        size: how many tokens.
+        indexes: indexes of one vocabulary.
+        size: most tokens to return.
 
     Returns:
-        int32[n], rising; fewer than `size` where fewer occur.
+        int32[n], ascending; fewer than `size` if fewer occur.
 
     Raises:
-        InvalidRequestError: the indexes are of several vocabularies.
+        InvalidRequestError: the indexes have different vocabularies.
     """
     shared = shared_vocabulary(indexes, None)
     if shared is None:

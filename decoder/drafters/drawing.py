@@ -1,20 +1,20 @@
-"""Drafts for sampling whose tokens are drawn at random, among what was retrieved.
+"""Drafts for sampling: randomly drawn tokens among retrieved ones.
 
-Verification uses the distributions that they were drawn from (multi-candidate rejection), which
-accepts more under sampling. The shape of a tree is fixed before its first token is drawn, from how
-often the first, second, ... draw below a node was kept lately and from nothing else (the best tree
-of a given size: Sequoia, Chen et al., 2024, arXiv:2402.12374). So no token influences where it
-stands in the tree, and verification stays exact.
+Verification uses the distributions that the tokens were drawn from (multi-candidate rejection),
+which accepts more under sampling. The shape of a tree is fixed before its first token is drawn. It
+depends only on how often the first, second, ... draw below a node was kept recently (the best tree
+of a given size: Sequoia, Chen et al., 2024, arXiv:2402.12374). So no token influences its own place
+in the tree, and verification stays exact.
 
-A shape grows best first: it holds the most probable paths known so far, and each pass of the model
-expands the most probable nodes below which there may be more of them (SpecExec, Svirschevski et
-al., 2024, arXiv:2406.02532), several nodes in a pass as in EAGLE-2 (Li et al., 2024,
-arXiv:2406.16858).
+A shape grows best-first: it holds the most probable paths known so far, and each pass of the model
+expands the most probable nodes that may have more of them below (SpecExec, Svirschevski et al.,
+2024, arXiv:2406.02532), several nodes in a pass as in EAGLE-2 (Li et al., 2024, arXiv:2406.16858).
 
-Certain nodes, such as retrieved ones, take part in the plan by probabilities that no draw has
-changed. Below a node that has certain children in the plan, tokens are drawn from what those leave
-of the distribution, and that is the proposal that verification is told: so a token is never both,
-no draw is spent on a token that is there already, and no draw is dropped for its value.
+Certain nodes, such as retrieved ones, take part in the plan with probabilities that no draw has
+influenced. Below a node with certain children, tokens are drawn from the distribution without those
+children, and verification gets that distribution as the proposal. So a token is never both certain
+and drawn, no draw is spent on a token that is already there, and no draw is dropped because of its
+value.
 """
 
 from collections.abc import Sequence
@@ -46,35 +46,35 @@ from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree
 
 MAX_SIBLINGS: Final = 8
-"""Most draws below one node. Each later one is kept less often: with the prior below, the eighth in
-0.1% of nodes, so more would take room in the tree and gain hardly anything."""
+"""Most draws below one node. Each later draw is kept less often, with the prior below the eighth in
+0.1% of nodes, so more draws would take room in the tree and gain hardly anything."""
 
 _DECAY: Final = 0.99
-"""Some hundred nodes with a draw of that rank: a share of 0.5 is known to ±0.05."""
+"""A memory of about a hundred nodes with a draw of that rank: a share of 0.5 is known to ±0.05."""
 
 _PRIOR_SHARE: Final = 0.6
-"""Share of nodes at which a draw is kept, of those that reach it, until outcomes are learned: a
-guess between a model that draws as the target does (1) and one that knows little of it."""
+"""Prior share of draws kept among those reached: a guess between a model that draws exactly as the
+target does (1) and one that predicts it poorly."""
 
 _LEAST_LEFT: Final = 1e-3
 """Least share that certain nodes leave to draws: their probabilities are estimates."""
 
 _PRIOR_WEIGHT: Final = 2.0
-"""Nodes that the guess counts for: a handful of outcomes outweighs it."""
+"""Weight of the prior in nodes: a few outcomes outweigh it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How drafts are drawn; settings equal to the target's sampling are accepted most often.
+    """How drafts are drawn; settings equal to the target's sampling have the highest acceptance.
 
     Attributes:
         temperature: logits are divided by it; more than zero.
-        top_k: only the so many most probable tokens are drawn; `None` for all.
-        top_p: only the most probable tokens that make up this probability; 1 for all.
-        seed: of the draws, which are never those of the target's sampling.
+        top_k: draw only from this many most probable tokens; `None` for all.
+        top_p: draw only from the most probable tokens that make up this probability; 1 for all.
+        seed: seed of the draws, which are independent of the target's sampling.
 
     Raises:
-        ContradictoryOptionsError: nothing can be drawn with a setting.
+        ContradictoryOptionsError: a setting leaves nothing to draw.
     """
 
     temperature: float = 1.0
@@ -94,7 +94,7 @@ class Draws:
             )
 
     def distributions(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32[rows, C], the distributions to draw from; each row sums to one."""
+        """Return float32[rows, C], the distributions to draw from; each row sums to 1."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))
@@ -106,9 +106,9 @@ class Draws:
 
 
 class RankRates:
-    """How often the first, second, ... draw below a node that was kept is kept itself.
+    """How often the first, second, ... draw below a kept node is kept itself.
 
-    Fading shares, which begin with a geometric prior.
+    Exponentially decaying shares with a geometric prior.
     """
 
     def __init__(self) -> None:
@@ -116,22 +116,22 @@ class RankRates:
         self._drawn = np.full(MAX_SIBLINGS, _PRIOR_WEIGHT)
 
     def rates(self) -> NDArray[np.float64]:
-        """Return float64[8], shares by rank; they fall and lie between 0 and 1."""
+        """Return float64[8], shares by rank, descending and between 0 and 1."""
         return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
 
     def learn(self, tree: DraftTree, committed: TokenIds) -> None:
-        """Learn which draws of a tree were kept, of the share that certain siblings left.
+        """Learn which draws of a tree were kept, relative to the share that certain siblings leave.
 
         Args:
-            tree: that was drawn.
-            committed: int32[n], the tokens that came, at least one.
+            tree: the drawn tree.
+            committed: int32[n], the tokens committed after it, at least one.
         """
         path = tree.follow(committed).tolist()
         is_drawn = (
             tree.rows != CERTAIN if isinstance(tree, SampledTree) else np.ones(len(tree), bool)
         )
         left = shares_left(tree, ~is_drawn)
-        for parent in [ROOT, *path][: len(committed)]:  # of others the next token is not known
+        for parent in [ROOT, *path][: len(committed)]:  # beyond, the next token is unknown
             children = np.flatnonzero((tree.parents == parent) & is_drawn)[:MAX_SIBLINGS].tolist()
             self._kept[: len(children)] *= _DECAY
             self._drawn[: len(children)] *= _DECAY
@@ -151,11 +151,11 @@ def shares_left(tree: DraftTree, is_certain: NDArray[np.bool_]) -> NDArray[np.fl
 
 
 def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Generator) -> list[int]:
-    """Draw tokens one after the other, each from what the earlier ones left.
+    """Draw tokens one after another without replacement.
 
     Args:
-        distribution: float32[C], not negative.
-        count: of draws; fewer where no more tokens have a probability.
+        distribution: float32[C], non-negative.
+        count: number of draws; fewer are made if no more tokens have a probability.
         random: generator of random numbers.
 
     Returns:
@@ -167,7 +167,7 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
         ends = np.cumsum(left)
         column = int(np.searchsorted(ends, point * ends[-1], side="right"))
         if column == len(ends):
-            break  # nothing is left
+            break  # no probability left
         columns.append(column)
         left[column] = 0.0
     return columns
@@ -175,24 +175,24 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
 
 Children = tuple[TokenIds, NDArray[np.float64]]
 """Candidates for the children of one node: tokens int32[n], and float64[n], the logarithms of their
-probabilities given the node, falling and at most 0."""
+probabilities given the node, descending and at most 0."""
 
 
 class Frontier:
-    """The most probable nodes known so far, and which of them were expanded.
+    """The most probable nodes known so far and which of them were expanded.
 
-    Nodes have numbers in the order in which they became known, so that parents precede children.
+    Nodes are numbered in the order in which they are added, so parents precede children.
 
     Args:
-        max_nodes: how many are kept.
-        min_log_probability: of a path; less probable nodes are never kept.
-        max_depth: nodes as deep as this are not expanded; `None` for no limit.
+        max_nodes: most nodes to keep.
+        min_log_probability: least log-probability of a path; less probable nodes are never kept.
+        max_depth: nodes at this depth are not expanded; `None` for no limit.
 
     Attributes:
-        tokens: of each node.
+        tokens: token of each node.
         parents: number of each node's parent, or `ROOT`.
-        rows: of the nodes that were expanded, and of the root: their numbers in that order.
-        kept: the nodes to keep, by falling probability.
+        rows: row of each expanded node, in the order of expansion, and of the root.
+        kept: the nodes to keep, by descending probability.
     """
 
     def __init__(
@@ -210,13 +210,14 @@ class Frontier:
         self._is_expandable: list[bool] = []
 
     def log_probabilities(self, nodes: list[int]) -> NDArray[np.float64]:
-        """Return float64[n], of the paths to nodes."""
+        """Return float64[n], the log-probabilities of the paths to nodes."""
         return np.array([self._log_probabilities[node] for node in nodes], np.float64)
 
     def worth_expanding(self, width: int) -> list[int]:
-        """Return the most probable nodes, `width` at most, below which there may be more to keep.
+        """Return the most probable nodes, at most `width`, below which there may be more to keep.
 
-        No node is more probable than its parent, so the last of a full tree has nothing to add.
+        No node is more probable than its parent, so the last node of a full tree has nothing to
+        add.
         """
         is_full = 0 < len(self.kept) == self._max_nodes
         least = self._log_probabilities[self.kept[-1]] if is_full else -np.inf
@@ -228,11 +229,11 @@ class Frontier:
         return list(islice(found, width))
 
     def plant(self, tree: DraftTree, readable: NDArray[np.bool_]) -> None:
-        """Make the nodes of a tree known, before any other; they keep their numbers.
+        """Add the nodes of a tree before any others; they keep their numbers.
 
         Args:
             tree: N nodes, the most probable first.
-            readable: bool[N], which of them may be expanded, once their parents are.
+            readable: bool[N], which of them may be expanded after their parents.
         """
         with np.errstate(divide="ignore"):
             logarithms = np.log(tree.probabilities.astype(np.float64)).tolist()
@@ -269,19 +270,19 @@ class Frontier:
         self._is_expandable.append(is_expandable and is_shallow)
 
     def _keep(self, candidates: Sequence[int]) -> None:
-        """Keep the most probable nodes; of equals the first."""
+        """Keep the most probable nodes; among equals the first."""
         values = self._log_probabilities
         probable = [node for node in candidates if values[node] >= self._min_log_probability]
         self.kept = sorted(probable, key=values.__getitem__, reverse=True)[: self._max_nodes]
 
 
 class Filling:
-    """Puts drawn tokens into a planned shape: certain nodes, and places for draws.
+    """Fills a planned shape, which has certain nodes and places for draws, with drawn tokens.
 
     Args:
-        plan: the shape. In place of a token, nodes that are drawn carry the rank of their draw.
-        certain: the first nodes of the plan, which have tokens already.
-        reader: that the others are drawn from.
+        plan: the shape. Places for draws carry the rank of their draw instead of a token.
+        certain: the first nodes of the plan, which already have tokens.
+        reader: the model to draw the others from.
         random: generator of random numbers.
     """
 
@@ -308,11 +309,11 @@ class Filling:
         self._distributions: list[torch.Tensor] = []
 
     def to_expand(self, planned: list[int]) -> list[int]:
-        """Return those of planned nodes that have a token, and a draw below in the plan."""
+        """Return the planned nodes that have a token and a draw below them in the plan."""
         return [node for node in planned if node in self._tokens and node in self._to_read]
 
     def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens of nodes that are to be read, and the rows of their parents."""
+        """Return the tokens of nodes to read and the rows of their parents."""
         parents = [self._read[self._plan.parents[node]] for node in nodes]
         for node in nodes:
             self._read[node] = len(self._read) - 1
@@ -333,7 +334,7 @@ class Filling:
                 self._distributions.append(left)
 
     def tree(self, num_tokens: int) -> SampledTree:
-        """Return the planned nodes that have a token, with proposals over so many tokens."""
+        """Return the planned nodes that have a token, with proposals over `num_tokens` tokens."""
         nodes = [node for node in self._plan.kept if node in self._tokens]
         places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
         return SampledTree(
@@ -346,13 +347,13 @@ class Filling:
         )
 
     def _note_path(self, node: int) -> None:
-        """Note that a node and all above it are to be read."""
+        """Mark a node and its ancestors as nodes to read."""
         while node not in self._to_read:
             self._to_read.add(node)
             node = self._plan.parents[node]
 
     def _proposals(self, num_tokens: int) -> torch.Tensor:
-        """Return float32[rows, num_tokens]: zero for tokens that the model cannot draft."""
+        """Return float32[rows, num_tokens], the proposals; zero for tokens unknown to the model."""
         proposals = torch.zeros(len(self._distributions), num_tokens)
         if self._distributions:
             columns = torch.from_numpy(self._reader.columns.astype(np.int64))
@@ -363,9 +364,9 @@ class Filling:
 def _without_named(
     distribution: torch.Tensor, columns: NDArray[np.int32], named: list[int]
 ) -> torch.Tensor:
-    """Return float32[C], what certain siblings leave of a distribution, normalised.
+    """Return float32[C], a distribution without the certain siblings, normalised.
 
-    Zero everywhere where they leave nothing.
+    Zero everywhere if they leave nothing.
     """
     if not named:
         return distribution
@@ -379,21 +380,21 @@ class DrawnFusion(FusedDrafter):
     """Merges retrieved trees with draws from a model; a `Drafter` that learns from passes.
 
     A draft is a `SampledTree`. Its shape is planned before anything is drawn: from the tree of the
-    quick drafters and recycled logits, which see no draw, and from how often the first, second, ...
-    draw below a node was kept lately. Then tokens are drawn into it, pass by pass of the model
-    (`Filling`). So where a node stands never depends on its own token, and multi-candidate
-    rejection leaves the target's distribution as it is (`decoder.sampling.choice.Rejection`), in
-    all of the tree and in each of its prefixes.
+    fast drafters and recycled logits, which does not depend on draws, and from how often the first,
+    second, ... draw below a node was kept recently. Then tokens are drawn into it, one pass of the
+    model at a time (`Filling`). So a node's place never depends on its own token, and
+    multi-candidate rejection preserves the target's distribution
+    (`decoder.sampling.choice.Rejection`), in the whole tree and in each of its prefixes.
 
-    Which reader draws is settled before it is read: the first that is expected to pay.
+    The reader that draws is chosen before it reads: the first one that is expected to pay.
 
     Args:
-        drafters: those that answer in microseconds, such as retrieval.
+        drafters: drafters that answer in microseconds, such as retrieval.
         limits: which tokens target and drafters know.
-        readers: models to draw from, the quickest first.
-        draws: how; settings equal to the target's sampling are accepted most often.
-        recycled: likely tokens of earlier passes; `None` to do without.
-        costs: what passes of readers cost; measured if not given.
+        readers: models to draw from, the fastest first.
+        draws: how to draw; settings equal to the target's sampling have the highest acceptance.
+        recycled: likely tokens of earlier passes; `None` for none.
+        costs: costs of the readers' passes; measured if not given.
 
     Raises:
         VocabularyMismatchError: a reader proposes tokens that the target does not know.
@@ -420,7 +421,7 @@ class DrawnFusion(FusedDrafter):
         )
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass, and how often draws of each rank are kept."""
+        """Learn from a pass, including how often draws of each rank are kept."""
         if sequence.has_drafted and sequence.asked and len(verified.tree):
             came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
             self._rates[sequence.asked[0].number].learn(verified.tree, came.astype(np.int32))
@@ -429,7 +430,7 @@ class DrawnFusion(FusedDrafter):
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> SampledTree:
-        """Return a tree of certain nodes and draws."""
+        """Return a tree of certain and drawn nodes."""
         read, number = sequence.read, asked.number
         plan, passes = self._planned(asked, budget_nodes, floor)
         filling = Filling(plan, asked.tree, self._readers.all[number], self._random)
@@ -445,13 +446,13 @@ class DrawnFusion(FusedDrafter):
             filling.take(nodes, self._distributions(read, number, first, len(nodes)))
             reach = float(np.exp(plan.log_probabilities(nodes)).sum())
             self._readers.rules[number].record_pass(asked.note_pass(reach))
-        read.drop()  # weights are learned as the certain tree was made: without readers
+        read.drop()  # weights learn without readers, as the certain tree was made
         return filling.tree(self._num_tokens)
 
     def _planned(
         self, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> tuple[Frontier, list[list[int]]]:
-        """Return the best shape before anything is drawn, and the nodes of each pass."""
+        """Return the best shape before anything is drawn and the nodes of each pass."""
         rule, certain = self._readers.rules[asked.number], asked.tree
         rates = self._rates[asked.number].rates()
         ranks = np.flatnonzero(rates > 0).astype(np.int32)
@@ -474,7 +475,7 @@ class DrawnFusion(FusedDrafter):
         return plan, passes
 
     def _distributions(self, read: ReadTree, number: int, first: int, count: int) -> torch.Tensor:
-        """Return float32[count, C], what a reader's rows are drawn from."""
+        """Return float32[count, C], the distributions to draw from a reader's rows."""
         width = len(self._readers.all[number].columns)
         rows = read.readings.logits[number, first : first + count, :width]
         return self._draws.distributions(torch.from_numpy(rows))

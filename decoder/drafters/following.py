@@ -1,4 +1,4 @@
-"""Drafting for the sequences of a decoding loop, and learning from its passes."""
+"""Drafting for the sequences of a decoding loop and learning from its passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
-if TYPE_CHECKING:  # drafters inside engines without torch learn from passes, too
+if TYPE_CHECKING:  # drafters in engines without torch also learn from passes
     import torch
 
     from decoder.model.states import States
@@ -28,13 +28,14 @@ class Verified:
     Attributes:
         last_token: the last committed token, which the tree's first tokens follow.
         tree: the tree that was verified, N nodes.
-        logits: [1 + N, vocabulary], the target's after the last token and after each node, on its
-            device. They are the target's own: no temperature, no penalty.
-        path: int64[k], the nodes that were accepted.
+        logits: [1 + N, vocabulary], the target's logits after the last token and after each node,
+            on its device; raw, without temperature or penalties.
+        path: int64[k], the accepted nodes.
         next_token: the target's choice after them.
-        states: that the drafter asked for: [1 + N, hidden size] each, a row for the last token and
-            for each node; in a sequence's first pass a row for every token of the prompt.
-        choices: what the pass found with its logits, if it did.
+        states: the hidden states that the drafter asked for, [1 + N, hidden size] each: a row for
+            the last token and for each node; in a sequence's first pass a row for every token of
+            the prompt.
+        choices: the choices that the pass made along with its logits, if any.
     """
 
     last_token: int
@@ -49,7 +50,7 @@ class Verified:
 class SequenceDrafter(Protocol):
     """A drafter of one sequence: a `Follower`, or a drafter's own class of the same form.
 
-    It shares the loop's sequence, and so sees the committed tokens without being told.
+    It shares the loop's sequence, so it sees the committed tokens by itself.
     """
 
     @property
@@ -71,20 +72,20 @@ class SequenceDrafter(Protocol):
 
 
 NO_TABLE: Final = Table.of(4, NUM_FOUND)
-"""In place of recycled logits, where there are none."""
+"""Stand-in for recycled logits if there are none."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingPass:
-    """One sequence's part in a pass of the target that is running: what may come of it.
+    """One sequence's part in a running pass of the target, and the pass's likely outcomes.
 
     Attributes:
-        tokens: int32[n], what is committed, at least one token; a view that does not change.
+        tokens: int32[n], the committed tokens, at least one; a view that does not change.
         proposed: the tree that its drafter proposed.
-        verified: what is verified: any tree.
-        most: outcomes to find.
-        max_tokens: of each.
-        table: recycled logits. They may be written to meanwhile: what is found is a guess.
+        verified: the tree that is being verified; any tree.
+        most: most outcomes to find.
+        max_tokens: most tokens of each outcome.
+        table: recycled logits. They may be written to meanwhile, so the outcomes are only guesses.
     """
 
     tokens: TokenIds
@@ -96,10 +97,10 @@ class PendingPass:
     _outcomes: list[TokenIds] | None = field(default=None, init=False)
 
     def outcomes(self) -> list[TokenIds]:
-        """Return int32[k] each, k at least 1: what may come, the likeliest first.
+        """Return likely outcomes, int32[k] each with k at least 1, the likeliest first.
 
-        An outcome is an accepted path of the verified tree and a token that does not go on in it.
-        Called in another thread than the loop's, so that the pass does not wait for it.
+        An outcome is an accepted path of the verified tree and a token that does not continue it in
+        the tree. This is called outside the loop's thread, so the pass does not wait for it.
         """
         if self._outcomes is None:
             self._outcomes = self._find()
@@ -124,32 +125,32 @@ class PendingPass:
 
 
 def prepare_outcomes() -> None:
-    """Compile or load what finds outcomes, so that no pass is over before it is there."""
+    """Compile or load the kernel that finds outcomes, to be ready before the first pass ends."""
     PendingPass(np.zeros(1, np.int32), DraftTree.empty(), DraftTree.empty(), 1, 1).outcomes()
 
 
 Likely = tuple[Any, int, PendingPass]
-"""A drafter of one sequence, the most nodes of each tree, and what they are drafts after."""
+"""A drafter of one sequence, the most nodes of each tree, and the pass to draft after."""
 
 
 @runtime_checkable
 class FollowingDrafter(Protocol):
-    """Makes the drafters of sequences; what a decoding loop calls, whatever the drafter is.
+    """Makes the drafters of sequences: the interface that a decoding loop uses for any drafter.
 
-    A drafter that is made of others does so itself; any other is made one by `following`.
+    A drafter composed of others implements it; `following` adapts any other drafter.
     """
 
     @property
     def states(self) -> frozenset[int]:
-        """Numbers of the target's states that it learns from; see `decoder.model.states`."""
+        """Numbers of the target's hidden states that it learns from; see `decoder.model.states`."""
         ...
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> SequenceDrafter:
-        """Return the drafter of one sequence, its sessions open.
+        """Return the drafter of one sequence, with its sessions open.
 
         Args:
-            sequence: the committed tokens; its owner extends it.
-            limits: which tokens the model and the drafter know, within the drafter's own.
+            sequence: the committed tokens, which the owner extends.
+            limits: the tokens that the model and the drafter know, within the drafter's own limits.
 
         Raises:
             InvalidRequestError: a prompt is refused.
@@ -157,7 +158,7 @@ class FollowingDrafter(Protocol):
         ...
 
     def draft_together(self, asked: Sequence[tuple[Any, int]]) -> list[DraftTree]:
-        """Return a tree for each of several sequences, in order; empty where there is none.
+        """Return a tree for each of several sequences, in order; empty if there is no draft.
 
         Args:
             asked: distinct drafters that `follow` made, with the most nodes of their trees.
@@ -165,23 +166,24 @@ class FollowingDrafter(Protocol):
         ...
 
     def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
-        """Have it answer for what may come, while the caller runs a pass of the target.
+        """Let it draft for likely outcomes while the caller runs a pass of the target.
 
-        The next `draft_together` takes the answers for what came; see `Followers.ask_ahead`.
+        The next `draft_together` uses the answers for the actual outcome; see
+        `Followers.ask_ahead`.
 
         Args:
-            asked: what `follow` made for each sequence, the most nodes of each tree, and the
-                sequence's part in the pass.
-            busy_s: about how long the caller will not draft, in seconds.
+            asked: for each sequence, the drafter that `follow` made, the most nodes of each tree,
+                and its part in the pass.
+            busy_s: estimate of how long the caller will not draft, in seconds.
         """
         ...
 
 
 class FollowedDrafter:
-    """A drafter that is told what each sequence commits; a `FollowingDrafter`.
+    """Adapts a drafter that has to be sent each sequence's tokens; a `FollowingDrafter`.
 
     Args:
-        followers: of the drafter; those who share them share its back-off.
+        followers: followers of the drafter; users that share them share its back-off.
     """
 
     states: frozenset[int] = frozenset()
@@ -200,27 +202,27 @@ class FollowedDrafter:
         return self._followers.draft(asked)
 
     def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
-        """Have the drafter answer for what may come; see `Followers.ask_ahead`."""
+        """Let the drafter draft for likely outcomes; see `Followers.ask_ahead`."""
         outcomes = [(each, nodes, pending.outcomes) for each, nodes, pending in asked]
         self._followers.ask_ahead(outcomes, busy_s)
 
 
 def following(followers: Followers) -> FollowingDrafter:
-    """Return what makes the drafters of sequences: the drafter itself, if it is made for that."""
+    """Return a `FollowingDrafter`: the drafter itself if it is one, else an adapter for it."""
     drafter = followers.drafter
     return drafter if isinstance(drafter, FollowingDrafter) else FollowedDrafter(followers)
 
 
 def states_of(drafter: Drafter) -> frozenset[int]:
-    """Return the numbers of the target's states that a drafter learns from."""
+    """Return the numbers of the target's hidden states that a drafter learns from."""
     return following(Followers(drafter)).states
 
 
 class NoDrafter:
-    """A drafter whose trees are empty: decoding with it is plain decoding."""
+    """A drafter whose trees are always empty: decoding with it is plain decoding."""
 
     def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
-        """Begin a sequence; keeps nothing."""
+        """Begin a sequence; does nothing."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Return an empty tree for each request."""

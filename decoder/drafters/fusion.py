@@ -1,14 +1,14 @@
-"""One draft tree from several drafters, from models, and from what the target found likely before.
+"""One draft tree from several drafters, models and the target's earlier logits.
 
-Trees are merged by longest prefix, as in RASD (arXiv:2503.03434): a path that two trees share is
-one path, and the rest of each tree is grafted onto it. At every node, each source that knows it
-gives probabilities for its children. A logistic model, which learns from every token that comes,
-turns them into one probability: nodes that sources share gain, nodes that a sure source lacks lose,
-and the merged tree is cut to the budget.
+Trees are merged by longest common prefix, as in RASD (arXiv:2503.03434): a path that two trees
+share becomes one path, and the rest of each tree is grafted onto it. At every node, each source
+that knows the node gives probabilities for its children. A logistic model, which learns from every
+committed token, combines them into one probability: nodes that sources share gain, and nodes that a
+confident source lacks lose. The merged tree is cut to the budget.
 
-Models read the merged tree while it grows: they say how probable all of its nodes are, and propose
-others below. RASD prunes the first retrieved tokens by a draft model; here each
-reading counts, at every depth, as one more source.
+Models read the merged tree while it grows: they give probabilities for all of its nodes and propose
+others below them. RASD prunes the first retrieved tokens with a draft model; here each reading is
+one more source, at every depth.
 """
 
 import time
@@ -62,33 +62,34 @@ from retriever.sequences import (
 from retriever.tree import ROOT, DraftTree, Source
 
 RATE: Final = 0.2
-"""Size of a step of learning, before it is divided by the root of the squared gradients."""
+"""Learning rate, before division by the root of the squared gradients."""
 
 _CONSIDERED: Final = 1.5
-"""Nodes that a reader may read, to those of the budget: a reading moves nodes across the cut."""
+"""Nodes that a reader may read, relative to the budget: a reading moves nodes across the cut."""
 
 WIDTH: Final = 8
-"""Most nodes of a reader's pass: about as many as cost little more than one."""
+"""Most nodes in a reader's pass: about as many as cost little more than one."""
 
 _FIRST_WIDTH: Final = 64
-"""Most nodes of the first pass of a reader that reads paths: all of the tree that there is."""
+"""Most nodes in the first pass of a reader that reads paths: usually the whole tree."""
 
 MAX_PASSES: Final = 5
-"""Most passes of a reader for one draft, besides the one that reads the sequence."""
+"""Most passes of a reader for one draft, in addition to the one that reads the sequence."""
 
 
 _LEAST_PROBABILITY: Final = 1e-4
-"""Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
-candidate of a node must be scored."""
+"""Less probable nodes are not considered: 256 of them together yield at most 0.026 tokens, and
+every candidate of a node has to be scored."""
 
 
 KERNELS: Final = RareKernels(__name__)
-"""Of fused drafts; those who may not wait for a compiler ask whether these can be called."""
+"""Kernels of fused drafts; callers that must not wait for a compiler check whether they are
+ready."""
 
 
 @cache
 def warm() -> None:
-    """Compile or load what fusing with recycled logits needs, once in a process."""
+    """Compile or load the kernels for fusing with recycled logits, once per process."""
     size = 2 * NUM_FOUND
     drafter = FusedDrafter([NoDrafter()], DraftLimits(size, size), recycled=RecycledLogits(WAYS))
     sequence = drafter.follow(TokenSequence(np.zeros(NUM_ORDERS, np.int32)))
@@ -102,18 +103,18 @@ def warm() -> None:
 
 @dataclass(slots=True, eq=False)
 class FusedSequence:
-    """One sequence of a fused drafter: the decoding loop uses it as it uses a `Follower`.
+    """One sequence of a fused drafter; the decoding loop uses it like a `Follower`.
 
-    Its members follow the sequence that the loop commits to. Made by `FusedDrafter.follow`.
+    Its members follow the sequence that the loop commits to. `FusedDrafter.follow` creates it.
 
     Attributes:
-        drafter: fuses the trees, and learns.
+        drafter: fuses the trees and learns.
         members: the drafters of this sequence.
-        read: what readers say of its tree.
-        sequence: the committed tokens; its owner extends it.
-        trees: of the last draft, one for each member.
-        asked: readers that were asked for the last draft.
-        hints: the other tokens that the target found likely where it chose the last one.
+        read: the readers' readings of its tree.
+        sequence: the committed tokens, which the owner extends.
+        trees: trees of the last draft, one for each member.
+        asked: readers' work on the last draft.
+        hints: the target's other likely tokens at the position of the last one.
     """
 
     drafter: "FusedDrafter"
@@ -128,37 +129,37 @@ class FusedSequence:
 
     @property
     def num_failures(self) -> int:
-        """Drafts of members that failed or were refused, and readers that failed."""
+        """Number of members' drafts that failed or were refused, and of readers that failed."""
         return sum(member.num_failures for member in self.members) + self.read.num_failures
 
     @property
     def has_drafted(self) -> bool:
-        """Whether `trees` are drafts for the sequence at its present length."""
+        """Whether `trees` are drafts for the sequence at its current length."""
         return self._drafted_length == len(self.sequence)
 
     def context(self) -> TokenIds:
-        """Return int32[NUM_ORDERS], the last tokens, the latest first; -1 where there is none."""
+        """Return int32[NUM_ORDERS], the last tokens, the latest first; -1 for missing ones."""
         context = np.full(NUM_ORDERS, -1, np.int32)
         last = self.sequence.tokens[-NUM_ORDERS:]
         context[: len(last)] = last[::-1]
         return context
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Ask the members, fuse their trees, and have models read the result where that pays."""
+        """Ask the members, fuse their trees, and let models read the result if that pays."""
         return self.drafter.draft_together([(self, budget_nodes)], min_probability)[0]
 
     def take_trees(self, trees: list[DraftTree]) -> None:
-        """Take in what the members drafted for the sequence at its present length."""
+        """Store the members' trees for the sequence at its current length."""
         self.trees = trees
         self._drafted_length = len(self.sequence)
 
     def num_new(self) -> int:
-        """Return how many tokens came since the last call; 0 at first: the prompt is no step."""
+        """Return the number of new tokens since the last call; 0 at first, for the prompt."""
         before, self._num_paced = self._num_paced, len(self.sequence)
         return 0 if before is None else self._num_paced - before
 
     def learn(self, verified: Verified) -> None:
-        """Learn from a pass which tokens the target found likely, and how to weigh each source."""
+        """Learn from a pass which tokens the target found likely and how to weight each source."""
         for member in self.members:
             member.learn(verified)
         self.read.learn(verified)
@@ -175,29 +176,29 @@ class FusedSequence:
 class FusedDrafter(OfOneProcess):
     """Merges the trees of other drafters into one; a `Drafter` that learns from passes.
 
-    A decoding loop has it `follow` the sequence that it commits to, and names no sessions; to
-    others it is a drafter like any. A drafter or a reader that fails costs its share of the tree.
-    Not safe to call from several threads.
+    A decoding loop uses `follow` with the sequence that it commits to and needs no session names;
+    for other callers it is an ordinary drafter. If a drafter or reader fails, only its share of the
+    tree is missing. Not thread-safe.
 
     Args:
-        drafters: those that answer in microseconds, such as retrieval.
+        drafters: drafters that answer in microseconds, such as retrieval.
         limits: which tokens target and drafters know.
-        readers: models that read the tree, the quickest first: each is asked where it lately
-            brought more than it took, beyond the tree that there was before.
-        recycled: likely tokens of earlier passes; `None` to do without.
-        costs: what passes of readers cost; measured if not given.
+        readers: models that read the tree, the fastest first. Each is asked if its recent gain over
+            the tree before it was worth its time.
+        recycled: likely tokens of earlier passes; `None` for none.
+        costs: costs of the readers' passes; measured if not given.
         patience_s: see `Followers`.
 
     Attributes:
-        followers: of each of the drafters, in order: they count what was asked for in time and
-            ahead, and what failed.
+        followers: followers of each drafter, in order; they count requests in time and ahead, and
+            failures.
 
     Raises:
         VocabularyMismatchError: a reader proposes tokens that the target does not know.
     """
 
     _asks_all = True
-    """Whether a tree is read by every reader that is expected to pay, or by the first alone."""
+    """Whether every reader that is expected to pay reads the tree, or only the first one."""
 
     def __init__(  # noqa: PLR0913  (the last four are options)
         self,
@@ -229,15 +230,15 @@ class FusedDrafter(OfOneProcess):
 
     @property
     def states(self) -> frozenset[int]:
-        """Numbers of the target's states that it learns from; see `FollowingDrafter`."""
+        """Numbers of the target's hidden states that it learns from; see `FollowingDrafter`."""
         return self._readers.states
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
         """Return the drafter of one sequence; see `FollowingDrafter.follow`.
 
         Raises:
-            InvalidRequestError: it is of another tenant than those before, and there are recycled
-                logits, which would tell of these.
+            InvalidRequestError: the sequence is of another tenant than earlier ones, and recycled
+                logits would leak theirs.
         """
         if self._recycled is not None:
             self._recycled.serve(sequence.options.tenant)
@@ -257,7 +258,7 @@ class FusedDrafter(OfOneProcess):
         self._sessions.add(session, self.follow(sequence))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`."""
+        """Add expected contents of a sequence; see `EmbeddedDrafter.add_predictions`."""
         self._sessions.get(session).sequence.expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -276,7 +277,7 @@ class FusedDrafter(OfOneProcess):
     def draft_together(
         self, asked: Sequence[tuple[FusedSequence, int]], min_probability: float = 0.0
     ) -> list[DraftTree]:
-        """Ask each drafter once for all sequences, and fuse each sequence's trees.
+        """Ask each drafter once for all sequences and fuse each sequence's trees.
 
         Args:
             asked: sequences, with the most nodes of their trees.
@@ -298,10 +299,11 @@ class FusedDrafter(OfOneProcess):
         ]
 
     def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
-        """Have each drafter answer for what may come; see `Followers.ask_ahead`.
+        """Let each drafter draft for likely outcomes; see `Followers.ask_ahead`.
 
-        What is answered ahead are their trees. They are fused once it has come: recycled logits and
-        readers need the target's pass. What the recycled logits know of it counts as likely.
+        The drafters answer ahead with their trees. These are fused when the outcome is known,
+        because recycled logits and readers need the target's pass. The recycled logits help to
+        predict likely outcomes.
         """
         if self._recycled is not None:
             asked = [
@@ -315,7 +317,7 @@ class FusedDrafter(OfOneProcess):
             drafter.ask_ahead(of_members, busy_s)
 
     def learn(self, session: str, verified: Verified) -> None:
-        """Learn from a pass over the session's last draft how to weigh each source."""
+        """Learn from a pass over the session's last draft how to weight each source."""
         self._sessions.get(session).learn(verified)
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
@@ -326,14 +328,14 @@ class FusedDrafter(OfOneProcess):
         fused.close()
 
     def _note_pace(self, sequences: Sequence[FusedSequence]) -> None:
-        """Take in the step since the last drafts: its time, and the tokens that came of it."""
+        """Record the time and the new tokens of the step since the last drafts."""
         now, num_tokens = time.perf_counter(), sum(each.num_new() for each in sequences)
         if self._asked_at is not None and num_tokens:
             self._readers.pace.note(now - self._asked_at, num_tokens)
         self._asked_at = now
 
     def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
-        """Return one tree made of the members' trees, the recycled logits and what readers say."""
+        """Return one tree made of the members' trees, the recycled logits and the readings."""
         self._plant(sequence.trees)
         floor = max(min_probability, _LEAST_PROBABILITY)
         self._growth.contexts[0] = sequence.context()
@@ -350,7 +352,7 @@ class FusedDrafter(OfOneProcess):
         return tree
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass; return the other likely tokens where the target chose its own."""
+        """Learn from a pass; return the other likely tokens in place of the target's choice."""
         came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
         came = came.astype(np.int32)
         if sequence.has_drafted:
@@ -364,7 +366,7 @@ class FusedDrafter(OfOneProcess):
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> DraftTree:
-        """Have a reader read the tree, and grow it with what it says, as long as that pays."""
+        """Let a reader read the tree and grow it with the result, as long as that pays."""
         number, rule = asked.number, self._readers.rules[asked.number]
         considered = min(int(_CONSIDERED * budget_nodes), MAX_NODES)
         size = self._grow(sequence, considered, floor)
@@ -383,7 +385,7 @@ class FusedDrafter(OfOneProcess):
         return self._tree(min(size, budget_nodes))
 
     def _unread(self, read: ReadTree, asked: AskedDraft, size: int) -> NDArray[np.intp]:
-        """Return the nodes that a reader can read in its next pass, the most probable ones."""
+        """Return the most probable nodes that a reader can read in its next pass."""
         reader, rows = self._readers.all[asked.number], self._rows(asked.number)
         can_be_read = self._known_paths(size) & (rows[1 : size + 1] == NOWHERE)
         if not reader.reads_paths:
@@ -395,7 +397,7 @@ class FusedDrafter(OfOneProcess):
         return np.flatnonzero(can_be_read)[: min(width, MAX_READ + 1 - read.num_rows[asked.number])]
 
     def _known_paths(self, size: int) -> NDArray[np.bool_]:
-        """Return bool[size], the nodes of the tree whose paths have known tokens only."""
+        """Return bool[size], the nodes of the tree whose paths have only known tokens."""
         if self._limits.drafter_vocabulary is None:
             return np.ones(size, np.bool_)
         known = self._growth.tokens[:size] < self._limits.drafter_vocabulary
@@ -405,13 +407,13 @@ class FusedDrafter(OfOneProcess):
         return known
 
     def _rows(self, number: int) -> NDArray[np.int32]:
-        """Return int32[1 + B], a view: a reader's row of the root and of each node."""
+        """Return int32[1 + B], a reader's row of the root and of each node; a view."""
         return self._growth.places[:, self._num_trees + number]
 
     def _reach(self, nodes: NDArray[np.intp], size: int, budget_nodes: int) -> float:
-        """Return how many of some nodes the target is expected to come to.
+        """Return the expected number of the given nodes that the target reaches.
 
-        In a tree that is full, a node below the last one that is kept has no children to add.
+        In a full tree, a node less probable than the last kept one has no children to add.
         """
         probabilities = self._growth.probabilities
         least = probabilities[budget_nodes - 1] if 0 < budget_nodes <= size else 0.0
@@ -419,14 +421,14 @@ class FusedDrafter(OfOneProcess):
         return float(reached[reached > least].sum())
 
     def _read_nodes(self, read: ReadTree, number: int, nodes: NDArray[np.intp]) -> bool:
-        """Have a reader read nodes of the tree that was grown last; return whether it did."""
+        """Let a reader read nodes of the last grown tree; return whether it did."""
         growth, rows, first = self._growth, self._rows(number), int(read.num_rows[number])
         rows[nodes + 1] = np.arange(first, first + len(nodes))
         parents = rows[growth.parents[nodes] + 1]
         return read.read(number, growth.tokens[nodes], parents)
 
     def _grow(self, sequence: FusedSequence, max_nodes: int, floor: float) -> int:
-        """Grow the tree from all that is known, and return how many nodes it has."""
+        """Grow the tree from all sources and return its number of nodes."""
         growth = self._growth
         if self._readers.all:
             growth.places[0, self._num_trees :] = sequence.read.root_rows()
@@ -453,7 +455,7 @@ class FusedDrafter(OfOneProcess):
         )
 
     def _plant(self, trees: Sequence[DraftTree]) -> None:
-        """Enter trees into the forest, unless it holds these already."""
+        """Enter trees into the forest, unless it already holds them."""
         if trees is self._planted:
             return
         self._planted, start = trees, len(trees)
@@ -469,7 +471,7 @@ class FusedDrafter(OfOneProcess):
             )
 
     def _learn_gains(self, sequence: FusedSequence, verified: Verified, came: TokenIds) -> None:
-        """Learn how many tokens each reader added to the tree that there was before."""
+        """Learn how many tokens each reader added to the tree before it."""
         gained, size = len(verified.path), len(verified.tree)
         for asked in reversed(sequence.asked):
             before = len(asked.tree.prefix(size).follow(came))
@@ -478,7 +480,7 @@ class FusedDrafter(OfOneProcess):
             gained = before
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
-        """Learn from the tokens that came after a draft."""
+        """Learn the weights from the tokens that followed a draft."""
         self._plant(sequence.trees)
         places = np.zeros((2, self._growth.places.shape[1]), np.int32)
         places[0, : self._num_trees] = np.arange(self._num_trees)

@@ -1,8 +1,8 @@
-"""Recycled logits that outlive the process: found at its start, kept while it runs.
+"""Recycled logits that outlive the process: loaded at its start, saved while it runs.
 
-What verification computes for drafts that were not accepted is worth keeping: Ouroboros (Zhao et
-al., 2024, arXiv:2402.13720) drafts from such phrases within a sequence. Here a table of the model's
-likely tokens is kept for later runs, and for other decoders of the model through a service.
+Results of verifying rejected drafts are worth keeping: Ouroboros (Zhao et al., 2024,
+arXiv:2402.13720) drafts from such phrases within a sequence. Here a table of the model's likely
+tokens is kept for later runs and, through a service, for other decoders of the model.
 """
 
 import time
@@ -21,13 +21,13 @@ from retriever.errors import InvalidRequestError, NotPossibleError, RetrieverErr
 from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_FINDINGS, check_findings
 
 PERIOD_S: Final = 30.0
-"""How often what was learned is kept, in seconds: a crash loses as much at most."""
+"""Seconds between two saves: a crash loses at most this much."""
 
 _LOADING_S: Final = 5.0
-"""Longest that a start waits for a service; the newest findings come first."""
+"""Longest that a start waits for a service, in seconds; the newest findings come first."""
 
 _CLOSING_S: Final = 10.0
-"""Longest that an end waits for a service."""
+"""Longest that an end waits for a service, in seconds."""
 
 _log = getLogger(__name__)
 
@@ -40,34 +40,36 @@ def kept_logits(
     *,
     max_bytes: int = DEFAULT_RECYCLED_BYTES,
 ) -> "KeptLogits":
-    """Return what keeps recycled logits of a model in a store, within a `with` block.
+    """Return a context manager that keeps recycled logits of a model in a store.
 
     Args:
-        recycled: what learns from the model's passes.
-        store: such as the `state` of an `EmbeddedDrafter` with a directory, or a `SharedFindings`.
-        model: whose logits they are, with the weights that it decodes with: what other weights
-            found is neither taken nor replaced.
-        vocabulary: of its tokenizer.
-        max_bytes: most to take from the store, and to give to it at once; `0` for nothing.
+        recycled: recycled logits that learn from the model's passes.
+        store: for example the `state` of an `EmbeddedDrafter` with a directory, or a
+            `SharedFindings`.
+        model: the model of the logits, with the weights that it decodes with; findings of other
+            weights are neither loaded nor replaced.
+        vocabulary: vocabulary of its tokenizer.
+        max_bytes: most bytes to load from the store, and to save to it at once; `0` for none.
     """
     fingerprint = fingerprint_of(model, vocabulary.fingerprint)
     return KeptLogits(recycled, store, fingerprint, vocabulary.size, max_bytes=max_bytes)
 
 
 class KeptLogits:
-    """Keeps what recycled logits learn in a store, from a thread of its own, for a model.
+    """Saves what a model's recycled logits learn to a store, from a background thread.
 
-    Nothing that a store says or refuses ends decoding or changes an output: findings that are not
-    true cost drafts. What cannot be kept is said once and tried again with the next period. Of
-    sequences that are not remembered nothing is kept.
+    No answer or refusal of a store ends decoding or changes an output: false findings only cost
+    drafts. A failed save is logged once and retried in the next period. Nothing from sequences that
+    are not remembered is saved.
 
     Args:
-        recycled: what learns; a decoding loop may use it meanwhile.
-        store: such as the `state` of an `EmbeddedDrafter` with a directory, or a service's client.
-        model: its fingerprint; see `decoder.model.stamp`.
-        vocabulary_size: tokens that the model knows; what names others is left out.
-        max_bytes: most to take from the store, and to give to it at once; `0` for nothing.
-        period_s: seconds between two rounds of keeping.
+        recycled: the recycled logits; a decoding loop may use them meanwhile.
+        store: for example the `state` of an `EmbeddedDrafter` with a directory, or a service's
+            client.
+        model: fingerprint of the model; see `decoder.model.stamp`.
+        vocabulary_size: tokens that the model knows; findings with others are left out.
+        max_bytes: most bytes to load from the store, and to save to it at once; `0` for none.
+        period_s: seconds between two saves.
     """
 
     def __init__(  # noqa: PLR0913  (the last two are options)
@@ -94,14 +96,14 @@ class KeptLogits:
         self._thread = Thread(target=self._run, name="foredraft-recycled", daemon=True)
 
     def load(self) -> int:
-        """Take in what the store has of the model; return how many contexts that is."""
+        """Load the store's findings of the model; return their number of contexts."""
         pages: list[Findings] = []
         before, deadline = 0, time.monotonic() + _LOADING_S
         try:
             while not self._is_refused:
                 page = self._store.fetch_findings(self._model, before)
                 found, before = page.findings, page.before
-                # What leaves the model's tables is refused.
+                # Findings outside the model's vocabulary are refused.
                 check_findings(found.contexts, found.tokens, found.log_odds, self._vocabulary_size)
                 pages.append(found)
                 has_enough = sum(map(len, pages)) >= self._most
@@ -109,15 +111,15 @@ class KeptLogits:
                     break
         except RetrieverError as error:
             self._say("taken from", error)
-        for findings in reversed(pages):  # the newest last: they stay where there is no room
+        for findings in reversed(pages):  # the newest last, to stay if room is short
             self._recycled.take_in(findings)
         return sum(map(len, pages))
 
     def save(self, *, deadline_s: float = float("inf")) -> int:
-        """Give the store what was learned since the last time; return how many contexts that is.
+        """Save what was learned since the last save; return the number of contexts.
 
         Args:
-            deadline_s: give up after so many seconds; the rest is given the next time.
+            deadline_s: stop after this many seconds; the rest is saved next time.
         """
         end_s = time.monotonic() + deadline_s
         with self._saving:
@@ -130,7 +132,7 @@ class KeptLogits:
                     if time.monotonic() > end_s:
                         return begin
                     part = findings.part(slice(begin, begin + MAX_FINDINGS))
-                    is_known = part.tokens.max(axis=1) < self._vocabulary_size  # may be padding
+                    is_known = part.tokens.max(axis=1) < self._vocabulary_size  # else padding
                     self._store.share_findings(self._model, part.part(np.flatnonzero(is_known)))
             except RetrieverError as error:
                 self._say("kept in", error)
@@ -140,7 +142,7 @@ class KeptLogits:
             return len(findings)
 
     def close(self) -> None:
-        """Keep what was learned last, and end the thread. Idempotent."""
+        """Save what was learned last and end the thread. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -149,7 +151,7 @@ class KeptLogits:
         self.save(deadline_s=_CLOSING_S)
 
     def __enter__(self) -> Self:
-        """Load, and keep from now on."""
+        """Load, and save from now on."""
         count = self.load()
         _log.info("recycled logits of %d contexts, from earlier runs or other decoders", count)
         self._thread.start()
@@ -163,9 +165,9 @@ class KeptLogits:
             self.save()
 
     def _say(self, where: str, error: RetrieverError) -> None:
-        """Log why nothing is kept: once, until it works again."""
+        """Log why nothing is loaded or saved: once, until it works again."""
         if isinstance(error, NotPossibleError | InvalidRequestError):
-            self._is_refused = True  # asking again would not help
+            self._is_refused = True  # retrying would not help
         if not self._has_warned:
             self._has_warned = True
             _log.warning("recycled logits are not %s the store: %s", where, error)

@@ -1,6 +1,6 @@
-"""Where a decoder's drafts come from, as users say it: what opens them is in `decoder.assembly`.
+"""User options for the sources of a decoder's drafts; `decoder.assembly` opens the sources.
 
-Loads no library for tensors, so that a command can show its options at once.
+This module loads no tensor library, so that a command can show its options immediately.
 """
 
 from dataclasses import replace
@@ -19,8 +19,8 @@ MAX_NODES: Final = 256
 """Most nodes of a fused tree, and of each tree that goes into it."""
 
 DEFAULT_SHARE: Final = 0.25
-"""Of one core's time, for a speculator that goes on learning; what decodes comes first all the
-same, by its priority."""
+"""Share of one core's time for a speculator that continues to learn; decoding still has the higher
+priority."""
 
 
 UNDRAWN: Final = "--draft-sampling has no effect at temperature 0: give a --temperature"
@@ -30,12 +30,12 @@ WITHOUT_INDEX: Final = (
 
 
 class DraftOptions(DraftSettings):
-    """Where a decoder's drafts come from: services or databases here, a model, the target itself.
+    """The sources of a decoder's drafts: services or local databases, models, the target itself.
 
     Raises:
-        InvalidRequestError: services and databases are given.
-        ContradictoryOptionsError: a vocabulary is trimmed for no model, or without an index, or
-            parts of a corpus are asked ahead.
+        InvalidRequestError: both services and databases are given.
+        ContradictoryOptionsError: a vocabulary is to be trimmed without a model or an index, or
+            services with parts of a corpus are to be asked ahead.
     """
 
     model_config = ConfigDict(title="Drafts")
@@ -50,8 +50,8 @@ class DraftOptions(DraftSettings):
         Metavar("HEAD"),
         Field(
             description="A head that drafts from the model's own states: a folder or .safetensors "
-            "file with config.json beside it, of an EAGLE-3, EAGLE or MLP speculator that was made "
-            "for this model."
+            "file with config.json next to it, of an EAGLE-3, EAGLE or MLP speculator made for "
+            "this model."
         ),
     ] = None
     online: Annotated[
@@ -59,16 +59,16 @@ class DraftOptions(DraftSettings):
         RARE,
         Metavar("DIR"),
         Field(
-            description="With --speculator: let it go on learning from what it drafts for, in a "
-            "process of its own. What it learned is kept in DIR, which later starts go on with: "
-            "one for each tenant."
+            description="With --speculator: let it continue to learn from the outputs that it "
+            "drafts for, in a separate process. DIR stores what it learned, and later starts "
+            "continue from there: use one DIR per tenant."
         ),
     ] = None
     online_share: Annotated[
         float,
         RARE,
         Metavar("SHARE"),
-        Field(gt=0, le=1, description="With --online: most of one core's time for it."),
+        Field(gt=0, le=1, description="With --online: largest share of one core's time."),
     ] = DEFAULT_SHARE
     draft_vocabulary: Annotated[
         int | None,
@@ -77,7 +77,7 @@ class DraftOptions(DraftSettings):
         Field(
             ge=1,
             description="With --draft-model or --speculator: draft only the N most frequent "
-            "tokens of --index. Heads with a vocabulary of their own keep to that.",
+            "tokens of --index. Heads with a vocabulary of their own ignore this.",
         ),
     ] = None
     draft_sampling: Annotated[
@@ -85,11 +85,11 @@ class DraftOptions(DraftSettings):
         RARE,
         Field(
             description="With sampling: draw drafts from the --draft-model's distributions, and "
-            "accept them by those. The output of a --seed then depends on the drafts."
+            "use these to accept them. The output of a --seed then depends on the drafts."
         ),
     ] = False
     recycle: Annotated[
-        bool, RARE, Field(description="Draft from the logits of the model's earlier passes, too.")
+        bool, RARE, Field(description="Also draft from the logits of the model's earlier passes.")
     ] = True
     draft_ahead: Annotated[
         int,
@@ -98,10 +98,10 @@ class DraftOptions(DraftSettings):
         Field(
             ge=0,
             le=MAX_OUTCOMES,
-            description="While a pass of the model runs, have the --server or the databases here "
-            "draft for its N likeliest outcomes: decoding waits for no draft where one of them "
-            "comes. 5 to 16 for a server that is a millisecond or more away; 0: only drafts for "
-            "what has come.",
+            description="While a pass of the model runs, let the --server or the local databases "
+            "draft for its N likeliest outcomes: if one of them occurs, decoding does not wait "
+            "for a draft. 5 to 16 for a server that is a millisecond or more away; 0: draft only "
+            "after the pass.",
         ),
     ] = 0
     state: Annotated[
@@ -118,8 +118,8 @@ class DraftOptions(DraftSettings):
         RARE,
         Field(
             ge=0,
-            description="With --state or --server: logits of earlier passes to keep there, and to "
-            "take from there at the start, in bytes; 0: none.",
+            description="With --state or --server: most bytes of logits of earlier passes to store "
+            "there, and to load at the start; 0: none.",
         ),
     ] = DEFAULT_RECYCLED_BYTES
 
@@ -130,7 +130,7 @@ class DraftOptions(DraftSettings):
             (
                 self.server and self.state is not None,
                 (
-                    "--state and --server exclude each other: leave out --state, for a server "
+                    "--state and --server exclude each other: leave out --state, because a server "
                     "keeps its own (foredraft serve --state)"
                 ),
             ),
@@ -138,7 +138,7 @@ class DraftOptions(DraftSettings):
                 self.draft_ahead and len(self.server) > 1,
                 (
                     "--draft-ahead and more than one --server exclude each other: services that "
-                    "each hold a part of a corpus are asked only for what has come; leave out "
+                    "each hold a part of a corpus cannot be asked ahead; leave out "
                     "--draft-ahead"
                 ),
             ),
@@ -148,7 +148,7 @@ class DraftOptions(DraftSettings):
             ),
             (
                 self.online is not None and self.speculator is None,
-                "--online needs a speculator that learns: give its --speculator",
+                "--online needs a speculator that can learn: give one with --speculator",
             ),
             (
                 self.draft_vocabulary is not None and not self.names_readers,
@@ -159,14 +159,14 @@ class DraftOptions(DraftSettings):
 
     @property
     def names_readers(self) -> bool:
-        """Whether a model is named that reads drafts."""
+        """Whether a model that reads drafts is named."""
         return self.draft_model is not None or self.speculator is not None
 
     def sampling(self, chosen: SamplingSettings) -> SamplingSettings:
-        """Return settings by which drafts count as they are drafted.
+        """Return the sampling settings, adapted to whether drafts are drawn.
 
         Raises:
-            ContradictoryOptionsError: drafts shall be drawn, but the output is not.
+            ContradictoryOptionsError: drafts are to be drawn, but the output is greedy.
         """
         if not self.draft_sampling:
             return chosen

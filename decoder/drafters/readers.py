@@ -1,8 +1,8 @@
-"""Models that read a draft tree while it grows, and what they said of one sequence's tree.
+"""Models that read a draft tree while it grows, and their readings of one sequence's tree.
 
-Such a model does two things in one pass: it proposes children of the nodes that it reads, and says
-how probable the children are that others proposed. A draft model is one, which reads tokens; a
-speculator another, which reads the target's states as well.
+Such a model does two things in one pass: it proposes children of the nodes that it reads, and it
+gives probabilities for the children that other sources proposed. One kind is a draft model, which
+reads tokens; another is a speculator, which also reads the target's hidden states.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
 from retriever.tree import Source
 
-if TYPE_CHECKING:  # a fused drafter without readers needs none
+if TYPE_CHECKING:  # a fused drafter without readers does not need torch
     import torch
 
 _log = getLogger(__name__)
@@ -40,17 +40,17 @@ _Answer = TypeVar("_Answer")
 
 
 class SequenceReader(Protocol):
-    """A model's reading of one sequence and of the tree that is being drafted behind it.
+    """A model's reading of one sequence and of the tree drafted after it.
 
-    It shares the sequence with the loop that commits to it.
+    It shares the sequence with the decoding loop, which commits to it.
     """
 
     def begin(self) -> "torch.Tensor | None":
-        """Catch up with the committed sequence, and drop the tree that was read last.
+        """Catch up with the committed sequence and drop the last tree.
 
         Returns:
-            [1, C], logits over `TreeReader.columns` after the last committed token; `None` where
-            there is nothing to say, as before the target's first states are known.
+            [1, C], logits over `TreeReader.columns` after the last committed token; `None` if there
+            is no prediction, for example before the target's first states are known.
 
         Raises:
             DrafterUnavailableError: the sequence is too long for the model, or memory ran out.
@@ -58,12 +58,12 @@ class SequenceReader(Protocol):
         ...
 
     def read(self, tokens: list[int], parents: list[int]) -> "torch.Tensor":
-        """Read nodes behind the sequence in one pass.
+        """Read nodes after the sequence in one pass.
 
         Args:
-            tokens: of n nodes, at least one.
-            parents: their parents, numbered in the order in which nodes were read since `begin`,
-                or `ROOT`. Where `reads_paths` is not set, none is among the n nodes themselves.
+            tokens: tokens of n nodes, at least one.
+            parents: their parents, numbered in the order in which nodes were read since `begin`, or
+                `ROOT`. If `reads_paths` is not set, the n nodes are not parents of one another.
 
         Returns:
             [n, C], logits after each node.
@@ -71,7 +71,7 @@ class SequenceReader(Protocol):
         ...
 
     def learn(self, verified: Verified) -> None:
-        """Take in a pass of the target, before its path is committed."""
+        """Learn from a pass of the target, before its path is committed."""
         ...
 
     def close(self) -> None:
@@ -80,15 +80,15 @@ class SequenceReader(Protocol):
 
 
 class TreeReader(Protocol):
-    """A model that reads trees, of any number of sequences; not to be used by two threads.
+    """A model that reads trees, for any number of sequences; not thread-safe.
 
     Attributes:
-        name: in messages.
-        columns: int32[C], rising, the token that each column of its logits stands for.
+        name: name in messages.
+        columns: int32[C], ascending, the token that each column of its logits stands for.
         max_depth: nodes deeper than this are not read; `None` for no limit.
         reads_paths: whether a node and its parent can be read in one pass.
-        states: numbers of the target's states that it needs; see `decoder.model.states`.
-        source: what its own proposals are labelled with.
+        states: numbers of the target's hidden states that it needs; see `decoder.model.states`.
+        source: label of its own proposals.
     """
 
     name: str
@@ -99,25 +99,26 @@ class TreeReader(Protocol):
     source: Source
 
     def follow(self, sequence: TokenSequence) -> SequenceReader:
-        """Return the reading of a sequence, of which nothing has been read."""
+        """Return a new reading of a sequence."""
         ...
 
 
 class Readers:
-    """The readers of a fused drafter, and what all its sequences share of them.
+    """The readers of a fused drafter, with the state that all its sequences share.
 
     Args:
-        readers: in the order in which they are asked, the quickest first.
-        costs: what their passes cost; measured if not given.
-        vocabulary: tokens that may be drafted lie below it; `None` for no limit.
+        readers: readers in the order in which they are asked, the fastest first.
+        costs: costs of their passes; measured if not given.
+        vocabulary: upper bound of the token ids that may be drafted; `None` for no limit.
 
     Attributes:
-        all: as given.
-        pace: of decoding.
-        rules: when each is asked.
-        kinds: of each, `SPECULATOR` if it reads the target's states, else `DRAFT_MODEL`.
-        is_usable: whether each has said nothing but numbers so far.
-        no_readings: of no sequence; others are made from it.
+        all: the readers as given.
+        pace: pace of decoding.
+        rules: decide when each reader is asked.
+        kinds: kind of each reader, `SPECULATOR` if it reads the target's states, else
+            `DRAFT_MODEL`.
+        is_usable: whether each reader has given only finite logits so far.
+        no_readings: empty readings, from which those of sequences are made.
 
     Raises:
         VocabularyMismatchError: a reader proposes tokens beyond the vocabulary.
@@ -141,7 +142,7 @@ class Readers:
 
     @property
     def states(self) -> frozenset[int]:
-        """Numbers of the target's states that they need."""
+        """Numbers of the target's hidden states that they need."""
         return frozenset[int]().union(*(reader.states for reader in self.all))
 
 
@@ -149,25 +150,25 @@ def _check_columns(reader: TreeReader, vocabulary: int | None) -> None:
     beyond = len(reader.columns) and int(reader.columns.max())
     if vocabulary is not None and beyond >= vocabulary:
         raise VocabularyMismatchError(
-            f"{reader.name} drafts token {beyond}, and the model has {vocabulary}: "
+            f"{reader.name} drafts token {beyond}, but the model has {vocabulary} tokens: "
             "draft with one that was made for this model"
         )
 
 
 class ReadTree:
-    """What each reader said of the tree that is being drafted behind a sequence.
+    """Each reader's readings of the tree drafted after a sequence.
 
-    A reader that fails says nothing any more: for this sequence where it is not available, for
-    all where what it gives is no number. Others go on.
+    A reader that fails is not used any more: for this sequence if it is unavailable, for all
+    sequences if its logits are not finite. The others continue.
 
     Args:
-        readers: shared by all sequences.
-        sequence: its owner extends it.
+        readers: readers shared by all sequences.
+        sequence: the sequence, which its owner extends.
 
     Attributes:
-        readings: what was said.
-        num_rows: int64[readers], rows that each has read for this draft, the root's the first.
-        num_failures: of readers.
+        readings: logits and rows that were read.
+        num_rows: int64[readers], rows that each has read for this draft, the root's first.
+        num_failures: number of readers that failed.
     """
 
     def __init__(self, readers: Readers, sequence: TokenSequence) -> None:
@@ -187,7 +188,7 @@ class ReadTree:
         self.readings = readers.no_readings.unread() if readers.all else readers.no_readings
 
     def root_rows(self) -> NDArray[np.int32]:
-        """Return int32[readers], the row of the last committed token, where it was read."""
+        """Return int32[readers], the row of the last committed token; `NOWHERE` if not read."""
         return np.where(self.num_rows > 0, ROOT_ROW, NOWHERE).astype(np.int32)
 
     def present(self) -> list[int]:
@@ -196,7 +197,7 @@ class ReadTree:
         return [n for n, member in enumerate(self._members) if member is not None and usable[n]]
 
     def num_behind(self, number: int) -> int:
-        """Return how many tokens of the sequence a reader was not asked about yet."""
+        """Return how many tokens the sequence has grown since a reader was last asked."""
         return len(self._sequence) - self._num_known[number]
 
     def drop(self) -> None:
@@ -204,16 +205,16 @@ class ReadTree:
         self.num_rows[:] = 0
 
     def begin(self, number: int) -> bool:
-        """Have a reader catch up with the sequence; return whether it has anything to say."""
+        """Let a reader catch up with the sequence; return whether it has a prediction."""
         self._num_known[number] = len(self._sequence)
         logits = self._answer(number, lambda member: member.begin())
         return self._enter(number, np.zeros(1, np.int32), np.full(1, NOWHERE, np.int32), logits)
 
     def read(self, number: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> bool:
-        """Have a reader read nodes; return whether it did.
+        """Let a reader read nodes; return whether it did.
 
         Args:
-            number: of the reader.
+            number: number of the reader.
             tokens: int32[n], at least one.
             parents: int32[n], rows of their parents; the nodes' own rows are the next ones.
         """
@@ -222,12 +223,12 @@ class ReadTree:
         return self._enter(number, tokens, parents, logits)
 
     def learn(self, verified: Verified) -> None:
-        """Show a pass of the target to all readers."""
+        """Let all readers learn from a pass of the target."""
         for number in self.present():
             self._answer(number, lambda member: member.learn(verified))
 
     def close(self) -> None:
-        """Have all readers forget the sequence."""
+        """Let all readers forget the sequence."""
         with ExitStack() as members:
             for member in self._members:
                 if member is not None:
@@ -237,7 +238,7 @@ class ReadTree:
         self.drop()
 
     def _answer(self, number: int, ask: Callable[[SequenceReader], _Answer]) -> _Answer | None:
-        """Return what a reader says; one that is not available is left out from now on."""
+        """Return a reader's answer; one that is unavailable is left out from now on."""
         member = self._members[number]
         if member is None:
             return None
@@ -246,7 +247,7 @@ class ReadTree:
         except _unavailable() as error:
             self._leave_out(number)
             name = self._readers.all[number].name
-            _log.warning("a sequence goes on without %s: %s", name, error)
+            _log.warning("a sequence continues without %s: %s", name, error)
             return None
 
     def _enter(
@@ -256,7 +257,7 @@ class ReadTree:
         parents: NDArray[np.int32],
         logits: "torch.Tensor | None",
     ) -> bool:
-        """Keep rows of logits; return whether there are any, and they are numbers."""
+        """Store rows of logits; return whether there are any and all are finite."""
         if logits is None:
             return False
         first, readings = int(self.num_rows[number]), self.readings
@@ -273,11 +274,11 @@ class ReadTree:
         return True
 
     def _distrust(self, number: int) -> None:
-        """Leave a reader out for good."""
+        """Stop using a reader for good."""
         if self._readers.is_usable[number]:
             self._readers.is_usable[number] = False
             name = self._readers.all[number].name
-            _log.warning("%s gives logits that are no numbers: drafts go on without it", name)
+            _log.warning("%s gives logits that are not finite: drafts continue without it", name)
         self._leave_out(number)
 
     def _leave_out(self, number: int) -> None:
@@ -289,7 +290,7 @@ class ReadTree:
 
 
 def _unavailable() -> tuple[type[Exception], ...]:
-    """Return the errors after which a sequence goes on without a reader."""
+    """Return the errors after which a sequence continues without a reader."""
     import torch  # noqa: PLC0415  (loaded by the reader, if there is one)
 
     return DrafterUnavailableError, OutOfMemoryError, torch.OutOfMemoryError

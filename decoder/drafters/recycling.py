@@ -1,10 +1,10 @@
-"""The target's own logits, recycled as drafts when the same last tokens come again.
+"""The target's own logits, recycled as drafts when the same last tokens occur again.
 
 Every pass computes likely next tokens after each token of the tree, on the accepted path and off
 it. Token Recycling (Luo et al., 2024, arXiv:2408.08696) keeps the likeliest successors of each
 token; here they are kept for the last one, two and three tokens, with their probabilities.
 
-They are taken out of the table, and into it, for later runs and other decoders: `KeptLogits`.
+`KeptLogits` saves and loads the table for later runs and other decoders.
 """
 
 import time
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_CAPACITY: Final = 1 << 18
-"""Contexts that a table holds, in 21 MB: those of some 87,000 rows, as each row is kept under three
-of them. Fewer forget sooner, more miss the processor's caches more often."""
+"""Contexts that a table holds, in 21 MB: those of about 87,000 rows, because each row is stored
+under three contexts. With fewer, the table forgets sooner; with more, it misses the processor's
+caches more often."""
 
 NUM_LIKELY: Final = NUM_FOUND
-"""Tokens that are kept of each row of logits: more would make the table longer to read at every
-node."""
+"""Tokens stored for each row of logits: more would make the table slower to read at every node."""
 
 _SLICE: Final = 1 << 12
-"""Entries that are looked through at once, for which a pass may have to wait: 80 us where all are
-new, 8 us where none is."""
+"""Entries scanned under the lock at once; a pass may have to wait for them: 80 us if all are new, 8
+us if none is."""
 
 _PAUSE_S: Final = 1e-4
-"""Between two slices, in seconds: for the decoding loop to get the interpreter."""
+"""Pause between two slices, in seconds, so that the decoding loop gets the interpreter."""
 
 _MAY_BE_KEPT: Final = 1
-"""Lowest bit of an entry's number: the pass learned it, and of a sequence that is remembered."""
+"""Lowest bit of an entry's number: it was learned from a pass of a sequence that is remembered."""
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
@@ -56,7 +56,7 @@ class RecycledLogits:
     """Likely next tokens by context, learned from the target's passes.
 
     Args:
-        capacity: contexts that are kept, a power of two; the oldest are evicted.
+        capacity: most contexts, a power of two; the oldest are evicted.
 
     Attributes:
         table: the contexts with their likely tokens.
@@ -66,13 +66,13 @@ class RecycledLogits:
         self.table = Table.of(capacity, NUM_LIKELY)
         self._tenant: str | None = None
         self._now = 0
-        self._lock = Lock()  # held while entries are written or taken out; drafts do not need it
+        self._lock = Lock()  # held while entries are written or copied; drafts do not need it
 
     def serve(self, tenant: str) -> None:
-        """Note whose sequences are drafted for: those of one tenant, the first one's.
+        """Check that sequences are of one tenant: the first one.
 
         Raises:
-            InvalidRequestError: another tenant's were.
+            InvalidRequestError: earlier sequences were of another tenant.
         """
         if self._tenant is None:
             self._tenant = tenant
@@ -83,15 +83,15 @@ class RecycledLogits:
             )
 
     def learn(self, verified: Verified, context: TokenIds, *, keep: bool = True) -> Hints:
-        """Keep the likeliest tokens of each row of a pass.
+        """Store the likeliest tokens of each row of a pass.
 
         Args:
             verified: the pass.
-            context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1: none.
-            keep: whether they may outlive this table, as those of a sequence that is remembered.
+            context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1 for none.
+            keep: whether they may outlive this table, which they may if the sequence is remembered.
 
         Returns:
-            The other likely tokens where the target chose its own.
+            The other likely tokens at the position of the target's choice.
         """
         logits, choices = verified.logits, verified.choices
         if choices is not None and not isinstance(logits, np.ndarray) and choices.are_of(logits):
@@ -108,24 +108,24 @@ class RecycledLogits:
         return Hints(tokens[end][others], log_odds[end][others])
 
     def take_in(self, findings: Findings) -> None:
-        """Enter what was found earlier or elsewhere, as if each context were of a later pass.
+        """Enter findings from earlier or from elsewhere, each context as if from one more pass.
 
         Args:
-            findings: of the same model; their tokens are of its vocabulary.
+            findings: findings of the same model, with tokens of its vocabulary.
         """
         with self._lock:
-            # Their numbers are even: they are kept already.
+            # Their numbers are even, because they are already saved.
             first = (self._now + 1) << 1
             enter(self.table, findings.contexts, findings.tokens, findings.log_odds, first)
             self._now += len(findings)
 
     def learned_since(self, number: int) -> tuple[Findings, int]:
-        """Return what passes have learned that may be kept, the oldest first, and a number.
+        """Return the findings of passes that may be kept, the oldest first, and a number.
 
-        May run in another thread than the decoding loop's, which waits for a slice at most.
+        May run outside the decoding loop's thread, which then waits for at most one slice.
 
         Args:
-            number: of an earlier call, for what was learned since; 0 for everything.
+            number: number from an earlier call, for the findings since then; 0 for all.
         """
         now, parts, written = self._now << 1, [], []
         for begin in range(0, len(self.table.entries), _SLICE):
@@ -149,12 +149,12 @@ class RecycledLogits:
 def rows_of(
     tree: DraftTree, context: TokenIds, logits: NDArray[np.float32]
 ) -> tuple[TokenIds, NDArray[np.float32]]:
-    """Return what `write_rows` keeps of a pass over a tree of N nodes.
+    """Return the arguments of `write_rows` for a pass over a tree of N nodes.
 
     Args:
         tree: the tree.
-        context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1: none.
-        logits: float32[R, K] of the likeliest tokens of each row, which fall.
+        context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1 for none.
+        logits: float32[R, K], those of the likeliest tokens of each row, descending.
 
     Returns:
         int32[1 + N, NUM_ORDERS], the last tokens at the root and at each node, the latest first,
@@ -163,7 +163,7 @@ def rows_of(
     contexts = np.empty((len(tree) + 1, NUM_ORDERS), np.int32)
     contexts[0] = context
     log_odds = np.empty(logits.shape, np.float32)
-    # Copied: kernels are compiled again for arrays that may not be written to.
+    # Copied, because kernels would be compiled again for read-only arrays.
     describe_rows(np.array(tree.token_ids), np.array(tree.parents), contexts, logits, log_odds)
     return contexts, log_odds
 
@@ -173,12 +173,12 @@ def likeliest(
 ) -> tuple[TokenIds, NDArray[np.float32]]:
     """Return int32[R, count], the likeliest of each row, and float32[R, count], their logits.
 
-    On CPUs `torch.topk` looks at one value after the other: rows of bfloat16 and float32 are
-    searched by a kernel instead, five times as fast.
+    On CPUs `torch.topk` looks at one value after another, so a kernel searches rows of bfloat16 and
+    float32 instead, five times as fast.
 
     Args:
         logits: [R, vocabulary].
-        count: tokens of each row, at most the vocabulary; the likeliest come first.
+        count: number of tokens per row, at most the vocabulary; the likeliest come first.
     """
     if isinstance(logits, np.ndarray):
         columns = np.empty((len(logits), count), np.int32)

@@ -1,4 +1,4 @@
-"""The weights of the sources of a fused draft, and what they begin with."""
+"""The weights of the sources of a fused draft, and their prior."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -11,12 +11,12 @@ from decoder.drafters.kernels.readings import DRAFT_MODEL, SPECULATOR
 from decoder.drafters.kernels.siblings import NUM_TABLE_SOURCES
 
 PRIOR_ROWS: Final = ("tree", "one", "two", "three", "hints", "speculator", "draft_model", "shared")
-"""Rows of the prior's weights, as its file names them: a retrieved tree, recycled logits by
-context, hints, both kinds of readers, and what is added for every candidate."""
+"""Rows of the prior's weights by their names in its file: a retrieved tree, recycled logits by
+context, hints, both kinds of readers, and a row that is added for every candidate."""
 
 _PRIOR: Final = "fusion_prior.npz"
 _PRIOR_STRENGTH: Final = 200.0
-"""Sum of squared gradients that the prior counts for: it was fitted to thousands of tokens."""
+"""Weight of the prior as a sum of squared gradients: it was fitted to thousands of tokens."""
 
 _READER_ROWS: Final = {
     SPECULATOR: PRIOR_ROWS.index("speculator"),
@@ -27,16 +27,16 @@ _READER_ROWS: Final = {
 class SourceWeights:
     """The weights of a logistic model over sources: trees, recycled logits, hints and readers.
 
-    They begin as a prior that `benchmarks.decoding.fit_fusion` fitted to passes with one tree and
-    at most one reader of a kind. Several sources of a kind overlap, so at first each of n counts
-    for 1/√n.
+    They start from a prior that `benchmarks.decoding.fit_fusion` fitted to passes with one tree and
+    at most one reader of each kind. Several sources of a kind overlap, so each of n initially
+    counts 1/√n.
 
     Args:
-        num_trees: trees that are fused.
-        kinds: of the readers.
+        num_trees: number of fused trees.
+        kinds: kinds of the readers.
 
     Attributes:
-        values: float64[NUM_SETS, S + 1, NUM_WEIGHTS], S sources and a row that all share.
+        values: float64[NUM_SETS, S + 1, NUM_WEIGHTS], S sources and a shared row.
         curvature: the same shape, sums of squared gradients.
     """
 
@@ -48,19 +48,19 @@ class SourceWeights:
 
 
 def prior_rows(num_trees: int, kinds: Sequence[int] = ()) -> list[int]:
-    """Return the rows of the prior for each source, and for what all of them share."""
+    """Return the prior's row for each source and for the shared row."""
     tables = range(1, 1 + NUM_TABLE_SOURCES)
     return [0] * num_trees + [*tables, *(_READER_ROWS[kind] for kind in kinds), len(PRIOR_ROWS) - 1]
 
 
 def load_prior() -> NDArray[np.float64]:
-    """Return float64[NUM_SETS, len(PRIOR_ROWS), NUM_WEIGHTS]."""
+    """Return the prior, float64[NUM_SETS, len(PRIOR_ROWS), NUM_WEIGHTS]."""
     with (files(__package__) / _PRIOR).open("rb") as stream:
         rows = np.load(stream, allow_pickle=False)
         return np.stack([rows[name] for name in PRIOR_ROWS], axis=1)
 
 
 def save_prior(stream: BinaryIO, prior: NDArray[np.float64]) -> None:
-    """Write weights as `load_prior` reads them: an array for each row, by name."""
+    """Write weights in the format of `load_prior`: an array for each row, by name."""
     rows = {name: prior[:, row] for row, name in enumerate(PRIOR_ROWS)}
     np.savez(stream, **rows)  # type: ignore[arg-type]  # no row is called allow_pickle

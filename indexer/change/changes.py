@@ -46,15 +46,15 @@ def add_documents(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> ChangeReport:
-    """Add documents to an index, as new segments; those that it holds already are left out.
+    """Add documents to an index, as new segments; those that it already has are left out.
 
-    What it holds under the name of an added document, with another text, is replaced or counted;
-    see `BuildOptions.replace`. Documents are screened as those of the index were, at least. Readers
-    keep the snapshot that they hold until they reopen the index. Texts are kept if the
-    index keeps its texts. If it holds all documents already, nothing is published.
+    Documents of the index with the same name as an added one but another text are replaced or
+    counted; see `BuildOptions.replace`. Documents are screened at least as those of the index were.
+    Readers keep their snapshot until they reopen the index. Texts are kept if the index keeps its
+    texts. If the index already has all documents, nothing is published.
 
     Args:
-        path: the index's directory.
+        path: directory of the index.
         sources: as for `build_index`.
         options: as for `build_index`.
         on_progress: as for `build_index`.
@@ -100,21 +100,21 @@ def remove_documents(
     patterns: Iterable[str] = (),
     options: BuildOptions = DEFAULTS,
 ) -> ChangeReport:
-    """Remove documents: once no reader is left, no file of the index holds anything of them.
+    """Remove documents; once no reader is left, no file of the index has any trace of them.
 
-    Segments that hold them are rewritten without them, and so are the phrase tables. Files that
+    Segments that contain them are rewritten without them, and so are the phrase tables. Files that
     readers still have open stay until the next change; the report says so.
 
     Args:
-        path: the index's directory.
-        names: of documents, as the index lists them.
-        patterns: of such names, as the shell has them: `*`, `?` and `[…]`.
+        path: directory of the index.
+        names: names of documents, as the index lists them.
+        patterns: patterns of such names, as in the shell: `*`, `?` and `[…]`.
         options: where to run.
 
     Raises:
         IndexBusyError: another process is changing the index.
-        SourceError: a name or a pattern is of no document, or no document would be left.
-        DamagedIndexError: the files that are kept are damaged.
+        SourceError: a name or a pattern matches no document, or no document would be left.
+        DamagedIndexError: files that stay are damaged.
         IndexerError: the index cannot be written.
     """
     started = time.perf_counter()
@@ -136,16 +136,16 @@ def remove_documents(
 def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
     """Merge neighbouring segments that fit into one, and count all of them in the phrase tables.
 
-    Look-ups take less time in fewer segments. Where there is nothing to merge and all is counted,
+    Look-ups are faster with fewer segments. If there is nothing to merge and everything is counted,
     nothing is published.
 
     Args:
-        path: the index's directory.
-        options: where to run, and the most tokens of a merged segment.
+        path: directory of the index.
+        options: where to run, and the largest number of tokens of a merged segment.
 
     Raises:
         IndexBusyError: another process is changing the index.
-        DamagedIndexError: a segment that is to be merged is damaged.
+        DamagedIndexError: a segment to merge is damaged.
         IndexerError: the index cannot be written.
     """
     started = time.perf_counter()
@@ -155,7 +155,7 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
         groups = _neighbours(_parts_of(writer), most)
         segments = _regrouped(building, writer, groups)
         phrases = before.phrases
-        if before.num_uncounted_tokens == 0:  # division into segments changes no byte of them
+        if before.num_uncounted_tokens == 0:  # they do not depend on the division into segments
             phrases = replace(phrases, segments=tuple(record.name for record in segments))
         contents = replace(before, segments=segments, phrases=phrases)
         _publish(building, writer, contents, exact=True)
@@ -179,7 +179,7 @@ def _parts_of(writer: IndexWriter) -> list[Part]:
 
 
 def _without_earlier(writer: IndexWriter, added: Sequence[Piece]) -> tuple[list[Piece], int]:
-    """Return what is left of an index without documents of the names of others; count the rest."""
+    """Return the index without documents of the same name as added ones, and how many those are."""
     names = {
         table.name_bytes(number)
         for piece in added
@@ -196,7 +196,7 @@ def _without_earlier(writer: IndexWriter, added: Sequence[Piece]) -> tuple[list[
 
 
 def _with_template(options: BuildOptions, name: str) -> BuildOptions:
-    """Return the options with the chat template of the tokenizer that the index was built with."""
+    """Return the options with the chat template of the index's tokenizer."""
     if not options.needs_template or not name:
         return options
     try:
@@ -207,13 +207,13 @@ def _with_template(options: BuildOptions, name: str) -> BuildOptions:
 
 
 def _screen_of(writer: IndexWriter, asked: Screening | None) -> Screening | None:
-    """Return how added documents are screened; see `screened_as`."""
+    """Return the screening of added documents; see `screened_as`."""
     before = writer.contents.screening
     screen = screened_as(before, asked, writer.folder)
     if record_of(screen) != before:
         _log.warning(
-            "%s holds documents that were not screened so: `foredraft build --from` screens them "
-            "too, where it keeps its texts",
+            "%s has documents without this screening: `foredraft build --from` screens them "
+            "too, if it keeps its texts",
             writer.folder,
         )
     return screen
@@ -223,13 +223,13 @@ def _check_tokenizer(writer: IndexWriter) -> None:
     """Check that there is a stored tokenizer, and its checksum."""
     if writer.contents.tokenizer is None:
         raise IndexerError(
-            f"{writer.folder} was built of token ids and has no tokenizer: build it again"
+            f"{writer.folder} was built from token ids and has no tokenizer: build it again"
         )
     check_file(writer.folder / TOKENIZER_FILE, writer.contents.tokenizer)
 
 
 def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
-    """Return neighbours together as long as they fit into one segment."""
+    """Group neighbours that fit into one segment."""
     groups: list[list[Piece]] = []
     length = most
     for part in parts:
@@ -260,14 +260,14 @@ def _regrouped(
 def _segment_of(
     group: Sequence[Piece], records: Mapping[Path, SegmentRecord]
 ) -> SegmentRecord | None:
-    """Return the segment that a group is, whole; `None` if it is none."""
+    """Return the segment that equals a group; `None` if there is none."""
     if len(group) == 1 and group[0].runs == group[0].part.whole:
         return records.get(group[0].part.folder)
     return None
 
 
 def _check_sound(folder: Path, record: SegmentRecord) -> None:
-    """Check files before they are copied: a new checksum would hide their damage."""
+    """Check files before they are copied, since a new checksum would hide damage."""
     for name, file in record.files.items():
         if name not in _NOT_COPIED:
             check_file(folder / name, file)

@@ -1,4 +1,4 @@
-"""Choosing documents of an index by their names, and listing them."""
+"""Selecting documents of an index by name, and listing them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from indexer.stages.parts import kept_runs
 
 
 class Choice:
-    """Documents that are named, or whose names match a pattern.
+    """Documents selected by name or by a pattern of names.
 
     Args:
-        names: as the index lists them.
-        patterns: as the shell has them: `*`, `?` and `[…]`.
+        names: names as the index lists them.
+        patterns: patterns as in the shell: `*`, `?` and `[…]`.
 
     Raises:
-        SourceError: there is neither.
+        SourceError: there are neither names nor patterns.
     """
 
     def __init__(self, names: Iterable[str], patterns: Iterable[str]) -> None:
@@ -40,15 +40,15 @@ class Choice:
         return bool(found)
 
     def left(self, documents: DocumentTable) -> list[tuple[int, int]]:
-        """Return begins and ends of ranges of the documents that are not chosen."""
+        """Return the starts and ends of ranges of documents that are not chosen."""
         chosen = [self.takes(documents.name(number)) for number in range(len(documents))]
         return kept_runs(~np.array(chosen, np.bool_))
 
     def check_all_found(self) -> None:
-        """Check that each name and each pattern took a document so far.
+        """Check that each name and each pattern has matched a document so far.
 
         Raises:
-            SourceError: one did not.
+            SourceError: one has not.
         """
         if self._unfound:
             first, *more = sorted(self._unfound)
@@ -65,8 +65,8 @@ class ListedDocument:
 
     Attributes:
         name: where the text came from.
-        licence: empty where unknown.
-        num_tokens: its tokens.
+        licence: licence; empty if unknown.
+        num_tokens: number of its tokens.
     """
 
     name: str
@@ -74,25 +74,25 @@ class ListedDocument:
     num_tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document for machines to read."""
+        """Return the document as JSON values."""
         return {"name": self.name, "licence": self.licence, "tokens": self.num_tokens}
 
     def describe(self) -> str:
-        """Return the document in a line, its name last."""
+        """Return the document as one line of text, its name last."""
         return f"{self.num_tokens:>9,}  {self.licence or '-':<12}  {self.name}"
 
 
 def list_documents(path: Path | str, patterns: Iterable[str] = ()) -> Iterator[ListedDocument]:
     """Yield the documents of an index in order, or those whose names match a pattern.
 
-    The index is open until all are taken.
+    The index stays open until all are taken.
 
     Args:
-        path: the index's directory.
-        patterns: as the shell has them; none for all documents.
+        path: directory of the index.
+        patterns: patterns as in the shell; none for all documents.
 
     Raises:
-        IndexerError: as `Index.open`.
+        IndexerError: as for `Index.open`.
         DamagedIndexError: a document table is damaged.
     """
     patterns = tuple(patterns)
@@ -109,8 +109,8 @@ def chosen_documents(
     """Return the documents that `remove_documents` would remove.
 
     Raises:
-        SourceError: a name or a pattern is of no document.
-        IndexerError: as `list_documents`.
+        SourceError: a name or a pattern matches no document.
+        IndexerError: as for `list_documents`.
     """
     choice = Choice(names, patterns)
     chosen = [document for document in list_documents(path) if choice.takes(document.name)]

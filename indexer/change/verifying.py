@@ -28,23 +28,23 @@ from indexer.stages.phrase_writer import write_phrases
 from indexer.stages.segments import first_token_starts, suffix_keys
 
 _STRIDE: Final = 1 << 22
-"""Elements that are checked together: temporary arrays stay at some tens of MB."""
+"""Elements that are checked at a time, so that temporary arrays take some tens of MB."""
 
 _FIRST_COMPARED: Final = 64
-"""Tokens of two suffixes that are compared first; most neighbours differ within them, and only the
+"""Tokens of two suffixes that are compared first. Most neighbours differ within them; only the
 others are read further."""
 
 _SAMPLING_SEED: Final = 0
-"""Fixed, so that a second run checks the same neighbours."""
+"""Fixed seed, so that a second run checks the same neighbours."""
 
 
 def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: int) -> Iterator[str]:
     """Yield the errors of a segment, in words; nothing if it is sound.
 
     Args:
-        segment: whose files have the sizes that the catalog states.
+        segment: segment whose files have the sizes in the catalog.
         vocabulary_size: largest token id plus one.
-        num_samples: neighbours among the suffixes whose whole order is checked.
+        num_samples: number of neighbouring suffixes whose complete order is checked.
     """
     tokens, suffixes = segment.tokens, segment.suffixes
     is_separator = tokens == separator_of(tokens.dtype)
@@ -68,7 +68,7 @@ def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: in
 
 
 def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:
-    """Yield the errors in names and licences of documents; nothing if all can be read."""
+    """Yield the errors in names and licences of documents; nothing if all are readable."""
     for number in range(len(documents)):
         try:
             documents.document(number)
@@ -87,7 +87,7 @@ def _parts_documents(is_separator: NDArray[np.bool_], document_starts: NDArray[n
 
 
 def _covers_tokens(suffixes: NDArray[np.uint32], is_separator: NDArray[np.bool_]) -> bool:
-    """Return whether suffixes, which are as many as tokens, name each of them."""
+    """Return whether suffixes, as many as there are tokens, include each position."""
     seen = is_separator.copy()
     for piece in _pieces(suffixes):
         if np.any(piece >= len(seen)) or np.any(is_separator[piece]):
@@ -136,8 +136,8 @@ def _pieces(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 DEFAULT_SAMPLES: Final = 10_000
-"""Neighbours in each suffix array whose whole order is checked: checksums find damage, so these are
-for errors of a builder, which show in far fewer."""
+"""Neighbours in each suffix array whose complete order is checked. Checksums find damage; this
+finds errors of a builder, which show in far fewer samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ class Verification:
     """The findings of `verify_index`.
 
     Attributes:
-        path: the index's directory.
-        num_segments: segments that were checked.
-        findings: the errors, a sentence each; empty for a sound index.
+        path: directory of the index.
+        num_segments: number of checked segments.
+        findings: errors, one sentence each; empty for a sound index.
     """
 
     path: str
@@ -155,7 +155,7 @@ class Verification:
     findings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result for machines to read."""
+        """Return the result as JSON values."""
         return {
             "path": self.path,
             "ok": not self.findings,
@@ -164,23 +164,23 @@ class Verification:
         }
 
     def describe(self) -> str:
-        """Return the result for people to read."""
+        """Return the result as text."""
         if not self.findings:
             return f"{self.path}: sound ({self.num_segments} segment(s) checked)"
         return "\n".join([f"{self.path}: DAMAGED", *(f"- {finding}" for finding in self.findings)])
 
 
 def verify_index(path: Path | str, num_samples: int = DEFAULT_SAMPLES) -> Verification:
-    """Check an index: all checksums, all positions, the order of sampled suffixes, the phrases.
+    """Check an index: all checksums, all positions, the order of sampled suffixes, and the phrases.
 
     Args:
-        path: the index's directory.
-        num_samples: neighbours in each suffix array whose order is checked.
+        path: directory of the index.
+        num_samples: number of neighbours in each suffix array whose order is checked.
 
     Raises:
         IndexNotFoundError: there is no index.
-        FormatVersionError: the index is of another format.
-        IndexerError: the folder cannot be opened, or is replaced all the time.
+        FormatVersionError: the index has another format.
+        IndexerError: the folder cannot be opened, or is replaced constantly.
     """
     path = Path(path)
     return from_same_folder(path, lambda: _verify(path, num_samples))
@@ -224,7 +224,7 @@ def _check_segment(
 
 
 def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) -> Iterator[str]:
-    """Yield the errors of the phrase tables; their counts are compared if segments are sound."""
+    """Yield the errors of the phrase tables; counts are only compared if the segments are sound."""
     record, size = contents.phrases, contents.vocabulary.size
     folder = path / PHRASES_FOLDER / record.name
     damaged = list(_check_files(folder, record.files))

@@ -32,10 +32,10 @@ class IndexWriter:
     """The only writer of an index; see `writing`.
 
     Attributes:
-        folder: the index's directory.
-        contents: of the latest snapshot.
-        next_number: of the snapshot that will be published.
-        num_older: older snapshots that are still read, and therefore stay.
+        folder: directory of the index.
+        contents: contents of the latest snapshot.
+        next_number: number of the next snapshot.
+        num_older: number of older snapshots that stay because they are still being read.
     """
 
     def __init__(self, folder: Path, number: int, contents: Contents, num_older: int) -> None:
@@ -45,7 +45,7 @@ class IndexWriter:
         self.num_older = num_older
 
     def publish(self, contents: Contents) -> None:
-        """Make contents the latest snapshot, and remove files that no reader needs.
+        """Publish contents as the latest snapshot, and remove files that no reader needs.
 
         Raises:
             IndexerError: the disk is full or refuses; the index is unchanged.
@@ -61,15 +61,15 @@ class IndexWriter:
 def writing(path: Path, command: str) -> Iterator[IndexWriter]:
     """Be the only writer of an index during the block.
 
-    Leftovers of killed writers are removed first, and those of this one if it fails.
+    Leftovers of killed writers are removed first, and those of this writer if it fails.
 
     Args:
-        path: the index's directory.
+        path: directory of the index.
         command: the writer's command, for messages of other processes.
 
     Raises:
         IndexNotFoundError: there is no index.
-        IndexBusyError: another process writes.
+        IndexBusyError: another process is writing.
         DamagedIndexError: the index cannot be read.
         IndexerError: the folder cannot be written to.
     """
@@ -91,7 +91,7 @@ def collect_garbage(folder: Path) -> int:
     Files that cannot be removed stay for the next writer. The caller must hold the lock.
 
     Returns:
-        How many older snapshots are left.
+        The number of older snapshots that are left.
     """
     *older, latest = published_numbers(folder)
     left = [number for number in older if not _remove_unread(folder, number)]
@@ -99,7 +99,7 @@ def collect_garbage(folder: Path) -> int:
         with suppress(OSError):
             partial.unlink()
     shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
-    with suppress(IndexerError):  # a snapshot that cannot be read may list anything
+    with suppress(IndexerError):  # an unreadable snapshot may list anything
         listed = {place for number in (*left, latest) for place in _listed(folder, number)}
         for name in (SEGMENTS_FOLDER, PHRASES_FOLDER):
             for place in _numbered(folder / name) - listed:
@@ -120,7 +120,7 @@ def _listed(folder: Path, number: int) -> set[Path]:
 
 
 def _places(folder: Path, contents: Contents) -> set[Path]:
-    """Return the folders of what contents list."""
+    """Return the folders of everything that contents list."""
     segments = {folder / SEGMENTS_FOLDER / record.name for record in contents.segments}
     return segments | {folder / PHRASES_FOLDER / contents.phrases.name}
 
@@ -132,7 +132,7 @@ def _numbered(folder: Path) -> set[Path]:
 
 
 def _sync_new(folder: Path, contents: Contents, before: Contents) -> None:
-    """Wait until the names of new folders, and of the files in them, are on disk."""
+    """Wait until the names of new folders and of the files in them are on disk."""
     new = _places(folder, contents) - _places(folder, before)
     for place in sorted(new | {place.parent for place in new}):
         with writing_to(place):

@@ -32,7 +32,7 @@ from indexer.stages.build_options import BuildOptions
 from indexer.tokenizer import DEFAULT_MODEL, load_core
 
 app = CommandLine(
-    "Turn text into an index that drafts are looked up in, and look after such indexes."
+    "Turn text into an index that drafts are looked up in, and maintain such indexes."
 )
 
 
@@ -48,8 +48,8 @@ def build(
             "-o",
             metavar="DIR",
             rich_help_panel="Index",
-            help="Where the index goes. It appears when it is whole; a build that fails or is "
-            "killed leaves nothing there. Needed, except with --dry-run.",
+            help="Folder of the index. It appears when it is complete; a build that fails or is "
+            "killed leaves nothing there. Required, except with --dry-run.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -58,7 +58,7 @@ def build(
             metavar="MODEL",
             rich_help_panel="Index",
             help="The tokenizer of the model that will decode: a hub id, a folder or a .gguf "
-            "file. An index serves models of this tokenizer only. Default: that of the index "
+            "file. An index serves only models with this tokenizer. Default: that of the index "
             f"that is replaced, else {DEFAULT_MODEL}.",
         ),
     ] = None,
@@ -69,7 +69,7 @@ def build(
             metavar="INDEX",
             rich_help_panel="Index",
             help="Instead of sources: the documents of an index that was built with --keep-texts, "
-            "as they are, for another tokenizer.",
+            "unchanged, for another tokenizer.",
         ),
     ] = None,
     found: SourceOptions,
@@ -99,7 +99,7 @@ def build(
         show_preview(sources, options, as_json=as_json)
         return
     if output is None:
-        raise typer.BadParameter("say where the index goes", param_hint="'--output' / '-o'")
+        raise typer.BadParameter("give the folder of the index", param_hint="'--output' / '-o'")
     with interrupted(_kept_of(output, options)), BuildProgress() as progress:
         if from_index is not None:
             report = build_from_index(from_index, output, tokenizer, options, progress)
@@ -109,13 +109,11 @@ def build(
 
 
 def _kept_of(output: Path, options: BuildOptions) -> str:
-    """Return what a build that ends early leaves."""
-    index = f"{output} is as it was" if output.exists() else f"there is no index at {output}"
+    """Describe what a build that ends early leaves."""
+    index = f"{output} is unchanged" if output.exists() else f"there is no index at {output}"
     if not options.resume:
         return f"{index}; with --resume, what was read and sorted would have been kept"
-    return (
-        f"{index}; what was read and sorted is kept beside it: the same command goes on with that"
-    )
+    return f"{index}; what was read and sorted is kept next to it: the same command continues there"
 
 
 app.command("add")(add_command)
@@ -131,22 +129,22 @@ def documents(
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Only those whose whole name matches: * stands for any characters, slashes too, "
+            help="Only those whose whole name matches: * matches any characters, slashes too, "
             "? for one. May be given several times.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print an object of JSON a line for each document.")
+        bool, typer.Option("--json", help="Print one JSON object per document, one a line.")
     ] = False,
 ) -> None:
-    """List the documents of an index: tokens, licence and name of each, in order."""
+    """List the documents of an index in order: tokens, licence and name of each."""
     for document in list_documents(path, matching or []):
         show(document, as_json=as_json)
 
 
 @app.command()
 def inspect(path: IndexPath, *, as_json: AsJson = False) -> None:
-    """Say what an index holds and which tokenizer it is for."""
+    """Show what an index holds and which tokenizer it is for."""
     show(summarise(path), as_json=as_json)
 
 
@@ -155,13 +153,13 @@ def verify(
     path: IndexPath,
     *,
     samples: Annotated[
-        int, typer.Option(min=0, help="Neighbouring suffixes whose order is checked, per segment.")
+        int, typer.Option(min=0, help="Neighbouring suffixes per segment whose order is checked.")
     ] = DEFAULT_SAMPLES,
     as_json: AsJson = False,
 ) -> None:
-    """Check that an index is whole: every byte by checksum, and the order and counts of tokens.
+    """Check that an index is intact: every byte by checksum, and the order and counts of tokens.
 
-    Ends with status 1 if anything is wrong.
+    Exits with status 1 if anything is wrong.
     """
     verification = verify_index(path, samples)
     show(verification, as_json=as_json)
@@ -170,7 +168,7 @@ def verify(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; an error of ours ends it with one line on stderr and status 1."""
+    """Run the command line; an error of ours prints one line on stderr and exits with status 1."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with errors_in_one_line(IndexerError):

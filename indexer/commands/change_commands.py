@@ -40,10 +40,10 @@ def add_command(
 ) -> None:
     """Add documents to an index, while it is read.
 
-    Documents that it holds already are left out, so the same sources may be named again. Of a text
-    that has changed the earlier version stays, unless --replace says otherwise. The tokenizer is
-    the one that the index was built with, and what was screened for (--redact, --exclude-phrases)
-    is screened for again. Readers find the new documents when they open the index again.
+    Documents that the index already has are left out, so the same sources may be named again. The
+    earlier version of a changed text stays, unless --replace is given. The tokenizer is the one
+    that the index was built with, and its screening (--redact, --exclude-phrases) applies again.
+    Readers find the new documents when they reopen the index.
 
     For example: foredraft add my.index answers-of-today.jsonl
     """
@@ -51,7 +51,7 @@ def add_command(
     if dry_run:
         show_preview(sources, options, into=path, as_json=as_json)
         return
-    kept = f"{path} is as it was"
+    kept = f"{path} is unchanged"
     with interrupted(kept), BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
     show(report, as_json=as_json)
@@ -66,7 +66,7 @@ def remove_command(
         typer.Option(
             metavar="NAME",
             rich_help_panel="Documents",
-            help="Of a document, as `documents` lists it. May be given several times.",
+            help="Name of a document, as `documents` lists it. May be given several times.",
         ),
     ] = None,
     matching: Annotated[
@@ -74,7 +74,7 @@ def remove_command(
         typer.Option(
             metavar="GLOB",
             rich_help_panel="Documents",
-            help="Every document whose whole name matches: * stands for any characters, slashes "
+            help="Every document whose whole name matches: * matches any characters, slashes "
             "too, ? for one. May be given several times.",
         ),
     ] = None,
@@ -82,7 +82,7 @@ def remove_command(
         bool,
         typer.Option(
             "--dry-run",
-            help="List what would go, and change nothing.",
+            help="List what would be removed, and change nothing.",
             rich_help_panel="Documents",
         ),
     ] = False,
@@ -91,8 +91,8 @@ def remove_command(
 ) -> None:
     """Remove documents from an index, while it is read.
 
-    Nothing of them stays in its files once no reader has the earlier snapshot open; the report
-    says if one has. Segments that hold them and the phrase tables are rewritten.
+    No trace of them stays in its files once no reader has the earlier snapshot open; the report
+    says if one has. Segments that contain them and the phrase tables are rewritten.
 
     For example: foredraft remove my.index --matching 'src/vendor/*'
     """
@@ -114,10 +114,10 @@ def compact_command(
     work: WorkSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Merge small segments, and count what was added in the phrase tables, while it is read.
+    """Merge small segments, and count added documents in the phrase tables, while it is read.
 
-    Every `add` makes a segment at least, and look-ups take longer with more of them. Also removes
-    the files of snapshots that are no longer read.
+    Every `add` makes at least one segment, and look-ups take longer with more segments. Also
+    removes the files of snapshots that are no longer being read.
     """
     show(compact(path, replace(index, engine=work.chosen())), as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""Settings that several commands take, each set in one schema."""
+"""Settings that several commands share, one schema per set."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class ScreenSettings(BaseModel):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Leave out every document that holds a phrase of this list: UTF-8, one a "
+            description="Leave out documents that contain a phrase of this list: UTF-8, one a "
             "line; blank lines and lines that begin with # are comments, and \\# begins a phrase "
             "with #. The report names phrases by line, never by text."
         ),
@@ -48,12 +48,12 @@ class ScreenSettings(BaseModel):
     exclude_scope: Annotated[
         Literal["document", "line"],
         Field(
-            description="Leave out the whole document, or only the lines that hold a phrase. A "
-            "document whose name holds one is left out in either case."
+            description="Leave out the whole document, or only the lines that contain a phrase. A "
+            "document whose name contains one is left out in either case."
         ),
     ] = "document"
     exclude_ignore_case: Annotated[
-        bool, Field(description="Find phrases in upper and lower case alike.")
+        bool, Field(description="Ignore upper and lower case of phrases.")
     ] = False
     redact: Annotated[
         bool,
@@ -65,11 +65,11 @@ class ScreenSettings(BaseModel):
     ] = False
 
     def options(self) -> Screening | None:
-        """Return the same with the phrases of the file; None for nothing to screen for.
+        """Return the options with the phrases of the file; None if there is nothing to screen for.
 
         Raises:
             MissingPluginError: screening is not part of this installation.
-            IndexerError: the file of phrases cannot be read.
+            IndexerError: the phrase file cannot be read.
         """
         path = self.exclude_phrases
         if path is None and not self.redact:
@@ -92,7 +92,7 @@ SegmentFlags = Annotated[BuildOptions, Only(("segment_tokens",))]
 
 
 class WorkSettings(BaseModel):
-    """Where the work is done."""
+    """Where the work runs."""
 
     model_config = ConfigDict(title="Engine", extra="forbid", frozen=True, defer_build=True)
 
@@ -106,14 +106,14 @@ class WorkSettings(BaseModel):
     ] = ENGINES[0]
     workers: Annotated[
         int | None,
-        Field(ge=1, description="Processes at once, at most. Default: one per processor."),
+        Field(ge=1, description="Most concurrent processes. Default: one per processor."),
     ] = None
     memory: Annotated[
         str | None,
         Metavar("SIZE"),
         Field(
-            description="Memory for all processes together, like 4G. Fewer work at once, and "
-            "segments are smaller, if it would not do otherwise. Default: half of what is "
+            description="Memory for all processes together, like 4G. Fewer run at once, and "
+            "segments are smaller, if it would not suffice otherwise. Default: half of what is "
             "available."
         ),
     ] = None
@@ -138,13 +138,13 @@ DryRun = Annotated[
 def show_preview(
     sources: Sequence[str], options: BuildOptions, *, into: Path | None = None, as_json: bool
 ) -> None:
-    """Print what would be indexed; end with status 1 if nothing would be.
+    """Print what would be indexed; exit with status 1 if nothing would be.
 
     Args:
-        sources: to be read.
-        options: how.
-        into: an index that they would be added to: what it holds is left out.
-        as_json: for machines to read.
+        sources: sources to read.
+        options: how to read them.
+        into: index that they would be added to; documents that it has are left out.
+        as_json: whether to print JSON.
 
     Raises:
         SourceError: a source does not exist, or more would be dropped than the options allow.
@@ -164,14 +164,14 @@ def show_preview(
 
 
 class Report(Protocol):
-    """What a command found or did."""
+    """The report of a command."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for machines to read."""
+        """Return the report as JSON values."""
         ...
 
     def describe(self) -> str:
-        """Return it for people to read."""
+        """Return the report as text."""
         ...
 
 

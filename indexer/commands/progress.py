@@ -13,21 +13,21 @@ from indexer.build_report import BuildTally
 from indexer.stages.gathering import FINDING, READING
 
 _INTERVAL_S: Final = 0.1
-"""Between two updates: smooth to look at, and far longer than drawing the bar takes."""
+"""Seconds between updates of the bar: smooth, and far longer than drawing takes."""
 
 _LINES_S: Final = 10.0
-"""Between two lines where there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 _LONG_S: Final = 100.0
-"""From here on minutes are told, not seconds."""
+"""From this many seconds on, the remaining time is shown in minutes."""
 
 _MIB: Final = 2**20
 
 
 class BuildProgress:
-    """Shows on stderr what a build does and how far it has come: share, tokens a second, time left.
+    """Shows the progress of a build on stderr: work, share, tokens per second and time left.
 
-    Used as a context manager, and called with the counts as often as they change.
+    Used as a context manager, and called with the counts whenever they change.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class BuildProgress:
         self._begun_s = self._shown_s = self._told_s = time.monotonic()
 
     def __call__(self, tally: BuildTally) -> None:
-        """Show how far a build has come."""
+        """Show the progress of a build."""
         now_s = time.monotonic()
         if tally.doing != self._doing:
             self._begin(tally, now_s)
@@ -73,7 +73,7 @@ class BuildProgress:
             self._console.print(f"{tally.doing}: {done.strip()}", highlight=False)
 
     def _begin(self, tally: BuildTally, now_s: float) -> None:
-        """Say what is done now."""
+        """Show the current work."""
         self._doing, self._begun_s, self._told_s = tally.doing, now_s, now_s
         size = f" {_size(tally.num_bytes_found)}" if self._counts_bytes(tally) else ""
         if self._console.is_terminal:
@@ -110,7 +110,7 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def interrupted(kept: str) -> Iterator[None]:
-    """Say what is left where Ctrl-C ends the block."""
+    """If Ctrl-C ends the block, print what is left."""
     try:
         yield
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ class SegmentSummary:
     num_tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary for machines to read."""
+        """Return the summary as JSON values."""
         return {"name": self.name, "documents": self.num_documents, "tokens": self.num_tokens}
 
 
@@ -34,21 +34,21 @@ class Summary:
     """An index in numbers.
 
     Attributes:
-        path: the index's directory.
-        snapshot: number of the snapshot: higher after every change.
-        changed_s: when the index was changed last, in seconds since 1970.
-        vocabulary: of the tokenizer that it was built with.
-        num_tokens: tokens, separators not counted.
-        num_documents: documents.
-        segments: each of them.
+        path: directory of the index.
+        snapshot: number of the snapshot; higher after every change.
+        changed_s: time of the last change, in seconds since 1970.
+        vocabulary: vocabulary of the tokenizer that it was built with.
+        num_tokens: number of tokens, without separators.
+        num_documents: number of documents.
+        segments: summaries of the segments.
         keeps_texts: whether the texts are kept.
-        screening: what was taken out of its documents.
-        licences: how many documents have each licence; an empty one is an unknown one.
+        screening: what was removed from its documents.
+        licences: number of documents with each licence; empty for an unknown one.
         num_bytes: size on disk.
-        num_ngrams: entries of the phrase tables, of n-grams of 2, 3 and 4 tokens.
-        min_counts: of each of these, how often the rarest occurs; 0 if there are none.
+        num_ngrams: number of entries of the phrase tables, for n-grams of 2, 3 and 4 tokens.
+        min_counts: count of the rarest n-gram for each of these; 0 if there are none.
         num_phrase_bytes: size of the phrase tables, part of `num_bytes`.
-        num_uncounted_tokens: tokens that were added since the phrase tables were made.
+        num_uncounted_tokens: number of tokens added since the phrase tables were made.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Summary:
     num_uncounted_tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary for machines to read."""
+        """Return the summary as JSON values."""
         return {
             "path": self.path,
             "format_version": FORMAT_VERSION,
@@ -95,7 +95,7 @@ class Summary:
         }
 
     def describe(self) -> str:
-        """Return the summary for people to read."""
+        """Return the summary as text."""
         lengths = enumerate(self.num_ngrams, start=2)
         ngrams = ", ".join(f"{number:,} of {length} tokens" for length, number in lengths)
         counts = ", ".join(f"{count:,}" for count in self.min_counts)
@@ -117,7 +117,7 @@ class Summary:
             f"             {self.num_phrase_bytes:,} bytes, {per_token:.2f} per token indexed",
             f"             {self.num_uncounted_tokens:,} tokens added since they were counted",
             f"on disk      {self.num_bytes:,} bytes",
-            f"tokenizer    {self.vocabulary.name or 'of no known name'}",
+            f"tokenizer    {self.vocabulary.name or 'of unknown name'}",
             f"vocabulary   {self.vocabulary.size:,} tokens",
             f"fingerprint  {self.vocabulary.fingerprint}",
         ]
@@ -129,19 +129,19 @@ class Summary:
         return ", ".join(parts) or "no"
 
     def _changed(self) -> str:
-        """Return when the index was changed last, in the local time zone, as ISO 8601 has it."""
+        """Return the time of the last change in ISO 8601, in the local time zone."""
         return (
             datetime.fromtimestamp(self.changed_s, UTC).astimezone().isoformat(timespec="seconds")
         )
 
 
 def summarise(path: Path | str) -> Summary:
-    """Open an index and count what it holds.
+    """Open an index and summarise its contents.
 
     Raises:
         IndexNotFoundError: there is no index.
         DamagedIndexError: the index is damaged as far as opening checks, or in its licences.
-        FormatVersionError: the index is of another format.
+        FormatVersionError: the index has another format.
     """
     with Index.open(path) as index:
         return Summary(

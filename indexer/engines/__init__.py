@@ -12,8 +12,8 @@ from indexer.engines.memory import bytes_taken, describe_size
 from indexer.errors import IndexerError
 
 MAX_RETRIES: Final = 2
-"""Of a task whose worker died: a worker killed by chance succeeds then, while a task that takes too
-much memory fails soon."""
+"""Retries of a task whose worker died. A task whose worker was killed by chance succeeds then,
+while a task that takes too much memory fails soon."""
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory that all calls may take together, or None for no limit."""
+        """Memory that all calls may take together, in bytes; None for no limit."""
         ...
 
     def map(
@@ -33,23 +33,24 @@ class Engine(Protocol):
         """Yield the results of all tasks, in their order.
 
         Args:
-            function: of a module, so that other processes find it; may run twice for a task.
-            tasks: what to call it with.
-            memory_bytes: most memory of one call, besides the interpreter's.
+            function: function of a module, so that other processes find it; may run twice for a
+                task.
+            tasks: arguments of the calls.
+            memory_bytes: most memory of one call, in addition to the interpreter's.
 
         Raises:
-            IndexerError: as the function raises it, or because processes cannot be kept alive, or
-                because one call does not fit into the engine's memory.
+            IndexerError: the function raised it, processes cannot be kept alive, or one call does
+                not fit into the engine's memory.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Serial:
-    """Runs all tasks in this process, one after the other.
+    """Runs all tasks in this process, one after another.
 
     Attributes:
-        memory_bytes: that the process may take, or None for no limit.
+        memory_bytes: memory that the process may take; None for no limit.
     """
 
     memory_bytes: int | None = None
@@ -64,25 +65,25 @@ class Serial:
 
 
 def check_workers(workers: int) -> None:
-    """Check how many tasks an engine may run at once.
+    """Check the number of tasks that an engine may run at once.
 
     Raises:
-        IndexerError: not one.
+        IndexerError: it is below one.
     """
     if workers < 1:
-        raise IndexerError(f"{workers} workers cannot build anything: choose one at least")
+        raise IndexerError(f"{workers} workers cannot build anything: choose at least one")
 
 
 def forbid_threads() -> None:
-    """Let tokenizers in this process start no threads: there are as many processes as cores."""
+    """Keep tokenizers in this process from starting threads: there is one process per core."""
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
 
 
 def num_that_fit(limit: int, fixed: int, each: int) -> int:
-    """Return how many times `each` fits into `limit` bytes of memory after `fixed`.
+    """Return how many times `each` fits into `limit` bytes of memory besides `fixed`.
 
     Raises:
-        IndexerError: it does not fit once.
+        IndexerError: it does not fit even once.
     """
     if (fits := (limit - fixed) // each) < 1:
         raise IndexerError(

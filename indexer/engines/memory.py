@@ -12,22 +12,22 @@ from indexer.errors import IndexerError
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _ENOUGH_BYTES: Final = 3 << 30
-"""A build of segments of the usual size in this process and a worker: sorting takes 0.7 to 1 GB,
-each process half a GB by estimate."""
+"""Enough for a build with segments of the usual size in this process and one worker: sorting takes
+0.7 to 1 GB, and each process an estimated half a GB."""
 
 _ROOT: Final = Path("/")
 _GROUP_FILES: Final = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller: version 2 has one hierarchy for all."""
+"""File names by controller; version 2 has one hierarchy for all."""
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `4G`, `512M`, `1.5GiB` or `1000000` stand for; K is 1024.
+    """Return the bytes that `4G`, `512M`, `1.5GiB` or `1000000` mean; K is 1024.
 
     Raises:
-        IndexerError: it is none of these, or zero.
+        IndexerError: the text has another form, or means zero.
     """
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
@@ -37,7 +37,7 @@ def parse_size(text: str) -> int:
 
 
 def describe_size(num_bytes: int) -> str:
-    """Return a size as `parse_size` reads it, rounded up to a tenth of its unit."""
+    """Return a size in the form that `parse_size` reads, rounded up to a tenth of its unit."""
     for unit in ("T", "G", "M", "K"):
         if num_bytes >= _UNITS[unit]:
             tenths = -(-num_bytes * 10 // _UNITS[unit])
@@ -46,20 +46,21 @@ def describe_size(num_bytes: int) -> str:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return how much memory this process and its children could take now.
+    """Return how much memory this process and its children could take now, in bytes.
 
-    That is what the system has left, or what the process's control group has, if that is less.
+    That is what the system has left, or what the process's control group has left if that is less.
 
     Args:
-        root: the folder in which the system shows itself in `proc` and `sys`.
+        root: folder that contains `proc` and `sys`.
     """
     return max(min(_left_in_system(root), _left_in_groups(root)), 1)
 
 
 def default_limit(root: Path = _ROOT) -> int:
-    """Return how much memory a build may take by default.
+    """Return how much memory a build may take by default, in bytes.
 
-    That is half of what is available; where that is little, all up to what most builds need.
+    That is half of what is available. If that is little, it is everything up to what most builds
+    need.
 
     Args:
         root: as for `available_bytes`.
@@ -69,20 +70,20 @@ def default_limit(root: Path = _ROOT) -> int:
 
 
 def bytes_taken() -> int:
-    """Return how much memory this process takes; mapped files do not count.
+    """Return how much memory this process takes, in bytes; mapped files do not count.
 
-    Pages of mapped files are the system's to take back.
+    The system can reclaim pages of mapped files.
     """
     with suppress(OSError, KeyError):
         fields = _fields(Path("/proc/self/status"))
         return (int(fields["RssAnon"]) + int(fields["RssShmem"])) << 10
-    import resource  # noqa: PLC0415  (where there is no /proc)
+    import resource  # noqa: PLC0415  (without /proc)
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on macOS bytes, its largest so far
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS; the peak so far
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Return names and first values of a file of lines that begin with a name and a colon."""
+    """Return names and first values from a file whose lines begin with a name and a colon."""
     lines = (line.partition(":") for line in path.read_text("utf-8", "replace").splitlines())
     return {name: rest.split()[0] for name, _, rest in lines if rest.split()}
 
@@ -98,7 +99,7 @@ def _left_in_system(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> int:
-    """Return what the limits of control groups leave; cached files do not count as taken."""
+    """Return what the limits of control groups leave; cached files do not count as used."""
     left = [1 << 62]
     for folder, (limit, used, cached) in _groups(root):
         with suppress(OSError, ValueError, KeyError):
@@ -109,7 +110,7 @@ def _left_in_groups(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the control groups of this process, and what the files in them are called."""
+    """Yield the control groups of this process, and the names of the files in them."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

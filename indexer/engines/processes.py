@@ -21,7 +21,7 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _TRACKER_BYTES: Final = 16 << 20
-"""Memory of the process that multiprocessing starts in addition to the workers."""
+"""Memory of the extra process that multiprocessing starts besides the workers."""
 
 # Never fork: threads and mapped databases of this process would be in an undefined state.
 _CONTEXT: Final = get_context("spawn")
@@ -29,16 +29,16 @@ _CONTEXT: Final = get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class ProcessPool:
-    """Runs tasks in processes of their own on this machine, an `Engine`.
+    """Runs tasks in other processes on this machine; an `Engine`.
 
-    As many at once as there are workers and as fit into the memory, of which this process takes
-    its part. A worker that dies is replaced, and its task is run again. However this process ends,
-    the workers end with it.
+    It runs as many at once as there are workers and as fit into the memory, of which this process
+    takes its part. A worker that dies is replaced, and its task runs again. However this process
+    ends, the workers end with it.
 
     Attributes:
-        workers: processes at once, at most.
-        memory_bytes: that this process and the workers may take together; pages of files that are
-            mapped do not count, which the system takes back when it needs them.
+        workers: most concurrent processes.
+        memory_bytes: memory that this process and the workers may take together. Pages of mapped
+            files do not count, because the system can reclaim them.
     """
 
     workers: int
@@ -64,9 +64,9 @@ class ProcessPool:
 
 
 class _Worker:
-    """One process, started when it is needed; ends with the block, whatever it is doing.
+    """One process, started on demand; ends with the block, whatever it is doing.
 
-    It holds the end of a pipe whose other end only this process has, and ends when that closes.
+    It holds one end of a pipe whose other end only this process has, and ends when that closes.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Worker:
         if self._executor is None:
             theirs, self._ours = _CONTEXT.Pipe(duplex=False)
             self._executor = ProcessPoolExecutor(1, _CONTEXT, _prepare, (theirs,))
-        # The first task starts the process, which Ctrl-C must not reach: it ends with this one.
+        # The first task starts the process. Ctrl-C must not reach it: it ends with this process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._executor.submit(function, *arguments)
@@ -90,14 +90,14 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def stop(self) -> None:
-        """End the process at once; the next task starts another one."""
+        """End the process immediately; the next task starts a new one."""
         if self._executor is not None:
             self._ours.close()
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
 
     def bytes_taken(self, function: Callable[..., Any]) -> int:
-        """Return what a process takes that has imported what a function needs."""
+        """Return the memory of a process that has imported what a function needs."""
         for _ in range(MAX_RETRIES + 1):
             try:
                 return int(self.submit(_introduce, function).result())
@@ -112,7 +112,7 @@ class _Worker:
 def _run(
     function: Callable[[_Task], _Result], tasks: Sequence[_Task], workers: Sequence[_Worker]
 ) -> Iterator[_Result]:
-    """Yield results in order, while each worker has one task at a time."""
+    """Yield results in order; each worker has one task at a time."""
     waiting, idle = deque(range(len(tasks))), list(workers)
     running: dict[Future[_Result], tuple[int, _Worker]] = {}
     results: dict[int, _Result] = {}
@@ -139,12 +139,12 @@ def _count_death(deaths: "Counter[int]", number: int, error: BaseException) -> N
     if deaths[number] > MAX_RETRIES:
         raise IndexerError(
             f"a worker process died {deaths[number]} times at the same task, as if the system had "
-            "killed it for want of memory: choose fewer --workers or less --memory than it has"
+            "killed it for lack of memory: choose fewer --workers or less --memory than it has"
         ) from error
 
 
 def _prepare(lifeline: Connection) -> None:
-    """Set a worker up: its libraries start no threads, and it ends when the lifeline does."""
+    """Set up a worker: its libraries start no threads, and it ends when the lifeline closes."""
     forbid_threads()
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
@@ -155,6 +155,6 @@ def _end_with(lifeline: Connection) -> None:
 
 
 def _introduce(function: Callable[..., Any]) -> int:
-    """Return the memory of this process; unpickling `function` has imported what it needs."""
+    """Return the memory of this process, in which unpickling `function` imported what it needs."""
     del function
     return bytes_taken()

@@ -1,1 +1,1 @@
-"""The format on disk: records, snapshots, mapped files, and writing files safely."""
+"""The on-disk format: records, snapshots, mapped files, and safe writing of files."""

@@ -1,4 +1,4 @@
-"""Zstandard, which the standard library has from Python 3.14 on."""
+"""Zstandard, from the standard library since Python 3.14."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The document table of a segment: where each document begins, its name, licence and digest."""
+"""The document table of a segment: the start, name, licence and digest of each document."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -22,21 +22,21 @@ from indexer.format.names import (
 )
 from indexer.format.records import Document
 
-# Names of files need not be Unicode: Python spells their bytes with halves of surrogate pairs.
+# File names need not be Unicode: Python encodes such bytes as lone surrogates.
 _NAME_ERRORS = "surrogatepass"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentTable:
-    """The documents of a segment, or of some of its documents, as arrays.
+    """The documents of a segment, or some of them, as arrays.
 
     Attributes:
-        starts: uint32[d], position of each document's first token; rising.
-        names: uint8[n], names in UTF-8, one after the other.
+        starts: uint32[d], position of each document's first token; ascending.
+        names: uint8[n], names in UTF-8, one after another.
         name_ends: uint64[d], where each name ends.
-        licence_ids: uint32[d], which of `licences` each has.
+        licence_ids: uint32[d], index of each document's licence in `licences`.
         digests: uint8[d, DIGEST_BYTES], equal for equal documents.
-        licences: what the numbers stand for.
+        licences: licences that the ids refer to.
     """
 
     starts: NDArray[np.uint32]
@@ -61,7 +61,7 @@ class DocumentTable:
 
     @classmethod
     def of_files(cls, arrays: dict[str, NDArray[Any]], licences: Sequence[str]) -> Self:
-        """Return the table of which `files` gave these arrays."""
+        """Return the table for arrays that `files` returned."""
         return cls(
             arrays[DOCUMENT_STARTS_FILE],
             arrays[NAMES_FILE],
@@ -75,7 +75,7 @@ class DocumentTable:
         """Return a document.
 
         Raises:
-            DamagedIndexError: the arrays hold values for it that no builder writes.
+            DamagedIndexError: the arrays have invalid values for it.
         """
         licence = int(self.licence_ids[number])
         if licence >= len(self.licences):
@@ -83,7 +83,7 @@ class DocumentTable:
         return Document(self.name(number), self.licences[licence], int(self.starts[number]))
 
     def named(self, names: Collection[bytes]) -> NDArray[np.bool_]:
-        """Return bool[d], which documents have one of some names, in UTF-8."""
+        """Return bool[d], which documents have one of the names, given in UTF-8."""
         found = np.zeros(len(self), np.bool_)
         ends = self.name_ends.astype(np.int64)
         begins = np.concatenate([[0], ends[:-1]])
@@ -108,7 +108,7 @@ class DocumentTable:
         return self.names[begin:end].tobytes()
 
     def count_licences(self) -> dict[str, int]:
-        """Return how many documents have each licence; raises as `document` does."""
+        """Return the number of documents with each licence; raises as `document` does."""
         used, counts = np.unique(self.licence_ids, return_counts=True)
         if len(used) and used[-1] >= len(self.licences):
             raise DamagedIndexError("a document has a licence that is not listed")
@@ -119,8 +119,8 @@ class DocumentTable:
         """Return the table of some documents, with starts as if only their tokens were kept.
 
         Args:
-            runs: begins and ends of ranges of their numbers, rising and not empty.
-            length: tokens and separators of all documents.
+            runs: starts and ends of ranges of their numbers, ascending and not empty.
+            length: number of tokens and separators of all documents.
         """
         numbers = np.concatenate([np.arange(begin, end) for begin, end in runs])
         lengths = np.diff(self.starts, append=POSITION_DTYPE.type(length))[numbers]
@@ -137,18 +137,18 @@ class DocumentTable:
         )
 
     def at(self, position: int) -> int | None:
-        """Return the number of the last document that starts at a position or before it."""
+        """Return the number of the last document that starts at or before a position."""
         # With a position of another dtype, numpy would convert all starts at every call.
         number = int(np.searchsorted(self.starts, np.uint32(position), side="right")) - 1
         return number if number >= 0 else None
 
 
 def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> DocumentTable:
-    """Return one table of the documents of all, with the licences that they have.
+    """Join tables into one, with the licences that their documents have.
 
     Args:
-        tables: one at least.
-        offsets: position at which the first document of each will start.
+        tables: at least one table.
+        offsets: position at which the first document of each table will start.
     """
     licences: dict[str, int] = {}
     starts, name_ends, licence_ids = [], [], []
@@ -170,9 +170,9 @@ def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> Docu
 
 
 def _renumbered(table: DocumentTable, licences: dict[str, int]) -> NDArray[np.uint32]:
-    """Return the number of each licence of a table among `licences`, to which new ones are added.
+    """Return the number of each licence of a table among `licences`, and add new ones to it.
 
-    They are numbered in the order in which documents have them, whatever their table lists.
+    New licences are numbered in the order of the documents, regardless of the table's list.
     """
     ids = np.zeros(len(table.licences), LICENCE_DTYPE)
     used, firsts = np.unique(table.licence_ids, return_index=True)
@@ -182,7 +182,7 @@ def _renumbered(table: DocumentTable, licences: dict[str, int]) -> NDArray[np.ui
 
 
 class DocumentTableBuilder:
-    """Gathers the documents of a part or of a segment, in order."""
+    """Collects the documents of a part or a segment, in order."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -195,7 +195,7 @@ class DocumentTableBuilder:
         return len(self._starts)
 
     def add(self, document: Document, digest: bytes) -> None:
-        """Append a document, with DIGEST_BYTES that are equal for equal documents."""
+        """Append a document, with a digest of DIGEST_BYTES that is equal for equal documents."""
         self._starts.append(document.start)
         self._names.append(document.name.encode("utf-8", _NAME_ERRORS))
         self._licence_ids.append(self._licences.setdefault(document.licence, len(self._licences)))
@@ -216,5 +216,5 @@ class DocumentTableBuilder:
 
 
 def digest_of(content: bytes | memoryview) -> bytes:
-    """Return DIGEST_BYTES that are equal for documents of equal content."""
+    """Return a digest of DIGEST_BYTES, which is equal for documents of equal content."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -1,6 +1,6 @@
 """The names and numbers of the on-disk format; docs/reference/format.md specifies them.
 
-Writers and readers agree on these values; `indexer.format.records` has the JSON of records.
+Writers and readers share these values; `indexer.format.records` defines the JSON of records.
 """
 
 from typing import Any, Final
@@ -44,45 +44,46 @@ PHRASE_FILES: Final = (
 )
 
 POSITION_DTYPE: Final = np.dtype("<u4")
-"""Of suffixes and starts: a segment has fewer than 2**32 tokens."""
+"""Dtype of suffixes and starts: a segment has fewer than 2**32 tokens."""
 
 KEY_DTYPE: Final = np.dtype("<u8")
-"""Of keys of suffixes: the tokens behind the first one of each, packed."""
+"""Dtype of suffix keys: the tokens after the first one of each suffix, packed."""
 
 KEY_STRIDE: Final = 32
-"""Suffixes from one that has a key to the next: a quarter of a byte for each token."""
+"""Distance between suffixes with a key; keys take a quarter of a byte per token."""
 
 MIN_KEYED_SUFFIXES: Final = 1 << 20
-"""Of a segment with keys: in smaller ones a search has few steps, and their memory is cached."""
+"""Least suffixes of a segment with keys: smaller ones need few search steps and fit in the
+cache."""
 
 OFFSET_DTYPE: Final = np.dtype("<u8")
-"""Of offsets into the names of documents."""
+"""Dtype of offsets into the names of documents."""
 
 LICENCE_DTYPE: Final = np.dtype("<u4")
-"""Of licences of documents: numbers in the list of the segment's record."""
+"""Dtype of licences of documents: indices into the list in the segment's record."""
 
 COUNT_DTYPE: Final = np.dtype("u1")
-"""Of counts in the phrase tables: see `indexer.format.phrase_tables`."""
+"""Dtype of counts in the phrase tables; see `indexer.format.phrase_tables`."""
 
 MAX_POSITIONS: Final = 2**32 - 1
-"""Of a segment, so that counts of positions fit `POSITION_DTYPE` as well."""
+"""Most positions of a segment, so that counts of positions fit `POSITION_DTYPE` as well."""
 
 MAX_ORDER: Final = 4
-"""Tokens of the longest n-grams in the phrase tables."""
+"""Length of the longest n-grams in the phrase tables, in tokens."""
 
 DIGEST_BYTES: Final = 16
-"""Of a document: BLAKE2b of its text in UTF-8, or of its tokens where there was no text."""
+"""Size of a document's digest: BLAKE2b of its text in UTF-8, or of its tokens without a text."""
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """Return the dtype of tokens: two bytes where ids and the separator fit, else four."""
+    """Return the dtype of tokens: two bytes if ids and the separator fit, else four."""
     return np.dtype("<u2") if vocabulary_size <= np.iinfo(np.uint16).max else np.dtype("<u4")
 
 
 def key_bits(vocabulary_size: int) -> int:
-    """Return the bits of each token in a key: ids fit, and the size itself for a separator."""
+    """Return the bits per token in a key: enough for ids, and for the size itself as separator."""
     return vocabulary_size.bit_length()
 
 
@@ -92,10 +93,10 @@ def separator_of(dtype: np.dtype[Any]) -> int:
 
 
 def ordinal_name(ordinal: int) -> str:
-    """Return the name of the folder or file that was written as number `ordinal`."""
+    """Return the name of the folder or file with number `ordinal`."""
     return f"{ordinal:08d}"
 
 
 def is_ordinal_name(name: str) -> bool:
-    """Return whether `ordinal_name` makes this name."""
+    """Return whether `ordinal_name` produces this name."""
     return name.isascii() and name.isdecimal() and name == ordinal_name(int(name))

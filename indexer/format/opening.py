@@ -1,4 +1,4 @@
-"""Checking the files of an index, and mapping them into memory or holding copies there."""
+"""Checking the files of an index, and mapping them into memory or holding copies."""
 
 import ctypes
 import mmap
@@ -53,29 +53,29 @@ DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 
 _SMALL_BYTES: Final = 1 << 16
-"""Smaller files are read: each map holds a descriptor, of which a process has few, and an index of
-many small segments has many files."""
+"""Smaller files are read instead of mapped: each map holds a file descriptor, of which a process
+has few, and an index of many small segments has many files."""
 
 _STEP_BYTES: Final = 1 << 24
-"""Of a file that is copied to memory: in between, other threads run."""
+"""Bytes of a file to copy to memory at a time; other threads run in between."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A part of an index, immutable; all arrays are read-only, and mapped files or copies of them.
+    """A part of an index, immutable; all arrays are read-only mapped files or copies of them.
 
     Attributes:
         name: name of its folder.
-        tokens: uint16[n] or uint32[n], the documents one after the other, each ended by a
+        tokens: uint16[n] or uint32[n], the documents one after another, each followed by a
             separator, which is the largest value of the dtype and never a token id.
-        suffixes: uint32[m], the positions in `tokens` that hold no separator, in the
-            lexicographic order of the tokens from there to the end of the segment.
+        suffixes: uint32[m], the positions in `tokens` without a separator, in lexicographic order
+            of the tokens from there to the end of the segment.
         starts: uint32[vocabulary size + 1]; the suffixes that begin with token t are
-            `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk it may hold anything but for its
-            ends: code that slices by it must clamp.
-        documents: which documents the tokens are of.
+            `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk it may hold anything except at
+            its ends: code that slices by it must clamp.
+        documents: table of the documents that the tokens belong to.
         keys: uint64[m / `KEY_STRIDE`, rounded up], see `indexer.stages.segments.suffix_keys`;
-            uint64[0] where the segment has none.
+            uint64[0] if the segment has none.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Snapshot:
     phrases: PhraseTables
 
     def mapped_arrays(self) -> Iterator[NDArray[Any]]:
-        """Yield the array of each file that is mapped into memory; others may be views of it."""
+        """Yield the array of each file that is mapped into memory; other arrays may be views."""
         files = (array for segment in self.segments for array in segment.arrays())
         for each in (*files, *self.phrases.files().values()):
             array = each
@@ -110,14 +110,14 @@ class Snapshot:
 
 
 Before = tuple[Contents, Snapshot] | None
-"""An earlier snapshot of the same folder, with its contents; None where there is none."""
+"""An earlier snapshot of the same folder, with its contents; None if there is none."""
 
 
 def check_size(path: Path, num_bytes: int) -> None:
     """Check that a file exists and has its size.
 
     Raises:
-        DamagedIndexError: it does not exist, or has another size.
+        DamagedIndexError: the file does not exist, or has another size.
     """
     try:
         actual = path.stat().st_size
@@ -133,7 +133,7 @@ def check_file(path: Path, expected: FileRecord) -> None:
     """Check that a file has the size and the checksum that it was built with; reads all of it.
 
     Raises:
-        DamagedIndexError: it does not exist, cannot be read, or differs.
+        DamagedIndexError: the file does not exist, cannot be read, or differs.
     """
     check_size(path, expected.num_bytes)
     try:
@@ -150,17 +150,17 @@ def check_file(path: Path, expected: FileRecord) -> None:
 def open_snapshot(
     path: Path, contents: Contents, before: Before = None, *, hold: bool = False
 ) -> Snapshot:
-    """Map or hold, and check, all that the catalog of the index at `path` lists.
+    """Map or hold, and check, everything that the catalog of the index at `path` lists.
 
     Args:
-        path: the index's directory.
-        contents: what its catalog lists.
-        before: files that it shares are not opened again.
+        path: directory of the index.
+        contents: contents of its catalog.
+        before: earlier snapshot; files that it shares are not opened again.
         hold: whether to copy files to memory instead of mapping them.
 
     Raises:
-        DamagedIndexError: see `open_segment` and `open_phrases`; or the tokenizer's file is missing
-            or of another size.
+        DamagedIndexError: as for `open_segment` and `open_phrases`, or the tokenizer's file is
+            missing or has another size.
     """
     size = contents.vocabulary.size
     if contents.tokenizer is not None:
@@ -191,11 +191,11 @@ def open_segment(
 ) -> Segment:
     """Map or hold the files of a segment of the index at `path`, and check their sizes.
 
-    Of mapped files it reads only the ends of `starts`.
+    Of mapped files, only the ends of `starts` are read.
 
     Raises:
-        DamagedIndexError: files are missing or of another size than was written, or `starts` does
-            not end with `suffixes`.
+        DamagedIndexError: files are missing or have another size than was written, or `starts` does
+            not end with the number of `suffixes`.
     """
     folder = path / SEGMENTS_FOLDER / record.name
     for name, file in record.files.items():
@@ -223,10 +223,10 @@ def open_segment(
 def open_documents(
     folder: Path, num_documents: int, licences: tuple[str, ...], *, hold: bool = False
 ) -> DocumentTable:
-    """Map or hold the document files in a folder, and check that they are of so many documents.
+    """Map or hold the document files in a folder, and check their number of documents.
 
     Raises:
-        DamagedIndexError: files are missing, or are not of so many documents.
+        DamagedIndexError: files are missing, or have another number of documents.
     """
     arrays = {
         name: map_array(folder / name, dtype, hold=hold) for name, dtype in DOCUMENT_DTYPES.items()
@@ -240,12 +240,12 @@ def open_documents(
 def open_phrases(
     path: Path, record: PhrasesRecord, vocabulary_size: int, *, hold: bool = False
 ) -> PhraseTables:
-    """Map or hold the files of the phrase tables of the index at `path`, and check that they fit.
+    """Map or hold the phrase table files of the index at `path`, and check that they fit together.
 
-    Of mapped `starts` the ends are read, of the other files nothing.
+    Of mapped files, only the ends of `starts` are read.
 
     Raises:
-        DamagedIndexError: files are missing or of another size than was written, or `starts` do
+        DamagedIndexError: files are missing or have another size than was written, or `starts` do
             not divide the entries of the next level.
     """
     folder = path / PHRASES_FOLDER / record.name
@@ -275,12 +275,12 @@ def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
 
 
 class _MappedFile(mmap.mmap):
-    """A file in memory: what is cut off the file is lost here, too.
+    """A file mapped into memory: what is truncated from the file is lost here, too.
 
     Attributes:
-        tells_residence: whether the system tells this process which pages are in memory: of a file
-            that it may not change it says that all are.
-        is_entered: whether its pages have been, by `enter_resident_pages`.
+        tells_residence: whether the system tells this process which pages are in memory. For a file
+            that the process may not change, the system reports all of them.
+        is_entered: whether `enter_resident_pages` has entered its pages.
     """
 
     tells_residence = False
@@ -288,19 +288,18 @@ class _MappedFile(mmap.mmap):
 
 
 _POPULATE_READ: Final = 22
-"""MADV_POPULATE_READ of Linux 5.14 and later, which Python does not name."""
+"""MADV_POPULATE_READ of Linux 5.14 and later, which Python does not define."""
 
 
 def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
     """Enter the pages of mapped files that are in memory into this process's page table.
 
-    The first read of every few pages costs a microsecond or two otherwise: ten in each draft from a
-    billion tokens that are in memory. What is not in memory stays on disk. Takes 0.1 s for a
-    gigabyte, once: snapshots share the files that have not changed. Does nothing on other systems
-    than Linux.
+    Otherwise the first read of every few pages costs a microsecond or two: ten in each draft from a
+    billion tokens in memory. Pages that are not in memory stay on disk. Takes 0.1 s per gigabyte,
+    once, since snapshots share unchanged files. Does nothing on systems other than Linux.
 
     Args:
-        arrays: as `Snapshot.mapped_arrays` yields them.
+        arrays: arrays from `Snapshot.mapped_arrays`.
     """
     system = _system()
     if system is None:
@@ -318,7 +317,8 @@ def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
             continue
         changes = np.flatnonzero(np.diff(resident & 1, prepend=0, append=0)) * mmap.PAGESIZE
         for first, end in changes.reshape(-1, 2).tolist():
-            # Does not fail for a file that was cut meanwhile: it says so, and that is found later.
+            # For a file that was truncated meanwhile this returns an error, and a later read finds
+            # it.
             system.madvise(
                 ctypes.c_void_p(array.ctypes.data + first),
                 ctypes.c_size_t(end - first),
@@ -328,7 +328,7 @@ def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
 
 @cache
 def _system() -> ctypes.CDLL | None:
-    """Return the C library of Linux, whose calls run without the interpreter's lock."""
+    """Return the C library of Linux, whose calls run without the GIL."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -339,20 +339,20 @@ class _HeldFile(mmap.mmap):
 _FileState = tuple[int, int, int, int]
 
 _held: Final[WeakValueDictionary[_FileState, _HeldFile]] = WeakValueDictionary()
-"""Copies in use, by device, number, size and time of change: all who hold a file share one."""
+"""Copies in use, by device, inode, size and change time; all holders of a file share one."""
 
 
 def map_array(path: Path, dtype: np.dtype[Any], *, hold: bool = False) -> NDArray[Any]:
-    """Map a file as an array, read-only; a small one is read, because each map holds a descriptor.
+    """Map a file as a read-only array; a small one is read, because each map holds a descriptor.
 
     Args:
-        path: of the file.
-        dtype: of its elements.
-        hold: whether to copy the file to memory, in huge pages where the system has them.
+        path: path of the file.
+        dtype: dtype of its elements.
+        hold: whether to copy the file to memory, in huge pages if the system has them.
 
     Raises:
-        DamagedIndexError: it is missing, unreadable, or no whole number of elements long.
-        IndexerError: there is no memory to hold it.
+        DamagedIndexError: the file is missing, unreadable, or not a whole number of elements long.
+        IndexerError: there is not enough memory to hold it.
     """
     try:
         with path.open("rb") as file:
@@ -378,10 +378,10 @@ def _tells_residence(file: BinaryIO, path: Path) -> bool:
 
 
 def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:
-    """Return a file's content in memory that nobody else can change.
+    """Return a private copy of a file's content in memory.
 
     Raises:
-        DamagedIndexError: the file was cut meanwhile.
+        DamagedIndexError: the file was truncated meanwhile.
         IndexerError: there is not enough memory.
     """
     status = os.fstat(file.fileno())
@@ -395,7 +395,7 @@ def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:
             f"{path} cannot be held in memory: {error.strerror}: free {status.st_size >> 20} MiB, "
             "or leave out --hold-indexes"
         ) from error
-    with suppress(OSError, AttributeError):  # a kernel without huge pages, or another system
+    with suppress(OSError, AttributeError):  # no huge pages on this kernel or system
         copy.madvise(mmap.MADV_HUGEPAGE)
     with memoryview(copy) as target:
         num_read = 0
@@ -403,7 +403,7 @@ def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:
             step = file.readinto(target[num_read : num_read + _STEP_BYTES])  # type: ignore[attr-defined]
             if not step:
                 raise DamagedIndexError(
-                    f"{path} was cut while it was read: copy or build the index again"
+                    f"{path} was truncated while it was read: copy or build the index again"
                 )
             num_read += step
     return _held.setdefault(state, copy)

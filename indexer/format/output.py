@@ -1,7 +1,7 @@
 """Writing an index safely: the writer's lock, a hidden folder to build in, and a final rename.
 
-A new index is built in a hidden sibling of its path and renamed when it is whole. One writer at a
-time holds the lock of an index; the files that it writes are never changed afterwards.
+A new index is built in a hidden sibling of its path and renamed when it is complete. One writer at
+a time holds the lock of an index; the files that it writes never change afterwards.
 """
 
 import ctypes
@@ -48,10 +48,10 @@ _NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def why_not_index(folder: Path) -> str | None:
-    """Return why a folder is not an index, or None where it is one and holds nothing else.
+    """Return why a folder is not an index, or None if it is one and holds nothing else.
 
-    An index may lack segments and phrase tables, as a half-copied one does, but not its snapshots.
-    It holds no entry of another name or kind, and no links.
+    An index may lack segments and phrase tables, for example if it is half copied, but not its
+    snapshots. It has no entries of other names or kinds, and no links.
 
     Raises:
         OSError: the folder cannot be read.
@@ -100,7 +100,7 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Workplace:
-    """A folder to build in and the builder's lock file, siblings of the output.
+    """A folder to build in and the builder's lock file, both siblings of the output.
 
     The folder itself cannot be locked: NFS locks only files that are open for writing.
     """
@@ -116,7 +116,7 @@ class _Workplace:
         )
 
     def remove(self) -> None:
-        """Remove the folder, then the lock; the lock stays where the folder cannot be removed."""
+        """Remove the folder, then the lock; the lock stays if the folder cannot be removed."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if not self.folder.exists():
             self.lock.unlink(missing_ok=True)
@@ -124,18 +124,20 @@ class _Workplace:
 
 @contextmanager
 def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
-    """Give a folder next to `output`, and remove it in the end if it is still there.
+    """Yield a folder next to `output`, and remove it at the end if it is still there.
 
-    It is empty; or, to resume, what a killed or failed build of the same output left, if there is
-    any. Otherwise removes first what such builds left. On a file system without locks that stays.
+    To resume, the folder is what a killed or failed build of the same output left, if there is one.
+    Otherwise leftovers of such builds are removed first and the folder is empty. On a file system
+    without locks, leftovers stay.
 
     Args:
-        output: of the build.
-        resume: begin with what is left of another build, and leave it if this one fails, too.
+        output: output path of the build.
+        resume: whether to continue from the leftovers of another build, and to keep them if this
+            one fails as well.
 
     Raises:
         OSError: the disk refuses.
-        IndexBusyError: another build of the same output is under way.
+        IndexBusyError: another build of the same output is running.
     """
     adopted = _adopt(output) if resume else None
     _remove_leftovers(output)
@@ -158,7 +160,7 @@ def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
 
 
 def _adopt(output: Path) -> tuple[_Workplace, int] | None:
-    """Lock what a dead build of this user left, if any; return it without what is written again."""
+    """Lock and return what a dead build of this user left, if any, without parts to rewrite."""
     for place in _leftovers(output):
         with suppress(OSError):
             lock = os.open(place.lock, os.O_RDWR | os.O_CLOEXEC)
@@ -175,13 +177,13 @@ def _adopt(output: Path) -> tuple[_Workplace, int] | None:
 
 
 def _forget_unfinished(folder: Path) -> None:
-    """Remove all but what is kept: the snapshot and the phrase tables are written again."""
+    """Remove the snapshot and the phrase tables, which are written again."""
     for name in (CATALOG_FOLDER, PHRASES_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _claim(output: Path) -> tuple[_Workplace, int]:
-    """Create and lock a lock file; until it is locked, another build may take it for a dead one."""
+    """Create and lock a lock file; until it is locked, another build may take this one for dead."""
     while True:
         place = _Workplace.of(output, secrets.token_hex(_TOKEN_BYTES))
         lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -193,7 +195,7 @@ def _claim(output: Path) -> tuple[_Workplace, int]:
 
 
 def _leftovers(output: Path) -> Iterator[_Workplace]:
-    """Yield the folders of builds of an output, under way or dead."""
+    """Yield the folders of builds of an output, running or dead."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.lock-([0-9a-f]{{{2 * _TOKEN_BYTES}}})")
     for path in sorted(output.parent.iterdir()):
         if match := pattern.fullmatch(path.name):
@@ -201,7 +203,7 @@ def _leftovers(output: Path) -> Iterator[_Workplace]:
 
 
 def _check_alone(output: Path) -> None:
-    """Refuse to build beside another build of the same output: one of both would be in vain."""
+    """Refuse to build while another build of the same output runs, since one would be wasted."""
     for place in _leftovers(output):
         with suppress(FileNotFoundError):  # it has ended
             lock = os.open(place.lock, os.O_RDONLY | os.O_CLOEXEC)
@@ -213,7 +215,7 @@ def _check_alone(output: Path) -> None:
                     "another folder"
                 ) from error
             except OSError:
-                continue  # no locks here
+                continue  # the file system has no locks
             finally:
                 os.close(lock)
 
@@ -234,7 +236,7 @@ def _remove_if_dead(place: _Workplace) -> None:
 
 
 _MAX_ATTEMPTS: Final = 20
-"""Attempts to lock a folder that is replaced at the same moment: even two in a row are rare."""
+"""Attempts to lock a folder that is replaced at the same moment; even two in a row are rare."""
 
 _MAX_NOTE_BYTES: Final = 1 << 12
 
@@ -243,21 +245,21 @@ _MAX_NOTE_BYTES: Final = 1 << 12
 def writer_lock(folder: Path, command: str) -> Iterator[None]:
     """Hold the lock of an index's only writer during the block.
 
-    The lock ends with the process, however that ends. While it is held, the folder is not replaced:
-    a build that replaces an index holds that index's lock.
+    The lock ends with the process, however the process ends. While it is held, the folder is not
+    replaced, because a build that replaces an index holds that index's lock.
 
     Args:
-        folder: the index's directory.
+        folder: directory of the index.
         command: the writer's command, for messages of other processes.
 
     Raises:
         IndexBusyError: another process holds the lock.
-        NoLocksError: the file system has none.
-        IndexerError: the folder cannot be written to, or is replaced all the time.
+        NoLocksError: the file system has no locks.
+        IndexerError: the folder cannot be written to, or is replaced constantly.
     """
     descriptor = _locked(folder)
     try:
-        with suppress(OSError):  # on a full disk the lock holds without its note
+        with suppress(OSError):  # on a full disk the lock works without its note
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_note(command)).encode(), 0)
         yield
@@ -268,11 +270,11 @@ def writer_lock(folder: Path, command: str) -> Iterator[None]:
 
 
 class NoLocksError(IndexerError):
-    """The file system has no locks, so that two writers at once are possible."""
+    """The file system has no locks, so two writers could run at once."""
 
 
 def _locked(folder: Path) -> int:
-    """Return the locked file, of the folder that is at the path now."""
+    """Return the locked file of the folder that is at the path now."""
     path = folder / LOCK_FILE
     for _ in range(_MAX_ATTEMPTS):
         with writing_to(folder):
@@ -297,8 +299,8 @@ def _acquire(descriptor: int, folder: Path) -> None:
         ) from error
     except OSError as error:
         raise NoLocksError(
-            f"the file system of {folder} has no locks ({error.strerror}), so that two writers "
-            "could not be told apart: build the index on another one and copy it"
+            f"the file system of {folder} has no locks ({error.strerror}), so two writers "
+            "could run at once: build the index on another one and copy it"
         ) from error
 
 
@@ -308,7 +310,7 @@ def _note(command: str) -> dict[str, str | int]:
 
 
 def _holder(descriptor: int) -> str:
-    """Return the holder of the lock in words, from the note in its file."""
+    """Describe the holder of the lock, from the note in its file."""
     try:
         who = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
         return (
@@ -326,7 +328,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Check that an index may be written at `output`.
 
     Raises:
-        IndexExistsError: the path is taken by something that must stay.
+        IndexExistsError: something at the path must stay.
         IndexerError: the path cannot be read.
     """
     try:
@@ -356,16 +358,16 @@ def _exists(output: Path) -> IndexExistsError:
 
 @contextmanager
 def new_index_folder(output: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
-    """Give a folder to build in, and put it at `output` when the block ends without an error.
+    """Yield a folder to build in, and move it to `output` if the block ends without an error.
 
     The folder is a hidden sibling of `output`, so that publishing is a rename: whenever a build is
-    killed, `output` holds its earlier content or the whole new index. Leftovers of killed builds of
-    the same output are removed, or given again to `resume`. An index that is to be replaced stays
-    locked until it is.
+    killed, `output` has its earlier content or the complete new index. Leftovers of killed builds
+    of the same output are removed, or reused with `resume`. An index that is to be replaced stays
+    locked until then.
 
     Raises:
-        IndexExistsError: the path is taken by something that must stay.
-        IndexBusyError: another process changes the index that is to be replaced.
+        IndexExistsError: something at the path must stay.
+        IndexBusyError: another process is changing the index that is to be replaced.
         IndexerError: the disk is full or refuses.
     """
     output = Path(os.path.realpath(output))
@@ -379,7 +381,7 @@ def new_index_folder(output: Path, *, overwrite: bool, resume: bool = False) -> 
         if resume:
             shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
         check_output(output, overwrite=overwrite)
-        if not is_locked:  # another index appeared since
+        if not is_locked:  # another index has appeared since
             _lock_index(output, stack)
         _publish(folder, output, overwrite=overwrite)
 
@@ -388,18 +390,18 @@ def _lock_index(output: Path, stack: ExitStack) -> bool:
     """Lock the index that will be replaced, if there is one."""
     if not output.is_dir() or not any(output.iterdir()):
         return False
-    with suppress(NoLocksError):  # without locks, no writer changes it either
+    with suppress(NoLocksError):  # without locks, no writer can change it either
         stack.enter_context(writer_lock(output, "build --overwrite"))
     return True
 
 
 def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True) -> None:
-    """Write a file, with the folders above it.
+    """Write a file, and create the folders above it.
 
     Args:
-        path: of the file.
-        content: all of it.
-        durable: wait until it is on disk.
+        path: path of the file.
+        content: complete content.
+        durable: whether to wait until it is on disk.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -414,18 +416,18 @@ def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True)
 
 
 def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> FileRecord:
-    """Write the elements of an array to a file as `write_file` does, and return its record."""
+    """Write the elements of an array to a file as `write_file` does; return its record."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     write_file(path, content, durable=durable)
     return FileRecord.of(content)
 
 
 def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
-    """Write the elements of arrays to a file, one array after the other, and return its record.
+    """Write the elements of arrays to a file, one array after another; return its record.
 
     Args:
-        path: of the file, whose folder is there.
-        columns: contiguous; they may be mapped, and are not held in memory.
+        path: path of the file, in an existing folder.
+        columns: contiguous arrays; they may be mapped, and are not held in memory.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -440,7 +442,7 @@ def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
 
 
 def move_folder(folder: Path, place: Path) -> None:
-    """Move a folder within a file system; replaces a folder at the new path.
+    """Move a folder within a file system, replacing a folder at the new path.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -462,7 +464,7 @@ def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def _put_in_place(folder: Path, output: Path, *, overwrite: bool) -> None:
-    """Rename; swap with an index that is there already and may be replaced."""
+    """Rename a folder; swap it with an existing index that may be replaced."""
     try:
         folder.rename(output)
     except OSError as error:
@@ -475,7 +477,7 @@ def _put_in_place(folder: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders in one step, where system and file system can."""
+    """Swap two folders in one step, if the system and file system can."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
@@ -484,7 +486,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _move_aside(folder: Path, output: Path) -> None:
-    """Swap in steps; a kill after the first one leaves the old index under a hidden name."""
+    """Swap in steps; if killed after the first one, the old index is left under a hidden name."""
     old = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
     output.rename(old)
     try:
@@ -501,7 +503,7 @@ def _move_back(old: Path, output: Path, reason: OSError) -> None:
     except OSError:
         raise IndexerError(
             f"cannot put the index at {output}: {reason.strerror}; "
-            f"the one that was there is whole, but now at {old}"
+            f"the previous one is intact, but now at {old}"
         ) from reason
 
 

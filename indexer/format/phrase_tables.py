@@ -1,7 +1,7 @@
 """Phrase tables: which tokens followed the frequent short n-grams of a corpus, and how often.
 
-An n-gram trie of four levels in plain arrays. Each count is one byte: exact where counts are small,
-then on a scale of equal ratios. Both are part of the on-disk format, which
+They are an n-gram trie of four levels in plain arrays. Each count is one byte, exact for small
+counts and on a logarithmic scale above. Both are part of the on-disk format, which
 docs/reference/format.md specifies.
 """
 
@@ -15,7 +15,7 @@ from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_
 
 _EXACT: Final = 16
 _CODES_PER_DOUBLING: Final = 8
-"""With these, 256 codes reach 1.6e10 occurrences at an error of at most 6%, and the small counts,
+"""With this, 256 codes reach 1.6e10 occurrences with an error of at most 6%, and small counts,
 which most n-grams have, are exact."""
 
 
@@ -25,10 +25,10 @@ def _scale() -> NDArray[np.int64]:
 
 
 COUNT_SCALE: Final = _scale()
-"""int64[256]: the count that each code stands for.
+"""int64[256]: the count of each code.
 
-Code c up to 16 stands for c, and above for 16 * 2**((c - 16) / 8), rounded to an integer; 255 for
-some 1.6e10. Neighbours differ by at most 12%, so a code is at most 6% off.
+Code c up to 16 means c, and above 16 * 2**((c - 16) / 8), rounded to an integer; 255 is about
+1.6e10. Neighbours differ by at most 12%, so a code is at most 6% off.
 """
 
 COUNT_VALUES: Final = COUNT_SCALE.astype(np.float32)
@@ -40,13 +40,13 @@ _MIDDLES: Final = (COUNT_SCALE[:-1] + COUNT_SCALE[1:]) / 2
 
 
 def encode_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
-    """Return the codes nearest to counts; of two that are equally near, the smaller one.
+    """Return the codes nearest to counts; on a tie, the smaller one.
 
-    Counts beyond the scale get its last code. A count of the scale gets its own code, and larger
+    Counts beyond the scale get its last code. A count on the scale gets its own code, and larger
     counts never get smaller codes.
 
     Args:
-        counts: integers from 0 on, any shape.
+        counts: integers from 0 up, of any shape.
     """
     return np.searchsorted(_MIDDLES, counts, side="left").astype(COUNT_DTYPE)
 
@@ -55,25 +55,23 @@ def encode_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
 class PhraseTables:
     """The tables of an index, immutable; all arrays are read-only, those of an index mapped.
 
-    Level k, which stands at index k - 1 of each tuple, holds n-grams of k tokens. Those with the
-    same first k - 1 tokens stand together, most frequent first, at the place of that *parent* in
-    its own level. So the entry of an n-gram is the state of a reader that has seen it: what
-    followed entry e of level k are the entries `starts[k - 1][e]` to `starts[k - 1][e + 1]` of
-    level k + 1.
+    Level k, at index k - 1 of each tuple, holds the n-grams of k tokens. Those with the same first
+    k - 1 tokens are adjacent, most frequent first, in the order of that *parent* in its level. So
+    the entry of an n-gram is the state of a reader that has seen it: the successors of entry e of
+    level k are the entries `starts[k - 1][e]` to `starts[k - 1][e + 1]` of level k + 1.
 
-    Opening an index checks only what is quick: the sizes of all arrays, all of level 1's
-    `starts`, and both ends of the others. So on a damaged disk the `starts` of levels 2 and 3 may
-    hold any value, and kernels must clamp them to the next level; tokens may lie outside the
-    vocabulary.
+    Opening an index checks only what is quick: the sizes of all arrays and both ends of `starts`.
+    So on a damaged disk `starts` may otherwise hold any value, and kernels must clamp them to the
+    next level; tokens may be outside the vocabulary.
 
     Attributes:
         starts: uint32[entries + 1] for each of levels 1, 2 and 3.
         tokens: uint16[entries] or uint32[entries], as in segments: the last token of each entry;
             empty for level 1, where the entry's number is the token.
-        counts: uint8[entries], codes of `COUNT_VALUES`: how often the n-gram occurs, at the end
-            of a document as well. What an entry's successors lack to its own count was followed
-            by the end of a document or by n-grams that have no entry; where counts are rounded,
-            the successors' sum may exceed it.
+        counts: uint8[entries], codes of `COUNT_VALUES`: how often the n-gram occurs, also at the
+            end of a document. If the counts of an entry's successors sum to less than its count,
+            the rest was followed by the end of a document or by n-grams without an entry. With
+            rounded counts, the sum may also exceed it.
     """
 
     starts: tuple[NDArray[np.uint32], ...]
@@ -91,7 +89,7 @@ class PhraseTables:
 
         Args:
             vocabulary_size: largest token id plus one.
-            dtype: of tokens, as `token_dtype` gives it.
+            dtype: dtype of tokens, from `token_dtype`.
         """
         sizes = (vocabulary_size, 0, 0, 0)
         return cls(
@@ -107,7 +105,7 @@ class PhraseTables:
 
     @property
     def num_entries(self) -> tuple[int, ...]:
-        """Entries of levels 1 to 4; level 1 has one for every token of the vocabulary."""
+        """Number of entries of levels 1 to 4; level 1 has one for every token of the vocabulary."""
         return tuple(len(counts) for counts in self.counts)
 
     @property
@@ -116,7 +114,7 @@ class PhraseTables:
         return sum(array.nbytes for array in self.files().values())
 
     def files(self) -> dict[str, NDArray[Any]]:
-        """Return the array of each of `PHRASE_FILES`, in their order."""
+        """Return the array of each of `PHRASE_FILES`, in order."""
         (starts1, starts2, starts3), (_, tokens2, tokens3, tokens4) = self.starts, self.tokens
         counts1, counts2, counts3, counts4 = self.counts
         arrays = (
@@ -129,7 +127,7 @@ class PhraseTables:
 
     @classmethod
     def of_files(cls, arrays: dict[str, NDArray[Any]]) -> Self:
-        """Return the tables of which `files` gave these arrays."""
+        """Return the tables for arrays that `files` returned."""
         levels = range(1, MAX_ORDER + 1)
         return cls(
             tuple(arrays[f"starts{level}"] for level in levels[:-1]),

@@ -18,7 +18,7 @@ from indexer.tokenizer import Vocabulary
 
 _CHECKSUM_BYTES: Final = 32
 _READ_BYTES: Final = 1 << 22
-"""Bytes that are read at once for a checksum: large enough for a disk's full speed."""
+"""Bytes read at a time for a checksum: enough for a disk's full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Document:
 
     Attributes:
         name: where the text came from: a path, or a path and a line number.
-        licence: the licence of the text, empty where unknown.
+        licence: licence of the text; empty if unknown.
         start: position of its first token in its segment.
     """
 
@@ -38,7 +38,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size in bytes and BLAKE2b-256 checksum, in hexadecimal, of one file."""
+    """Size in bytes and hexadecimal BLAKE2b-256 checksum of one file."""
 
     num_bytes: int
     checksum: str
@@ -60,12 +60,12 @@ class FileRecord:
         return cls(num_bytes, digest.hexdigest())
 
     def encode(self) -> dict[str, Any]:
-        """Return what stands in the JSON of a record."""
+        """Return the JSON value of the record."""
         return {"blake2b": self.checksum, "bytes": self.num_bytes}
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """Read what `encode` made."""
+        """Read the result of `encode`."""
         return cls(int(value["bytes"]), str(value["blake2b"]))
 
 
@@ -75,11 +75,11 @@ class SegmentRecord:
 
     Attributes:
         name: name of its folder.
-        num_documents: documents in it.
-        num_tokens: tokens in it, separators not counted.
-        licences: what the numbers in the documents' licences stand for.
-        files: size and checksum of each of `SEGMENT_FILES`, and of those of
-            `OPTIONAL_SEGMENT_FILES` that it has.
+        num_documents: number of documents.
+        num_tokens: number of tokens, without separators.
+        licences: licences that the documents' licence numbers refer to.
+        files: size and checksum of each of `SEGMENT_FILES`, and of the `OPTIONAL_SEGMENT_FILES`
+            that it has.
     """
 
     name: str
@@ -94,7 +94,7 @@ class SegmentRecord:
         return TEXTS_FILE in self.files
 
     def encode(self) -> dict[str, Any]:
-        """Return what stands in the JSON of the record."""
+        """Return the JSON value of the record."""
         return {
             "documents": self.num_documents,
             "files": {name: record.encode() for name, record in self.files.items()},
@@ -105,7 +105,7 @@ class SegmentRecord:
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """Read what `encode` made."""
+        """Read the result of `encode`."""
         files = {name: FileRecord.decode(value["files"][name]) for name in SEGMENT_FILES}
         for name in OPTIONAL_SEGMENT_FILES:
             if name in value["files"]:
@@ -123,7 +123,7 @@ class PhrasesRecord:
     Attributes:
         name: name of their folder.
         segments: names of the segments whose n-grams they count: those of the snapshot, except
-            what was added since they were made.
+            segments that were added since.
         files: size and checksum of each of `PHRASE_FILES`.
     """
 
@@ -132,36 +132,36 @@ class PhrasesRecord:
     files: dict[str, FileRecord]
 
     def encode(self) -> dict[str, Any]:
-        """Return what stands in the JSON of the record."""
+        """Return the JSON value of the record."""
         files = {name: record.encode() for name, record in self.files.items()}
         return {"files": files, "name": self.name, "segments": list(self.segments)}
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """Read what `encode` made."""
+        """Read the result of `encode`."""
         files = {name: FileRecord.decode(value["files"][name]) for name in PHRASE_FILES}
         return cls(checked_name(value), tuple(map(str, value["segments"])), files)
 
 
 @dataclass(frozen=True, slots=True)
 class ScreeningRecord:
-    """What was taken out of the documents of an index, all of them.
+    """What was removed from all documents of an index.
 
     Attributes:
         redacted: whether secrets were replaced.
-        excluded: a checksum of the phrases that were left out, and of how; empty if none were.
+        excluded: checksum of the excluded phrases and the method; empty if there are none.
     """
 
     redacted: bool = False
     excluded: str = ""
 
     def encode(self) -> dict[str, Any]:
-        """Return what stands in the JSON of the record."""
+        """Return the JSON value of the record."""
         return {"excluded": self.excluded, "redacted": self.redacted}
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """Read what `encode` made."""
+        """Read the result of `encode`."""
         return cls(bool(value["redacted"]), str(value["excluded"]))
 
 
@@ -173,14 +173,14 @@ class Contents:
     """The contents that one snapshot publishes.
 
     Attributes:
-        vocabulary: of the tokenizer.
-        segments: the segments of the index, in order.
-        phrases: their phrase tables.
-        next_segment: number of the next segment to be written: names are never used twice.
-        tokenizer: the stored tokenizer; None for an index that was built of token ids.
-        screening: of its documents.
-        licence: that was stated for all of them, and that what is added has unless another one is
-            stated; empty where each document has its own.
+        vocabulary: vocabulary of the tokenizer.
+        segments: segments of the index, in order.
+        phrases: phrase tables of the segments.
+        next_segment: number of the next segment to write; names are never reused.
+        tokenizer: stored tokenizer; None for an index that was built from token ids.
+        screening: screening of its documents.
+        licence: licence that was given for all of them, and the default for added documents; empty
+            if each document has its own.
     """
 
     vocabulary: Vocabulary
@@ -193,12 +193,12 @@ class Contents:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all segments, separators not counted."""
+        """Number of tokens in all segments, without separators."""
         return sum(record.num_tokens for record in self.segments)
 
     @property
     def num_uncounted_tokens(self) -> int:
-        """Tokens of segments that the phrase tables do not count."""
+        """Number of tokens in segments that the phrase tables do not count."""
         counted = set(self.phrases.segments)
         return sum(each.num_tokens for each in self.segments if each.name not in counted)
 
@@ -208,7 +208,7 @@ class Contents:
         return all(record.keeps_texts for record in self.segments)
 
     def encode(self) -> dict[str, Any]:
-        """Return what stands in the JSON of a snapshot, the format's version apart."""
+        """Return the JSON value of a snapshot, without the format's version."""
         return {
             "licence": self.licence,
             "next_segment": self.next_segment,
@@ -225,10 +225,10 @@ class Contents:
 
     @classmethod
     def decode(cls, value: Any) -> Self:
-        """Read what `encode` made.
+        """Read the result of `encode`.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: `encode` never writes that.
+            KeyError, TypeError, ValueError, OverflowError: the value is not from `encode`.
         """
         vocabulary, tokenizer = value["vocabulary"], value["tokenizer"]
         return cls(
@@ -247,10 +247,10 @@ class Contents:
 
 
 def checked_name(value: Any) -> str:
-    """Return the name in a record: a number, so that it leads nowhere else.
+    """Return the name in a record after checking that it is a number, not another path.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is not a number.
     """
     name = str(value["name"])
     if not is_ordinal_name(name):
@@ -272,7 +272,7 @@ def decode_json(value: bytes) -> Any:
     """Read a record.
 
     Raises:
-        DamagedIndexError: it is not JSON.
+        DamagedIndexError: the record is not JSON.
     """
     try:
         return json.loads(value)

@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 from indexer.errors import IndexerError, IndexNotFoundError
 
 _MAX_ATTEMPTS: Final = 20
-"""Readings that a replaced folder may undo: an index takes longer to build than to open, so even
-two in a row are rare."""
+"""Attempts to read a folder that may be replaced meanwhile. An index takes longer to build than to
+open, so even two replacements in a row are rare."""
 
 
 _T = TypeVar("_T")
@@ -28,14 +28,13 @@ def from_same_folder(
     result or its error may mix two indexes, and it is called again.
 
     Args:
-        path: the index's directory.
+        path: directory of the index.
         read: opens and reads files under `path`.
         discard: releases a result that is not returned.
 
     Raises:
         IndexNotFoundError: there is no folder at `path`.
-        IndexerError: the folder cannot be opened or is replaced all the time; or what `read`
-            raises.
+        IndexerError: the folder cannot be opened or is replaced constantly, or `read` raises it.
     """
     for _ in range(_MAX_ATTEMPTS):
         with _held(path) as folder:
@@ -53,7 +52,7 @@ def from_same_folder(
 
 @contextmanager
 def _held(path: Path) -> Iterator[int]:
-    """Open a folder: while it is open, no other one gets its number from the file system."""
+    """Open a folder, so that the file system does not give its inode number to another one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -74,7 +73,7 @@ def folder_identity(path: Path) -> Identity:
     """Return a value that differs between the folder at a path and one that replaces it.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no folder.
     """
     status = path.stat()
     return status.st_dev, status.st_ino

@@ -1,8 +1,8 @@
-"""Snapshots: which segments an index consists of, published one after the other.
+"""Snapshots: the segments that make up an index, published one after another.
 
-A snapshot is a small file that is written whole and then renamed to the next number; the highest
-number is the current index. A reader holds a shared lock on its snapshot's file; a writer removes
-an old snapshot only if no reader holds it.
+A snapshot is a small file that is written completely and then renamed to the next number; the
+highest number is the current index. A reader holds a shared lock on its snapshot's file; a writer
+removes an old snapshot only if no reader holds it.
 """
 
 import errno
@@ -37,23 +37,23 @@ _MAX_ATTEMPTS: Final = 100
 """Attempts to hold the latest snapshot while writers publish and remove: about a second in all."""
 
 _PATIENT_ATTEMPTS: Final = 10
-"""Attempts at once; later ones pause, as a network file system may show an old list of names."""
+"""Attempts without a pause; later ones pause, as a network file system may show an old listing."""
 
 _PAUSE_S: Final = 0.01
-"""Between two of the later attempts."""
+"""Pause between later attempts, in seconds."""
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeError, TokenizerError)
 
 
 class HeldSnapshot:
-    """A published snapshot that no writer removes while this is open, or referred to.
+    """A published snapshot that no writer removes while this object is open or referenced.
 
     Attributes:
-        number: of the snapshot.
-        contents: what it publishes.
+        number: number of the snapshot.
+        contents: contents that it publishes.
         num_bytes: size of its file.
-        published_s: when it was published, in seconds since 1970.
+        published_s: time of publication, in seconds since 1970.
     """
 
     def __init__(self, index: Path, number: int, descriptor: int) -> None:
@@ -90,16 +90,16 @@ class HeldSnapshot:
 
 
 def published_numbers(index: Path) -> list[int]:
-    """Return the numbers of all snapshots that are still there, in rising order.
+    """Return the numbers of all existing snapshots, ascending.
 
     Raises:
-        IndexNotFoundError: the folder holds nothing of an index.
-        DamagedIndexError: it holds parts of an index, but no snapshot.
+        IndexNotFoundError: the folder has no part of an index.
+        DamagedIndexError: it has parts of an index, but no snapshot.
     """
     numbers: list[int] = []
     for _ in range(_PATIENT_ATTEMPTS):
         numbers = sorted(int(name) for name in _names(index) if is_ordinal_name(name))
-        if numbers:  # an empty list may be of names that changed while they were listed
+        if numbers:  # an empty list may be due to changes while listing
             break
     if not numbers:
         raise DamagedIndexError(
@@ -125,25 +125,25 @@ def hold_latest(index: Path) -> HeldSnapshot:
 
     Raises:
         IndexNotFoundError: there is no index.
-        DamagedIndexError: the snapshot is unreadable or not what a writer writes.
-        FormatVersionError: it was written in another format.
+        DamagedIndexError: the snapshot is unreadable or invalid.
+        FormatVersionError: it has another format.
     """
     for attempt in range(_MAX_ATTEMPTS):
         number = published_numbers(index)[-1]
         descriptor = _hold(index / CATALOG_FOLDER / ordinal_name(number))
         if descriptor is not None:
             return HeldSnapshot(index, number, descriptor)
-        if attempt >= _PATIENT_ATTEMPTS:  # a list of names from a cache, on a network file system
+        if attempt >= _PATIENT_ATTEMPTS:  # a cached listing, on a network file system
             time.sleep(_PAUSE_S)
     raise IndexerError(f"{index} changes faster than it can be opened: try again")
 
 
 def read_snapshot(index: Path, number: int) -> Contents:
-    """Return the contents of a snapshot without holding it; only under the writer's lock.
+    """Return the contents of a snapshot without holding it; call only under the writer's lock.
 
     Raises:
-        DamagedIndexError: the snapshot is unreadable or not what a writer writes.
-        FormatVersionError: it was written in another format.
+        DamagedIndexError: the snapshot is unreadable or invalid.
+        FormatVersionError: it has another format.
     """
     path = index / CATALOG_FOLDER / ordinal_name(number)
     try:
@@ -154,12 +154,12 @@ def read_snapshot(index: Path, number: int) -> Contents:
 
 
 def publish(index: Path, number: int, contents: Contents) -> None:
-    """Make a snapshot the latest one, in one step; what it lists must be on disk.
+    """Make a snapshot the latest one, in one step; everything that it lists must be on disk.
 
     Args:
-        index: the index's directory, whose lock the caller holds.
-        number: one more than the latest one's, or 0.
-        contents: what to publish.
+        index: directory of the index, whose lock the caller holds.
+        number: one more than the latest number, or 0.
+        contents: contents to publish.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -175,13 +175,13 @@ def publish(index: Path, number: int, contents: Contents) -> None:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    with suppress(OSError):  # published, though perhaps not yet safe from a power failure
+    with suppress(OSError):  # published, but maybe not safe from a power failure yet
         sync_folder(folder)
 
 
 @contextmanager
 def unheld(index: Path, number: int) -> Iterator[bool]:
-    """Return whether no reader holds a snapshot, and let none take it during the block."""
+    """Yield whether no reader holds a snapshot, and keep readers out during the block."""
     path = index / CATALOG_FOLDER / ordinal_name(number)
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -239,7 +239,7 @@ def _decoded(index: Path, number: int, content: bytes) -> Contents:
     version = value.get("format") if isinstance(value, dict) else None
     if version != FORMAT_VERSION:
         raise FormatVersionError(
-            f"{index} has format version {version!r}, and this is a reader of version "
+            f"{index} has format version {version!r}, and this program reads version "
             f"{FORMAT_VERSION}: build it again"
         )
     try:
@@ -252,6 +252,4 @@ def _decoded(index: Path, number: int, content: bytes) -> Contents:
         AttributeError,
         TokenizerError,
     ) as error:
-        raise DamagedIndexError(
-            f"{path} holds a record that no builder writes: {error!r}"
-        ) from error
+        raise DamagedIndexError(f"{path} holds an invalid record: {error!r}") from error

@@ -1,12 +1,12 @@
-"""Building phrase tables from counted n-grams, and adding up the tables of several corpora.
+"""Building phrase tables from counted n-grams, and summing the tables of several corpora.
 
 Tables keep the n-grams that are worth their bytes. The shortest and most frequent n-grams draft
 about as well as all of them: CREST (Ho, Park and Wang, 2024, arXiv:2408.04678) found drafts of the
-same length at a tenth of the space.
+same length in a tenth of the space.
 
-Large tables are added up in another process: that takes seconds and several times their size in
-memory, and holds the interpreter's lock for much of it, while drafting must not wait nor keep that
-memory. The sum is returned in a temporary file that is mapped like the files of an index.
+Large tables are summed in another process: summing takes seconds and several times their size in
+memory and holds the GIL for much of the time, while drafting must neither wait nor keep that
+memory. The sum is returned in a temporary file, which is mapped like the files of an index.
 """
 
 import json
@@ -32,12 +32,12 @@ _TOKEN_BITS: Final = np.uint64(32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """N-grams of one length: a level of a trie that is being made.
+    """N-grams of one length: a level of a trie under construction.
 
     Attributes:
-        parents: int64[n], for each the entry of its first tokens in the level below, which for
-            n-grams of two tokens is the first token itself.
-        tokens: uint16[n] or uint32[n], the last token of each.
+        parents: int64[n], entry of all but the last token in the level below; for n-grams of two
+            tokens, the first token itself.
+        tokens: uint16[n] or uint32[n], last token of each n-gram.
         counts: int64[n] of occurrences, or uint8[n] of codes.
     """
 
@@ -53,15 +53,15 @@ class Level:
 
 
 def count_ngrams(tokens: Tokens, suffixes: NDArray[np.uint32]) -> list[Level]:
-    """Return levels 2 to 4 of the n-grams that begin at sorted suffixes and hold no separator.
+    """Return levels 2 to 4 of the n-grams that begin at sorted suffixes and have no separator.
 
     Args:
-        tokens: unsigned[t] of a segment.
+        tokens: unsigned[t], tokens of a segment.
         suffixes: uint32[m], m ≥ 1, neighbours in its suffix array.
     """
     separator = separator_of(tokens.dtype)
     positions = suffixes.astype(np.int64)
-    # Past the end of the tokens the last one is read again, which is a separator.
+    # Past the end, the last token is read again, which is a separator.
     column = tokens.take(positions, mode="clip")
     parents_begin, differs = column, _changes(column)
     is_whole = column != separator
@@ -86,7 +86,7 @@ def merge_levels(parts: Sequence[list[Level]]) -> list[Level]:
     """Return the n-grams of all parts, with their counts summed, sorted by parent and token.
 
     Args:
-        parts: levels 2 to 4 of each; may be in any order where there are several.
+        parts: levels 2 to 4 of each part; several parts may be in any order.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
@@ -105,11 +105,11 @@ def merge_levels(parts: Sequence[list[Level]]) -> list[Level]:
 def _merge_level(
     levels: Sequence[Level], parents: Sequence[NDArray[np.int64]]
 ) -> tuple[Level, list[NDArray[np.int64]]]:
-    """Return a merged level, and for each part where its entries are in it.
+    """Return a merged level, and the places of each part's entries in it.
 
     Args:
-        levels: of each part.
-        parents: of the entries of each part, in the merged level below.
+        levels: level of each part.
+        parents: parents of the entries of each part, in the merged level below.
     """
     keys = [
         each.astype(np.uint64) << _TOKEN_BITS | level.tokens
@@ -127,50 +127,52 @@ def _merge_level(
 
 
 def _changes(column: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for each element whether it differs from the one before it."""
+    """Return for each element whether it differs from the previous one."""
     changes = np.ones(len(column), np.bool_)
     np.not_equal(column[1:], column[:-1], out=changes[1:])
     return changes
 
 
 MIN_COUNTS: Final = (1, 2, 2)
-"""Of n-grams of 2, 3 and 4 tokens that have an entry, where all fit; their own codes."""
+"""Least counts of n-grams of 2, 3 and 4 tokens with an entry if all fit; these counts equal their
+codes."""
 
 _TURNS: Final = (1, 2, 0)
-"""Order in which these are raised where not all fit: n-grams of 4, 2, then 3 tokens. Measured on
-held-out answers, that drafts better at equal size than longest first, or 4, 3, 2."""
+"""Order in which the least counts are raised if not all fit: n-grams of 4, 2, then 3 tokens.
+Measured on held-out answers, this drafts better at equal size than longest first, or 4, 3, 2."""
 
 MAX_BYTES_PER_TOKEN: Final = 2
-"""Size of levels 2 to 4 for every token of the corpus. On 5.8M tokens of chat, pairs from one
-occurrence on and longer n-grams from two fit in 2.1 bytes; all n-grams take 5.4 for 1% more tokens
-per step."""
+"""Most bytes of levels 2 to 4 per token of the corpus. On 5.8M tokens of chat, pairs with at least
+one occurrence and longer n-grams with at least two take 2.1 bytes per token; all n-grams take 5.4
+bytes for 1% more tokens per step."""
 
 MIN_BYTES: Final = 1 << 23
 """Size that levels 2 to 4 may always have: small corpora repeat less, and their tables cost little.
-It keeps 0.3M tokens whole, for 36.4% instead of 34.0% right within the first four guesses."""
+At 0.3M tokens it keeps all n-grams, for 36.4% instead of 34.0% correct within the first four
+guesses."""
 
 _MAX_BYTES: Final = 2**32 - 1
-"""Largest size of levels 2 to 4: entries are numbered in four bytes."""
+"""Largest size of levels 2 to 4, in bytes: entry numbers have four bytes."""
 
 NUM_CODES: Final = 256
-"""Of counts: see `indexer.format.phrase_tables`."""
+"""Number of codes of counts; see `indexer.format.phrase_tables`."""
 
 _STARTS_BYTES: Final = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
-"""Of levels without entries."""
+"""Bytes of `starts` of levels without entries."""
 
 
 def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
-    """Return one set of tables for several corpora: of all n-grams in any, counts summed.
+    """Return one set of tables for several corpora, with all n-grams and summed counts.
 
-    N-grams that one of the tables left out count as if they were not in its corpus. No larger
-    than the tables together, whose sizes bound the memory that it takes.
+    N-grams that one of the tables left out count as absent from its corpus. The result is no larger
+    than the tables together, and their sizes bound the memory that this takes.
 
     Args:
-        tables: one at least, all for one vocabulary; not changed.
+        tables: at least one, all for one vocabulary; not changed.
 
     Raises:
-        ValueError: there are none, or for several vocabularies.
-        DamagedIndexError: the entries of one do not divide the next level.
+        ValueError: there are no tables, or they are for several vocabularies.
+        DamagedIndexError: `starts` of a table do not divide the next level.
     """
     if len({each.vocabulary_size for each in tables}) != 1:
         raise ValueError("phrase tables are merged for one vocabulary")
@@ -181,17 +183,17 @@ def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
 
 
 def size_limit(num_tokens: int) -> int:
-    """Return how many bytes levels 2 to 4 may have for a corpus of so many tokens."""
+    """Return how many bytes levels 2 to 4 may have for a corpus of this many tokens."""
     return min(max(MAX_BYTES_PER_TOKEN * num_tokens, MIN_BYTES), _MAX_BYTES)
 
 
 def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
-    """Return the n-grams whose counts, or codes, are at least those given; sorted as they were.
+    """Return the n-grams whose counts, or codes, are at least the given ones, in the same order.
 
     Args:
-        levels: 2 to 4: no n-gram has more than its first tokens. Where there is nothing of a level
-            but of the next one, parents are left as they are.
-        least: for each level, never less for longer n-grams.
+        levels: levels 2 to 4; no n-gram has a higher count than its prefix. If a level is empty but
+            the next one is not, parents are left unchanged.
+        least: least count or code for each level, never lower for longer n-grams.
     """
     pruned = []
     places = None
@@ -206,10 +208,10 @@ def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
 
 
 def in_order(levels: Sequence[Level]) -> list[Level]:
-    """Return the same n-grams in the order of the format, with codes for counts.
+    """Return the same n-grams in the order of the format, with codes instead of counts.
 
     Args:
-        levels: 2 to 4, each sorted by parent and token.
+        levels: levels 2 to 4, each sorted by parent and token.
     """
     ordered = []
     places = None
@@ -226,13 +228,13 @@ def in_order(levels: Sequence[Level]) -> list[Level]:
 def least_codes(histograms: NDArray[np.int64], token_bytes: int, max_bytes: int) -> list[int]:
     """Return the least code for each of levels 2 to 4 with which all of them fit.
 
-    From `MIN_COUNTS` on they are raised by one in turn, those of n-grams of 4, 2 and 3 tokens,
-    until all fit or none are left.
+    Starting from `MIN_COUNTS`, the codes for n-grams of 4, 2 and 3 tokens are raised by one in turn
+    until the rest fits or is empty.
 
     Args:
         histograms: int64[3, 256], entries of levels 2 to 4 by code.
         token_bytes: size of a token.
-        max_bytes: of tokens, codes and starts of all three.
+        max_bytes: most bytes of tokens, codes and starts of all three.
     """
     steps = np.arange(len(histograms) * NUM_CODES)
     least = [
@@ -270,7 +272,7 @@ def _starts(parents: NDArray[np.int64], num_parents: int) -> NDArray[np.uint32]:
 def _levels_of(tables: PhraseTables) -> list[Level]:
     if any(np.any(starts[1:] < starts[:-1]) for starts in tables.starts):
         raise DamagedIndexError(
-            "the phrase tables of an index are damaged: `foredraft verify` says of which"
+            "the phrase tables of an index are damaged: `foredraft verify` finds which"
         )
     return [
         Level(
@@ -283,28 +285,29 @@ def _levels_of(tables: PhraseTables) -> list[Level]:
 
 
 SMALL_BYTES: Final = 1 << 20
-"""Tables of no more than this together are added up in this process: starting another one takes
-longer."""
+"""Tables of at most this total size, in bytes, are summed in this process, since starting another
+one takes longer."""
 
 _ALIGNMENT: Final = 64
-"""Bytes to which arrays in the file are aligned: a line of a processor's cache, and more than any
-dtype needs."""
+"""Alignment of arrays in the file, in bytes: a cache line, and more than any dtype needs."""
 
-_DAMAGED: Final = 10  # a status that Python itself does not end with
+_DAMAGED: Final = 10  # an exit status that Python itself never uses
 _PRIORITY: Final = 10
-"""Niceness of the process that adds up: drafts go first."""
+"""Niceness of the summing process, so that drafts go first."""
 
 
 Layout = list[tuple[str, str, int]]
-"""Name, dtype and elements of arrays in a file, one after the other."""
+"""Name, dtype and length of arrays in a file, one after another."""
 
 
 def sum_tables(tables: Sequence[PhraseTables], small_bytes: int = SMALL_BYTES) -> PhraseTables:
-    """Return one set of tables for several corpora; see `indexer.format.table_sums.merge_tables`.
+    """Return one set of tables for several corpora; see `merge_tables`.
+
+    Large tables are summed in another process.
 
     Raises:
-        DamagedIndexError: the entries of one do not divide the next level.
-        IndexerError: there is no room in memory or for temporary files.
+        DamagedIndexError: `starts` of a table do not divide the next level.
+        IndexerError: there is not enough memory or room for temporary files.
     """
     if len(tables) == 1 or sum(each.num_bytes for each in tables) <= small_bytes:
         return merge_tables(tables)
@@ -314,13 +317,13 @@ def sum_tables(tables: Sequence[PhraseTables], small_bytes: int = SMALL_BYTES) -
             return _map(result, [_add_up(terms, layouts, result)])[0]
     except OSError as error:
         raise IndexerError(
-            f"phrase tables cannot be added up: {error.strerror}; TMPDIR says where "
+            f"phrase tables cannot be summed: {error.strerror}; TMPDIR says where "
             "temporary files go"
         ) from error
 
 
 def _add_up(terms: BinaryIO, layouts: list[Layout], result: BinaryIO) -> Layout:
-    """Have a child read the terms and write the result; return its layout."""
+    """Have a child process read the terms and write the result; return its layout."""
     files = (terms.fileno(), result.fileno())
     command = [sys.executable, "-m", __name__, *map(str, files), json.dumps(layouts)]
     path = os.pathsep.join(filter(None, sys.path))
@@ -336,7 +339,7 @@ def _add_up(terms: BinaryIO, layouts: list[Layout], result: BinaryIO) -> Layout:
         raise DamagedIndexError(done.stdout.strip())
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        raise IndexerError(f"phrase tables could not be added up: {reason}")
+        raise IndexerError(f"phrase tables could not be summed: {reason}")
     return [(name, dtype, size) for name, dtype, size in json.loads(done.stdout)]
 
 
@@ -364,7 +367,7 @@ def _map(file: BinaryIO, layouts: Sequence[Layout]) -> list[PhraseTables]:
 
 
 def _main(terms: str, result: str, layouts: str) -> int:
-    with suppress(OSError):  # a unit may forbid it
+    with suppress(OSError):  # a systemd unit may forbid it
         os.nice(_PRIORITY)
     with os.fdopen(int(terms), "rb") as terms_file, os.fdopen(int(result), "wb") as result_file:
         try:

@@ -1,1 +1,1 @@
-"""What an installation may lack: delete a folder, and the rest works."""
+"""Optional parts of an installation: the rest works without the folder of any of them."""

@@ -1,7 +1,7 @@
-"""Sources: files are found, cut into blocks for parallel work, and read as documents.
+"""Sources: finding files, cutting them into blocks for parallel work, and reading documents.
 
 `plan` lists files and cuts them into blocks; `read` yields the documents of a block, in any
-process. Documents of all blocks, in order, are those of the sources in order.
+process. The documents of all blocks, in order, are the documents of the sources in order.
 """
 
 from indexer.sources.blocks import (

@@ -1,4 +1,4 @@
-"""The values of a plan: files, pieces of files, and blocks of pieces; and documents."""
+"""The values of a plan: files, pieces of files, blocks of pieces, and documents."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from typing import Final
 
 
 class FileForm(StrEnum):
-    """The form of a file: a text, what holds texts, records in lines or in JSON, or a table."""
+    """The form of a file: a text, a container of texts, records in lines or JSON, or a table."""
 
     TEXT = "text"
     NOTEBOOK = "notebook"
@@ -50,7 +50,7 @@ class Format:
 
     @property
     def is_text(self) -> bool:
-        """Whether its records are texts, and not objects of JSON or rows."""
+        """Whether its records are texts, not JSON objects or rows."""
         return self.form in _TEXTS
 
 
@@ -95,7 +95,7 @@ _NAMES: Final = frozenset(
 
 
 def format_of(name: str) -> Format | None:
-    """Return how a file of that name is read, or None if the name does not say."""
+    """Return the format of a file by its name; None if the name does not tell."""
     inner, compression = _decompressed(name.lower())
     suffix = PurePath(inner).suffix
     if suffix in _RECORDS:
@@ -108,7 +108,7 @@ def format_of(name: str) -> Format | None:
 
 
 def text_format_of(name: str) -> Format:
-    """Return the format of a file that is given as text, with any suffix."""
+    """Return the format of a file that is known to be text, with any suffix."""
     return Format(FileForm.TEXT, _decompressed(name.lower())[1])
 
 
@@ -119,16 +119,16 @@ def _decompressed(name: str) -> tuple[str, Compression]:
 
 
 def is_code(suffix: str) -> bool:
-    """Return whether a suffix, in lower case, is that of text which is not prose."""
+    """Return whether a suffix, in lower case, belongs to text that is not prose."""
     return suffix in _TEXT - _PROSE
 
 
-# Opening a file takes time even if it is empty: it counts as at least so many bytes.
+# Opening a file takes time even if it is empty, so it counts as at least this many bytes.
 _MIN_WEIGHT_BYTES: Final = 4096
 
 
 def name_of(path: Path) -> str:
-    """Return a path for display: with slashes, and with bytes that are not UTF-8 replaced."""
+    """Return a path for display, with slashes and with non-UTF-8 bytes replaced."""
     return os.fsencode(path.as_posix()).decode("utf-8", "replace")
 
 
@@ -137,23 +137,23 @@ _HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 def whole_characters(text: str) -> str:
-    """Return a text with U+FFFD for each half of a surrogate pair.
+    """Return a text with U+FFFD for each lone surrogate.
 
-    JSON allows them: a stream that was cut leaves one, and Python one for a byte that was no text.
+    JSON allows them. A truncated stream leaves one, and Python uses one for an undecodable byte.
     """
     return _HALF.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceDocument:
-    """A document as it was found.
+    """A document as found in a source.
 
     Attributes:
-        name: its path; in JSON lines followed by `:` and the line, counted from 1; in tables by
-            `:` and the row, counted from 0. That of a conversation's turn ends in `#` and the
-            turn's number, counted from 1.
+        name: path of the file, followed in JSON lines by `:` and the line, counted from 1, and in
+            tables by `:` and the row, counted from 0. The name of a conversation's turn ends in `#`
+            and the turn's number, counted from 1.
         licence: an SPDX identifier or whatever the source says; empty if unknown.
-        text: may be empty, or hold characters that cannot be indexed, such as NUL.
+        text: text; may be empty, or contain characters that cannot be indexed, such as NUL.
     """
 
     name: str
@@ -163,14 +163,14 @@ class SourceDocument:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to be read.
+    """A file to read.
 
     Attributes:
-        path: where it is.
-        name: its path in names of documents, with bytes that are not UTF-8 replaced.
-        format: how it is read.
-        licence: of its documents, unless they have their own; empty if unknown.
-        num_bytes: its size on disk.
+        path: path of the file.
+        name: path as in names of documents, with non-UTF-8 bytes replaced.
+        format: format of the file.
+        licence: licence of its documents, unless they have their own; empty if unknown.
+        num_bytes: size on disk.
     """
 
     path: Path
@@ -186,10 +186,10 @@ class SourcePiece:
 
     Attributes:
         file: the file.
-        num_bytes: the piece's share of the file's size on disk.
-        start: offset of the first byte; in tables the first row group or record batch.
-        end: offset behind the last byte; in tables the row group or record batch behind the last.
-        first: how many lines or rows of the file stand before the piece.
+        num_bytes: share of the piece in the file's size on disk.
+        start: offset of the first byte; in tables, the first row group or record batch.
+        end: offset after the last byte; in tables, the row group or record batch after the last.
+        first: number of lines or rows of the file before the piece.
     """
 
     file: SourceFile
@@ -212,7 +212,7 @@ class SourceBlock:
 
 
 def gather(pieces: Iterable[SourcePiece], block_bytes: int) -> Iterator[SourceBlock]:
-    """Yield blocks of about `block_bytes`: small pieces together, a large one by itself."""
+    """Yield blocks of about `block_bytes`: small pieces grouped, a large one alone."""
     gathered: list[SourcePiece] = []
     size = 0
     for piece in pieces:

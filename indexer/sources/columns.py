@@ -1,4 +1,4 @@
-"""Columns of tables: which of them hold what is wanted."""
+"""Selection of the columns of tables to read."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,21 +12,21 @@ from indexer.sources.chats.shapes import OUTPUTS, PROMPTS, SYSTEM, TURN_LISTS, i
 from indexer.sources.source_options import SourceOptions
 
 _MAX_KEYS: Final = 12
-"""Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
+"""Most keys that a message names: log records have some ten, rows of a wide table hundreds."""
 
 _MAX_KEY_CHARACTERS: Final = 40
 _MAX_FIELDS: Final = 3
 _MAX_PATH: Final = 6
-"""Keys within keys that are looked for texts."""
+"""Most nested keys to search for texts."""
 
 
 def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
-    """Return the columns that are read of a table: texts or conversations, and licences.
+    """Return the columns of a table to read: texts or conversations, and licences.
 
-    All are where an expression may name any, or the rest of a record is wanted, too.
+    All columns are read if an expression may name any, or if the rest of a record is needed, too.
 
     Raises:
-        RefusedFileError: there is neither a column of texts nor any of conversations.
+        RefusedFileError: there is no column of texts or conversations.
     """
     if options.field in names:
         wanted = [options.field]
@@ -46,7 +46,7 @@ def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
 
 
 def _conversation_columns(names: Collection[str], *, with_outputs: bool = True) -> list[str]:
-    """Return the columns that conversations stand in; empty if there is none."""
+    """Return the columns of conversations; empty if there are none."""
     is_log = "request" in names and "response" in names
     has_output = not with_outputs or any(key in names for key in (*OUTPUTS, "chosen"))
     has_pair = has_output and any(key in names for key in PROMPTS)
@@ -67,7 +67,7 @@ def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def with_fields(record: Mapping[str, Any]) -> str:
-    """Return what `--field` could be for a record: the texts and turns in it, the longest first."""
+    """Return possible values of `--field` for a record: its texts and turns, the longest first."""
     found = sorted(_paths(record, "", 0), key=lambda each: -each[1])[:_MAX_FIELDS]
     paths = ", ".join(f"'{path}'" for path, _ in found)
     return f", such as {paths}" if found else ""

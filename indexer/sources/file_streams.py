@@ -1,4 +1,4 @@
-"""Files as streams: decompressed, decoded, in bounded lines; and what is wrong with them."""
+"""Files as streams: decompressed, decoded and in bounded lines, with errors that explain damage."""
 
 import bz2
 import codecs
@@ -29,12 +29,12 @@ from indexer.sources.source_options import (
 )
 
 BOM_BYTES: Final = 4
-"""How much of the beginning of a file tells its encoding."""
+"""Bytes at the start of a file that tell its encoding."""
 
-COPY_AGAIN: Final = "copy it again, or give it the suffix of what it is"
+COPY_AGAIN: Final = "copy it again, or give it the suffix of its real type"
 
 _DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, lzma.LZMAError)
-"""Raised by reading a damaged compressed file, after the data before the damage."""
+"""Raised when reading a damaged compressed file, after the data before the damage."""
 
 # UTF-32 first: its mark begins with that of UTF-16.
 _MARKS: Final = {
@@ -54,17 +54,17 @@ _MAGIC: Final = {
     b"ARROW1": ("Arrow", "end its name in .arrow"),
     b"SQLite format 3": ("a database of SQLite", "export its table as CSV or JSON lines"),
 }
-"""First bytes of files that are no text: what they are, and what to do."""
+"""First bytes of files that are not text: what they are, and what to do."""
 
 _MAGIC_BYTES: Final = 16
 
 
 @contextmanager
 def reading(file: SourceFile) -> Iterator[None]:
-    """Say what is wrong with a file where it cannot be read, or not to its end.
+    """If a file cannot be read, or not to its end, raise an error that says why.
 
     Raises:
-        UnusableError: the system refuses, it is damaged, or it is not in its encoding.
+        UnusableError: the system refuses, the file is damaged, or it has another encoding.
     """
     try:
         yield
@@ -79,11 +79,11 @@ def reading(file: SourceFile) -> Iterator[None]:
 
 @contextmanager
 def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Give a stream of a file's bytes, decompressed, and the stream of the file itself.
+    """Yield a stream of a file's decompressed bytes, and the stream of the file itself.
 
     Raises:
         OSError: the file cannot be opened.
-        RefusedFileError: it is of another kind than its name says.
+        RefusedFileError: it is of another type than its name says.
     """
     with file.path.open("rb") as raw:
         if file.format.compression == Compression.NONE:
@@ -110,20 +110,20 @@ def encoding_of(head: bytes, otherwise: str) -> str:
     """Return the encoding of a file's text by its byte order mark.
 
     Args:
-        head: the file's first bytes, `BOM_BYTES` or more.
-        otherwise: the encoding of a file without one.
+        head: first bytes of the file, `BOM_BYTES` or more.
+        otherwise: encoding of a file without a mark.
     """
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), otherwise)
 
 
 def has_plain_newlines(encoding: str) -> bool:
-    """Return whether in an encoding a line break is a single byte, that of ASCII."""
+    """Return whether an encoding writes a line break as the single ASCII byte."""
     return encoding == "utf-8-sig" or "\n".encode(encoding) == b"\n"
 
 
 @contextmanager
 def decoded(stream: Any, encoding: str) -> Iterator[Any]:
-    """Give a stream of lines: of text where line breaks are not single bytes, else of bytes."""
+    """Yield a stream of lines: text if line breaks are not single bytes, else bytes."""
     if has_plain_newlines(encoding):
         yield stream
         return
@@ -135,12 +135,12 @@ def decoded(stream: Any, encoding: str) -> Iterator[Any]:
 
 
 def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | bytes | None]:
-    """Yield lines, and None for one that is longer than the limit, without ever holding it.
+    """Yield lines, and None for a line beyond the limit, which is never held in memory.
 
     Args:
-        stream: of lines of text or bytes.
-        max_line: in characters or bytes.
-        num_bytes: of all the lines to be read, or more.
+        stream: stream of lines of text or bytes.
+        max_line: most characters or bytes of a line.
+        num_bytes: size of all lines to read, or more.
 
     Yields:
         Lines with their line breaks.
@@ -164,18 +164,18 @@ def _ends(line: str | bytes) -> bool:
 
 
 STANDARD_INPUT_NAME: Final = "stdin"
-"""The file that standard input counts as."""
+"""File name for standard input."""
 
 
 def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceFile:
     """Copy standard input to a file; plain text only up to just over the limit of a document.
 
     Args:
-        scratch: the folder for the file, which must stay until all blocks are read.
-        options: the form of standard input, the licence, and the longest document.
+        scratch: folder for the file; must exist until all blocks are read.
+        options: form of standard input, licence, and longest document.
 
     Raises:
-        SourceError: there is no folder, no standard input, or no room.
+        SourceError: there is no folder, no standard input, or no space.
     """
     stream: BinaryIO | None = getattr(sys.stdin, "buffer", None)
     if stream is None or scratch is None:

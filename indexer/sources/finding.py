@@ -1,4 +1,4 @@
-"""Finding the files of a source: by walking folders, by git, and by patterns and suffixes."""
+"""Finding the files of a source: by walking folders, with git, and by patterns and suffixes."""
 
 import codecs
 import logging
@@ -41,7 +41,7 @@ _POINTERS: Final = frozenset(
         "GIT_WORK_TREE",
     }
 )
-"""Variables that point git to another repository than that of the folder, as in a hook."""
+"""Environment variables that point git to another repository than the folder's, as in a hook."""
 
 _logger = logging.getLogger(__name__)
 
@@ -51,9 +51,9 @@ class GitError(IndexerError):
 
 
 def is_repository(folder: Path) -> bool:
-    """Return whether a folder is the top of a work tree: its `.git` is a file or has a head."""
+    """Return whether a folder is the top of a work tree: its `.git` is a file or has a HEAD."""
     inner = folder / ".git"
-    return os.path.isfile(inner) or os.path.lexists(inner / "HEAD")  # noqa: PTH113  (a closed folder is no error here)
+    return os.path.isfile(inner) or os.path.lexists(inner / "HEAD")  # noqa: PTH113  (an unreadable folder is no error here)
 
 
 class TrackedFiles:
@@ -64,19 +64,19 @@ class TrackedFiles:
         self._noted = False
 
     def is_available(self, folder: Path) -> bool:
-        """Return whether git is installed; notes that untracked files are read as well if not."""
+        """Return whether git is installed; if not, log that untracked files are read as well."""
         if self._program is None and not self._noted:
             self._noted = True
             _logger.warning(
-                "git is not installed: of %s untracked files are read as well", folder.as_posix()
+                "git is not installed: untracked files of %s are read as well", folder.as_posix()
             )
         return self._program is not None
 
     def below(self, folder: Path) -> Iterator[str]:
-        """Yield the tracked files of a repository and of its submodules that are checked out.
+        """Yield the tracked files of a repository and of its checked-out submodules.
 
         Yields:
-            Paths below the folder, in git's order: that of their bytes.
+            Paths below the folder, in git's order, which is by bytes.
 
         Raises:
             GitError: git refuses, or the repository is damaged.
@@ -84,7 +84,7 @@ class TrackedFiles:
         modes: dict[str, bytes] = {}
         for entry in self._listed(folder).split(b"\0"):
             mode, _, path = entry.partition(b"\t")
-            if path:  # while a merge is in conflict, a path is listed several times
+            if path:  # during a merge conflict, a path is listed several times
                 modes[os.fsdecode(path)] = mode
         for name, mode in modes.items():
             if not mode.startswith(_SUBMODULE_MODE):
@@ -93,7 +93,7 @@ class TrackedFiles:
                 yield from (f"{name}/{inner}" for inner in self.below(folder / name))
 
     def _listed(self, folder: Path) -> bytes:
-        # A repository's own configuration could name a program to be run as its monitor.
+        # A repository's configuration could name a program to run as its file system monitor.
         command = [self._program or "git", "-C", os.fspath(folder), "-c", "core.fsmonitor=false"]
         try:
             done = subprocess.run(  # noqa: S603  (git, on a folder that the user named)
@@ -112,7 +112,7 @@ class TrackedFiles:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return an environment in which git looks at the folder, and not at those above it."""
+    """Return an environment in which git uses only this folder, not those above it."""
     kept = {key: value for key, value in os.environ.items() if key not in _POINTERS}
     return kept | {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": os.path.realpath(folder.parent)}
 
@@ -121,15 +121,15 @@ _SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "node_modules"})
 
 
 def is_passed_over(folder: str) -> bool:
-    """Return whether a folder of that name is hidden or a cache."""
+    """Return whether a folder with this name is hidden or a cache."""
     return folder.startswith(".") or folder in _SKIPPED_FOLDERS
 
 
 class Walk:
     """Lists the files below a folder.
 
-    In plain folders they come in order of names, those of a folder before those of its folders;
-    in repositories in git's order; in saved datasets as these list them.
+    In plain folders they come in order of names, the files of a folder before those of its
+    subfolders; in repositories in git's order; in saved datasets in their listed order.
     """
 
     def __init__(self, patterns: Patterns, git: Git, tally: BuildTally) -> None:
@@ -138,13 +138,13 @@ class Walk:
         self._tally = tally
 
     def below(self, source: Path) -> Iterator[str]:
-        """Yield the files' paths below a folder, with slashes.
+        """Yield the paths of files below a folder, with slashes.
 
         Raises:
             SourceError: the folder is a repository, and git does not list its files.
         """
         waiting = [""]
-        while waiting:  # not os.walk: before Python 3.12 it fails on a thousand levels
+        while waiting:  # not os.walk: before Python 3.12 it fails at a thousand levels
             prefix = waiting.pop()
             place = source / prefix
             names = self._tracked_in(place, is_source=not prefix)
@@ -155,7 +155,7 @@ class Walk:
             yield from map(prefix.__add__, names)
 
     def _untracked_in(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return the folders in a folder that matter, and its files."""
+        """Return the relevant subfolders of a folder, and its files."""
         folders, names = self._scanned(folder)
         if is_saved_dataset(names):
             return [], self._listed(folder, data_files)
@@ -164,7 +164,7 @@ class Walk:
         return sorted(folders), sorted(names)
 
     def _scanned(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return the names of a folder's folders, links to some left out, and of all else."""
+        """Return the names of subfolders, without some links, and those of all other entries."""
         folders, names = [], []
         try:
             with os.scandir(folder) as entries:
@@ -178,7 +178,7 @@ class Walk:
         return folders, names
 
     def _tracked_in(self, folder: Path, *, is_source: bool) -> list[str] | None:
-        """Return the tracked files of a repository; None if the folder is to be walked."""
+        """Return the tracked files of a repository; None if the folder should be walked."""
         if self._git is None or not is_repository(folder) or not self._git.is_available(folder):
             return None
         try:
@@ -187,7 +187,7 @@ class Walk:
             if is_source:
                 raise SourceError(
                     f"git does not list the files of {name_of(folder)}: {error}: "
-                    "mend that, or read it as a plain folder with --git never"
+                    "fix that, or read it as a plain folder with --git never"
                 ) from error
             self._tally.drop("unreadable: git does not list the files", name_of(folder))
             return []
@@ -213,16 +213,16 @@ class Walk:
 
 
 def _is_index(folder: Path) -> bool:
-    """Return whether a folder is an index: none is a source."""
+    """Return whether a folder is an index, which is never a source."""
     return all(map(os.path.isdir, (folder / CATALOG_FOLDER, folder / SEGMENTS_FOLDER)))
 
 
 _LOOKED_AT_BYTES: Final = 8000
-"""Of a file of unknown suffix, as git does; without a NUL and in UTF-8 they are text."""
+"""Bytes to check of a file with unknown suffix, as in git; text is UTF-8 without NUL."""
 
 
 def _looks_like_text(path: Path) -> bool:
-    """Return whether a regular file begins with text; what cannot be read does not."""
+    """Return whether a regular file begins with text; false if it is unreadable."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
@@ -238,10 +238,10 @@ def _looks_like_text(path: Path) -> bool:
 
 
 class Finder:
-    """Finds files source by source, each file once; counts those that it passes over.
+    """Finds files source by source, each file once; counts those that it skips.
 
-    In folders, files are chosen by suffix or by pattern; hidden files and folders, caches and
-    symbolic links are passed over. A file that is named itself is taken whatever it is called.
+    In folders, files are selected by suffix or pattern; hidden files and folders, caches and
+    symbolic links are skipped. A file that is given directly is always taken.
     """
 
     def __init__(self, options: SourceOptions, tally: BuildTally) -> None:
@@ -256,8 +256,8 @@ class Finder:
         """Yield the files of a source.
 
         Raises:
-            SourceError: the source does not exist, or is neither a file nor a folder, or git does
-                not list the files of the repository that it is.
+            SourceError: the source does not exist, is neither a file nor a folder, or is a
+                repository whose files git does not list.
         """
         try:
             mode = source.stat().st_mode
@@ -282,7 +282,7 @@ class Finder:
                 yield from self._checked(path, form, self._licence or licences.of(path.parent))
 
     def _wanted(self, path: Path, relative: str) -> Format | None:
-        """Return how a file is read, or None if a rule is against it."""
+        """Return the format of a file, or None if a rule excludes it."""
         *folders, name = relative.split("/")
         if name.startswith(".") or any(map(is_passed_over, folders)):
             return None
@@ -296,7 +296,7 @@ class Finder:
                 form = text_format_of(name)
             else:
                 objection = _UNKNOWN_SUFFIX
-        if objection is None and os.path.islink(path):  # noqa: PTH114  (a closed folder is no error here)
+        if objection is None and os.path.islink(path):  # noqa: PTH114  (an unreadable folder is no error here)
             objection = _SYMBOLIC_LINK
         if objection is not None:
             self._tally.skip(objection, name_of(path), _REMEDIES.get(objection, ""))
@@ -304,7 +304,7 @@ class Finder:
         return form
 
     def _identity(self, path: Path) -> str:
-        """Return the real path of a file that is no symbolic link itself."""
+        """Return the real path of a file that is not itself a symbolic link."""
         folder = path.parent
         if folder not in self._real:
             self._real[folder] = os.path.realpath(folder)
@@ -318,7 +318,7 @@ class Finder:
         return True
 
     def _checked(self, path: Path, form: Format, licence: str) -> Iterator[SourceFile]:
-        """Yield the file if it is one: opening a pipe would wait for ever."""
+        """Yield the file if it is a regular file, because opening a pipe could wait forever."""
         name = name_of(path)
         try:
             status = path.stat()

@@ -1,11 +1,11 @@
 """The licences of documents, and the files of saved datasets, which state a licence as well.
 
-A document's licence is the one that its file declares in its head, or that of the nearest licence
+The licence of a document is the one declared at the top of its file, or that of the nearest licence
 file above it.
 
-Of a dataset saved by the `datasets` library, only some files hold rows. `Dataset.save_to_disk`
+In a dataset saved by the `datasets` library, only some files have rows. `Dataset.save_to_disk`
 writes Arrow files, `state.json`, which lists them, and `dataset_info.json`; caches of the library
-may lie in the same folder. `DatasetDict.save_to_disk` writes one such folder for each split, and
+may be in the same folder. `DatasetDict.save_to_disk` writes one such folder for each split, and
 `dataset_dict.json`, which lists those.
 """
 
@@ -60,20 +60,20 @@ def _entry(path: Path, key: str) -> list[Any]:
         raise ValueError(path.name) from error
     entry = value.get(key) if isinstance(value, dict) else None
     if not isinstance(entry, list):
-        raise ValueError(path.name)  # noqa: TRY004  (of the file, not of an argument)
+        raise ValueError(path.name)  # noqa: TRY004  (about the file, not an argument)
     return entry
 
 
 def _is_plain(name: object) -> TypeGuard[str]:
-    """Return whether a name leads nowhere else than into its folder."""
+    """Return whether a name stays within its folder."""
     return isinstance(name, str) and name == PurePath(name).name and name not in {"", ".", ".."}
 
 
 _HEAD_CHARACTERS: Final = 2048
-"""Searched for an SPDX tag, which belongs near the top: some forty lines."""
+"""Characters searched for an SPDX tag, which belongs near the top: some forty lines."""
 
 _TAG: Final = "SPDX-License-Identifier:"
-# An expression ends where no operator follows, so the end of the comment is no part of it.
+# An expression ends if no operator follows, so the end of the comment is not part of it.
 _EXPRESSION: Final = re.compile(
     rf"{_TAG}[ \t]*([\w.+:()-]+(?:[ \t]+(?:AND|OR|WITH)[ \t]+[\w.+:()-]+)*)"
 )
@@ -90,17 +90,17 @@ def declared_licence(text: str) -> str:
 
 
 def licence_in(value: object) -> str:
-    """Return the licence that a field holds: a text, or several; empty if it holds none."""
+    """Return the licence in a field with one or several texts; empty if there is none."""
     if isinstance(value, list):
         return ", ".join(item for item in value if item and isinstance(item, str))
     return value if isinstance(value, str) else ""
 
 
 class LicenceFiles:
-    """Finds the nearest licence file at or above a folder, and no higher than the source.
+    """Finds the nearest licence file at or above a folder, but not above the source.
 
-    The nearest one counts, even where its text is not recognised. Where a folder has several, all
-    that are recognised are named: only a person can say how they go together.
+    The nearest one counts, even if its text is not recognised. If a folder has several, all
+    recognised ones are named, since only a person can tell how they combine.
     """
 
     def __init__(self, source: Path) -> None:
@@ -126,7 +126,7 @@ class LicenceFiles:
         return self._found[folder]
 
     def _licence_in(self, folder: Path) -> str | None:
-        """Return the licences whose texts lie in a folder; None if there is no licence file."""
+        """Return the licences whose texts are in a folder; None if there is no licence file."""
         try:
             names = sorted(path.name for path in folder.iterdir())
         except OSError:
@@ -134,13 +134,13 @@ class LicenceFiles:
         if is_saved_dataset(names):
             return _licence_of_dataset(folder)
         named = [folder / name for name in names if _is_licence_file(name)]
-        texts = [path for path in named if os.path.isfile(path)]  # noqa: PTH113  (a closed one is none)
+        texts = [path for path in named if os.path.isfile(path)]  # noqa: PTH113  (an unreadable one counts as absent)
         if not texts:
             return None
         return ", ".join(dict.fromkeys(filter(None, map(self._recognise, texts))))
 
     def _recognise(self, path: Path) -> str:
-        """Return the identifier of a licence's text; recognising takes milliseconds."""
+        """Return the identifier of a licence text; recognition takes milliseconds."""
         try:
             if path.stat().st_size > _MAX_LICENCE_BYTES:
                 return ""

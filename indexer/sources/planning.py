@@ -1,4 +1,4 @@
-"""Planning: the files of all sources, cut into blocks of about one size."""
+"""Planning: the files of all sources, cut into blocks of similar size."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,13 +21,14 @@ from indexer.sources.source_options import STANDARD_INPUT, SourceOptions
 
 
 def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Iterator[SourceDocument]:
-    """Yield the documents of a block in order; of a damaged file, those before the damage.
+    """Yield the documents of a block in order; for a damaged file, those before the damage.
 
-    Holds no more than a document and a buffer. Unreadable files are skipped and counted. Texts that
-    are empty, hold NUL, or are too long once decoded are yielded: `usable_texts` counts them.
+    Holds only one document and a buffer in memory. Unreadable files are skipped and counted. Texts
+    that are empty, contain NUL, or are too long once decoded are yielded; `usable_texts` counts
+    them.
 
     Args:
-        block: of a plan that was made with the same options.
+        block: block of a plan that was made with the same options.
         options: how to read.
         tally: counts skipped documents and the bytes read.
     """
@@ -47,24 +48,24 @@ def plan(
 ) -> list[SourceBlock]:
     """Cut sources into blocks, in order: sources as given, folders in order of names.
 
-    The blocks depend on the sources and the options alone. JSON lines of more than a block are cut
+    The blocks depend only on the sources and the options. JSON lines of more than a block are cut
     at line ends, tables between row groups or record batches; compressed files are not cut.
 
     Args:
-        sources: files and folders; `-` stands for standard input.
+        sources: files and folders; `-` is standard input.
         options: how to find, cut and read.
-        tally: counts files that are passed over, and the bytes of those that are not.
-        scratch: a folder that stays until all is read; needed for standard input.
+        tally: counts files that are skipped, and the bytes of those that are not.
+        scratch: folder that exists until everything is read; needed for standard input.
 
     Raises:
-        SourceError: a source does not exist or is neither a file nor a folder; it consists of
-            tables out of which no document can be read; or standard input cannot be kept.
+        SourceError: a source does not exist, is neither a file nor a folder, or has only tables
+            without readable documents; or standard input cannot be kept.
     """
     finder = Finder(options, tally)
     pieces: list[SourcePiece] = []
     standard_input = [source for source in sources if str(source) == STANDARD_INPUT]
     if len(standard_input) > 1:
-        raise SourceError("standard input can be read once: name - once")
+        raise SourceError("standard input can be read only once: name - once")
     for source in sources:
         if source in standard_input:
             files = iter([keep_standard_input(scratch, options)])
@@ -78,7 +79,7 @@ def plan(
 def _pieces_of(
     source: str, files: Iterator[SourceFile], options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourcePiece]:
-    """Yield the pieces of a source's files; only unusable tables is an error."""
+    """Yield the pieces of a source's files; it is an error if there are only unusable tables."""
     num_files = 0
     refused = []
     for file in files:

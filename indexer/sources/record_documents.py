@@ -29,17 +29,17 @@ _PYTHON_LIST: Final = re.compile(r"\s*\[\s*\{\s*'")
 def documents_of(
     record: object, name: str, file: SourceFile, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
-    """Yield the documents in a record: its text, or the turns of its conversation that are wanted.
+    """Yield the documents in a record: its text, or the selected turns of its conversation.
 
     Args:
-        record: an object of JSON, or a row.
-        name: of the record.
-        file: that it stands in.
-        options: which key and which turns.
+        record: a JSON object, or a row.
+        name: name of the record.
+        file: file of the record.
+        options: key and turns to take.
         tally: counts conversations.
 
     Raises:
-        UnusableError: there is none.
+        UnusableError: there is no document.
     """
     if isinstance(record, str) and file.format.is_text:
         licence = options.licence or declared_licence(record) or file.licence
@@ -74,7 +74,7 @@ def documents_of(
 
 
 def no_conversation(record: object) -> UnusableError | None:
-    """Return why a record that looks like one holds no conversation; None if it does not."""
+    """Return why a record that resembles a conversation has none; None if it resembles none."""
     if not isinstance(record, Mapping):
         return None
     if is_chunk(record):
@@ -116,7 +116,7 @@ def _without_text(record: object, options: SourceOptions) -> UnusableError:
 
 
 def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple[int, str]]:
-    """Yield the turns that are wanted with their numbers; all together have the number 0."""
+    """Yield the selected turns with their numbers; all turns together have the number 0."""
     if options.turns != Turns.ALL:
         yield from turns_of(conversation, str(options.turns))
         if options.turns == Turns.ASSISTANT:
@@ -138,7 +138,7 @@ def _together(conversation: Conversation, options: SourceOptions) -> str:
         rendered: Any = render_jinja_template(
             messages, chat_template=options.template.source, **special
         )
-    # Templates come with models, and each refuses messages with its own errors.
+    # Templates come with models, and each raises its own errors.
     except Exception as error:
         raise UnusableError(
             "refused by the chat template",

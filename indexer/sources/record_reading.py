@@ -1,8 +1,8 @@
-"""Records of files: a text, or what a line, an element of an array or a row holds.
+"""Records of files: a text, a line, an element of an array, or a row.
 
-There is one path for every form: `records_of`. Of a file no more than a record is held, however
-long it is. What is damaged costs itself: it is counted with its place, and reading goes on behind
-it, or ends where nothing behind it can be told apart.
+All forms are read by `records_of`. Only one record at a time is held in memory, however long the
+file is. Damage costs only the damaged record: it is counted with its place, and reading continues
+after it, or ends if the following records cannot be separated.
 """
 
 import csv
@@ -47,12 +47,12 @@ _Reader = Callable[[Any, SourcePiece, SourceOptions, BuildTally], Iterator[Recor
 def records_of(piece: SourcePiece, options: SourceOptions, tally: BuildTally) -> Iterator[Record]:
     """Yield the records of a piece, each with its name; of a damaged file, those before the damage.
 
-    Messages that stand in records of their own come together, as one record for each session.
+    Messages in separate records are joined into one record for each session.
 
     Args:
-        piece: of a file.
+        piece: piece of a file.
         options: how to read.
-        tally: counts what cannot be read, and how far reading is.
+        tally: counts unreadable records, and the progress of reading.
     """
     file, before = piece.file, tally.num_bytes_read
     with tally.dropping(file.name), reading(file):
@@ -67,11 +67,11 @@ def records_of(piece: SourcePiece, options: SourceOptions, tally: BuildTally) ->
 
 
 def pieces_of(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
-    """Cut a file into pieces, in the form that its name and its content say.
+    """Cut a file into pieces, in the form that follows from its name and content.
 
     Raises:
-        RefusedFileError: it is a table without a column that can be used, or pyarrow is missing.
-        UnusableError: it cannot be read.
+        RefusedFileError: the file is a table without a usable column, or pyarrow is missing.
+        UnusableError: the file cannot be read.
     """
     with reading(file):
         file = _with_form(file, options)
@@ -85,11 +85,11 @@ def pieces_of(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 
 
 def max_record_characters(options: SourceOptions) -> int:
-    """Return how long a record of JSON may be: that of a document with the longest text."""
+    """Return the longest JSON record: that of a document with the longest text."""
     return _ESCAPED_BYTES * options.max_document_bytes + _OVERHEAD_BYTES
 
 
-# JSON writes a byte of text with up to six characters; the rest of a record is names and marks.
+# JSON takes up to six characters for a byte of text; the rest of a record is names and syntax.
 _ESCAPED_BYTES: Final = 6
 _OVERHEAD_BYTES: Final = 1 << 16
 
@@ -97,7 +97,7 @@ _OVERHEAD_BYTES: Final = 1 << 16
 def _text_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, _: BuildTally
 ) -> Iterator[Record]:
-    """Yield the text of a file; of a form that is more than a text, what was written in it."""
+    """Yield the text of a file; for notebooks, pages and the like, the text in it."""
     file = piece.file
     content = stream.read(options.max_document_bytes + 1)
     if len(content) > options.max_document_bytes:
@@ -115,7 +115,7 @@ def _text_records(
 def _letters(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the letters of a mailbox, numbered from 0."""
+    """Yield the messages of a mailbox, numbered from 0."""
     for number, letter in enumerate(letters_in(stream, options.max_document_bytes)):
         name = f"{piece.file.name}:{number}"
         with tally.dropping(name):
@@ -149,7 +149,7 @@ def _cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 
 
 def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield offsets of lines, each at least `block_bytes` after the last, and the lines before."""
+    """Yield offsets of lines, at least `block_bytes` apart, and the number of lines before each."""
     offset = num_lines = 0
     target = block_bytes
     while chunk := stream.read(_CUT_BYTES):
@@ -169,7 +169,7 @@ def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
 def _line_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the values of lines of JSON; of prompts, lines that begin with no brace as they are."""
+    """Yield the values of JSON lines; in prompt files, other lines are yielded unchanged."""
     file = piece.file
     otherwise = f"or {_OTHERWISE.get(file.name, 'name the file .json')} if a line is no record"
     remedy = f"mend or remove such lines; {otherwise} of its own"
@@ -208,16 +208,16 @@ _REST_IS_LOST: Final = "the rest of the file was not read; one record a line, as
 _READ_CHARACTERS: Final = 1 << 16
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _ARRAY: Final = re.compile(r"\[\s*(\[\s*)?\{")
-"""Begins an array of objects, or of lists of them."""
+"""Start of an array of objects, or of lists of them."""
 
 _TURNS_KEY: Final = re.compile(r'"(messages|conversations?)"\s*:')
 
 
 def _with_form(file: SourceFile, options: SourceOptions) -> SourceFile:
-    """Return a `.json` file with the form that its content has: records, lines of them, or a text.
+    """Return a `.json` file with the form of its content: records, lines of them, or a text.
 
-    A file holds records if it is an array of objects, or an object that is a document or a
-    conversation, or holds an array of such. Any other is a text, such as a configuration.
+    A file has records if it is an array of objects, or an object that is a document or a
+    conversation or has an array of such. Any other file is a text, such as a configuration.
     """
     if file.format.form != FileForm.JSON:
         return file
@@ -230,7 +230,7 @@ def _form(file: SourceFile, options: SourceOptions) -> FileForm:
             head = text.read(_READ_CHARACTERS).lstrip("\ufeff \t\r\n")
     except UnicodeError:
         return FileForm.TEXT
-    if _ARRAY.match(head) or head[:1] == "<":  # pages of HTML are told from JSON in reading
+    if _ARRAY.match(head) or head[:1] == "<":  # HTML pages are recognised later, in reading
         return FileForm.JSON
     if head[:1] != "{":
         return FileForm.TEXT
@@ -253,7 +253,7 @@ def _holds_records(file: SourceFile, options: SourceOptions) -> bool:
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """Return the array of conversations that an object wraps, if it does and is none itself."""
+    """Return the array of conversations that an object wraps, if the object is not itself one."""
     if found_in(value) is not None:
         return None
     for inner in value.values() if isinstance(value, Mapping) else ():
@@ -272,7 +272,7 @@ def _is_object(line: str) -> bool:
 def _json_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the records of a file of JSON, numbered from 0; count damage."""
+    """Yield the records of a JSON file, numbered from 0; count damage."""
     number = 0
     with _as_text(stream, options) as text:
         try:
@@ -288,7 +288,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
     """Yield the values of an array, or of a sequence of values, one after another.
 
     Raises:
-        UnusableError: a value is too long, or what follows is no JSON.
+        UnusableError: a value is too long, or the rest is not JSON.
     """
     decoder = json.JSONDecoder()
     buffer = text.read(_READ_CHARACTERS).lstrip("\ufeff \t\r\n")
@@ -320,10 +320,10 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
 
 
 def _json_of(text: str, remedy: str) -> Any:
-    """Return the value that a text holds as JSON.
+    """Return the JSON value of a text.
 
     Raises:
-        UnusableError: it holds none.
+        UnusableError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -332,7 +332,7 @@ def _json_of(text: str, remedy: str) -> Any:
 
 
 def _not_json(error: ValueError | RecursionError, text: str, remedy: str) -> UnusableError:
-    """Return why a text is not JSON and what to do; of a line the column alone matters."""
+    """Return why a text is not JSON and what to do; for a line, only the column is given."""
     begin = text[:_READ_CHARACTERS].lstrip("\ufeff \t\r\n")
     if begin.startswith("<"):
         said = "it is a page of HTML or XML, as servers send for errors: fetch it again"
@@ -340,7 +340,7 @@ def _not_json(error: ValueError | RecursionError, text: str, remedy: str) -> Unu
     if "\0" in begin:
         return UnusableError(NOT_TEXT, f"it holds NUL, as UTF-16 does: {NAME_ENCODING}")
     if begin.find("{") > 0 and begin[0] not in '[{"':
-        said = "something stands before the first {"
+        said = "there is something before the first {"
     elif isinstance(error, json.JSONDecodeError):
         said = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     else:
@@ -349,7 +349,7 @@ def _not_json(error: ValueError | RecursionError, text: str, remedy: str) -> Unu
 
 
 def _check_columns(file: SourceFile, options: SourceOptions) -> None:
-    """Check that a file of CSV has columns of texts or of conversations.
+    """Check that a CSV file has columns of texts or conversations.
 
     Raises:
         RefusedFileError: it has none.
@@ -358,20 +358,20 @@ def _check_columns(file: SourceFile, options: SourceOptions) -> None:
         with _text(file, options) as text:
             record_columns(list(_rows(text, options).fieldnames or ()), options)
     except (UnicodeError, csv.Error):
-        return  # counted where it is read
+        return  # counted when it is read
 
 
 def _csv_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the rows of a file of CSV as mappings, numbered from 0; count damage."""
+    """Yield the rows of a CSV file as mappings, numbered from 0; count damage."""
     number, name = -1, piece.file.name
     with _as_text(stream, options) as text:
         try:
             for number, row in enumerate(_rows(text, options)):
                 yield f"{name}:{number}", {key: row[key] for key in row if key is not None}
         except csv.Error as error:
-            remedy = f"{error}: look at its quotes; the rest of the file was not read"
+            remedy = f"{error}: check its quotes; the rest of the file was not read"
             tally.drop("not CSV", f"{name}:{number + 1}", remedy)
 
 
@@ -386,7 +386,7 @@ def _rows(text: TextIO, options: SourceOptions) -> "csv.DictReader[str]":
 
 @contextmanager
 def _text(file: SourceFile, options: SourceOptions) -> Iterator[TextIO]:
-    """Give a stream of a file's text."""
+    """Yield a stream of a file's text."""
     with opened(file) as (stream, _), _as_text(stream, options) as text:
         yield text
 

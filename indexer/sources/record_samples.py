@@ -1,4 +1,4 @@
-"""The first records of files as people are shown them: what was given, and what was written."""
+"""The first records of files in readable form: what was given, and what was written."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ from indexer.sources.recordings import RecordingTally, read_records
 from indexer.sources.source_options import SourceOptions
 
 MOST_SAMPLES: Final = 5
-"""Samples that people are shown: together they fit on a screen."""
+"""Most samples to show; together they fit on a screen."""
 
 _MAX_CHARACTERS: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """An output, or a text by itself, with what a model was given before it.
+    """An output with the end of its prompt, or a text without one.
 
     Attributes:
-        name: of the record.
-        given: the end of all that was said before; empty of a text by itself.
-        written: the beginning of what would be taken.
+        name: name of the record.
+        given: end of everything that was said before; empty for a text without a prompt.
+        written: beginning of what would be taken.
     """
 
     name: str
@@ -42,7 +42,7 @@ class RecordSample:
 
 
 def given_in(piece: SourcePiece, options: SourceOptions) -> str:
-    """Return what was given before the first text of a piece that is wanted; empty for nothing."""
+    """Return what was given before the first selected text of a piece; empty for nothing."""
     return next(_given(piece, options), "")
 
 
@@ -57,7 +57,7 @@ def _given(piece: SourcePiece, options: SourceOptions) -> Iterator[str]:
 
 
 def _recorded(path: Path, field: str) -> tuple[list[RecordSample], RecordingTally]:
-    """Return the first outputs of a file of recordings, and what was found on the way to them.
+    """Return the first outputs of a recordings file, and what was found on the way to them.
 
     Raises:
         SourceError: the file cannot be read.
@@ -75,7 +75,7 @@ def _recorded(path: Path, field: str) -> tuple[list[RecordSample], RecordingTall
 
 def sample_of(name: str, given: str, written: str) -> RecordSample:
     """Return a sample, cut to what fits a few lines."""
-    # Of what was given the end matters, which is what the output answers.
+    # The end of the prompt matters most: the output answers it.
     end = " ".join(given[-2 * _MAX_CHARACTERS :].split())
     beginning = shorten(written[: 4 * _MAX_CHARACTERS], _MAX_CHARACTERS, placeholder=" …")
     is_cut = len(end) > _MAX_CHARACTERS or len(given) > 2 * _MAX_CHARACTERS
@@ -83,10 +83,10 @@ def sample_of(name: str, given: str, written: str) -> RecordSample:
 
 
 def show_recording(path: Path, field: str) -> None:
-    """Print the first outputs of a file of recordings, and what was found on the way to them.
+    """Print the first outputs of a recordings file, and what was found on the way to them.
 
     Raises:
-        SourceError: the file cannot be read, or holds no output.
+        SourceError: the file cannot be read, or has no output.
     """
     samples, tally = _recorded(path, field)
     if not samples:
@@ -96,8 +96,8 @@ def show_recording(path: Path, field: str) -> None:
 
 
 def show_samples(samples: Iterable[RecordSample]) -> None:
-    """Print samples: what was given dim, what was written green."""
-    from rich.console import Console  # noqa: PLC0415  (for people alone)
+    """Print samples: what was given in dim, what was written in green."""
+    from rich.console import Console  # noqa: PLC0415  (only for terminals)
     from rich.text import Text  # noqa: PLC0415  (as above)
 
     text = Text()

@@ -1,4 +1,4 @@
-"""Recorded conversations for replaying, estimating and measuring: sources read without an index."""
+"""Recorded conversations for replays, estimates and measurements, read without an index."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ EXPECTED: Final = (
     "`question` and `answer`, or `request` and `response`; of others name the text or the turns "
     "with --field"
 )
-"""Ends a sentence about a record that holds no conversation."""
+"""End of a sentence about a record without a conversation."""
 
 _OPTIONS: Final = SourceOptions(field="", whole_records=True)
 _REMEDIES: Final = {
@@ -31,17 +31,17 @@ _REMEDIES: Final = {
     ),
     NOT_TEXT: "save the file as UTF-8",
 }
-"""What to do about records where no option of `build` helps."""
+"""Remedies for records if no option of `build` helps."""
 
 _Taken = TypeVar("_Taken")
 
 
 @dataclass(slots=True)
 class RecordingTally(BuildTally):
-    """What was found in recorded files, and what of them was skipped, with places and remedies.
+    """What was found in recorded files, and what was skipped, with places and remedies.
 
     Attributes:
-        field: names the text, the texts or the turns in records, as for `SourceOptions`.
+        field: names the text, texts or turns in records, as for `SourceOptions`.
     """
 
     field: str = ""
@@ -53,16 +53,16 @@ class RecordingTally(BuildTally):
         kind: str,
         taken_of: Callable[[Conversation], Iterable[_Taken]],
     ) -> list[_Taken]:
-        """Return what is taken of the conversation in a record, and count both.
+        """Return what is taken from the conversation in a record, and count both.
 
         Args:
-            record: of the file.
-            path: of the file.
-            kind: of what is taken, in words: "outputs".
-            taken_of: what is taken.
+            record: record of the file.
+            path: path of the file.
+            kind: what is taken, in words: "outputs".
+            taken_of: returns what is taken from a conversation.
 
         Raises:
-            UnusableError: the record holds no conversation.
+            UnusableError: the record has no conversation.
         """
         found = conversation_of(record, self.field)
         if found is None:
@@ -77,26 +77,27 @@ class RecordingTally(BuildTally):
         return taken
 
     def describe(self) -> list[str]:
-        """Return lines that say what was recognised, and what was skipped if anything was."""
+        """Return lines that say what was recognised and, if anything, what was skipped."""
         skipped = [f"skipped: {self.describe_skipped()}"] if self.skipped else []
         return [*self.describe_conversations(), *skipped]
 
     def why_nothing(self) -> str:
-        """Return why files held nothing to use: what was found in them, or what is expected."""
+        """Return why files had nothing to use: what was found in them, or what is expected."""
         return "; ".join(self.describe()) or EXPECTED
 
 
 def read_records(
     path: Path, tally: RecordingTally, *, with_lines: bool = False
 ) -> Iterator[Record]:
-    """Yield the name and the value of each record of a file, streamed; of a damaged one, the first.
+    """Yield the name and value of each record of a file, streamed; if damaged, up to the damage.
 
     Args:
-        path: of JSON lines, JSON, CSV, Parquet or Arrow by its name; any other holds JSON lines.
-        tally: counts what cannot be read (`num_dropped`), with reasons, places and remedies; its
-            field is looked for.
-        with_lines: whether a file of another name may hold lines of text, too: a line that begins
-            with a brace is a record, any other is yielded as it is.
+        path: path of a file of JSON lines, JSON, CSV, Parquet or Arrow by its name; any other has
+            JSON lines.
+        tally: counts unreadable records (`num_dropped`), with reasons, places and remedies; its
+            `field` is applied.
+        with_lines: whether a file of another name may also have lines of text: a line that begins
+            with a brace is a record, and any other is yielded unchanged.
 
     Raises:
         SourceError: the file cannot be opened, or is a table without conversations.
@@ -122,10 +123,10 @@ def _read(file: SourceFile, options: SourceOptions, tally: RecordingTally) -> It
 
 
 def _file(path: Path, otherwise: FileForm) -> SourceFile:
-    """Return a file as it is read; of a form of texts, in another.
+    """Return a file with its format; a form of texts is replaced by `otherwise`.
 
     Raises:
-        SourceError: it cannot be opened.
+        SourceError: the file cannot be opened.
     """
     named = format_of(path.name) or text_format_of(path.name)
     if named.is_text:

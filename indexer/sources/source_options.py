@@ -19,10 +19,10 @@ NOT_INCLUDED: Final = "not included by a pattern"
 
 
 def check_field(field: str) -> None:
-    """Check that a field can be a key, or is an expression.
+    """Check that a field is a possible key or a valid expression.
 
     Raises:
-        SourceError: it looks like an expression and is none.
+        SourceError: it looks like an expression but is not a valid one.
     """
     if not is_expression(field):
         return
@@ -32,12 +32,12 @@ def check_field(field: str) -> None:
         said = " ".join(str(error).split())
         raise SourceError(
             f"--field {field!r} is neither a plain key nor an expression of JMESPath: {said}; a "
-            f"key with such characters stands in quotes, as in '\"a.b\"'"
+            f"key with such characters needs quotes, as in '\"a.b\"'"
         ) from error
 
 
 class Patterns:
-    """The files to include and to exclude, by patterns as in `.gitignore`.
+    """Files to include and to exclude, by patterns as in `.gitignore`.
 
     Raises:
         SourceError: a pattern is malformed.
@@ -49,19 +49,19 @@ class Patterns:
 
     @property
     def choose(self) -> bool:
-        """Whether files are taken because a pattern says so, not because of their suffix."""
+        """Whether files are taken because of a pattern, not because of their suffix."""
         return self._include is not None
 
     def excludes_folder(self, path: str) -> bool:
-        """Return whether nothing below a folder is wanted.
+        """Return whether everything below a folder is excluded.
 
         Args:
-            path: below the source, with slashes.
+            path: path below the source, with slashes.
         """
         return self._exclude.match_file(f"{path}/")
 
     def objection(self, path: str) -> str | None:
-        """Return why a file is not wanted, or None if it is."""
+        """Return why a file is excluded, or None if it is not."""
         if self._exclude.match_file(path):
             return EXCLUDED
         if self._include is not None and not self._include.match_file(path):
@@ -80,16 +80,16 @@ def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
 
 DEFAULT_FIELD: Final = "text"
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
-"""Longer files are mostly dumps and generated code, and tokenising takes up to 200 bytes of memory
-for each byte of a piece, and twelve for each of the longest document."""
+"""Longer files are mostly dumps and generated code. Tokenising takes up to 200 bytes of memory per
+byte of a piece, and twelve per byte of the longest document."""
 
 DEFAULT_BLOCK_BYTES: Final = 16 << 20
-"""Source bytes of one task: seconds of tokenising, so that workers are busy to the end and starting
-a task costs little."""
+"""Source bytes of one task: seconds of tokenising, so that workers stay busy to the end and
+starting a task costs little."""
 
 
 STANDARD_INPUT: Final = "-"
-"""The source that stands for standard input."""
+"""The source name for standard input."""
 
 TOO_LARGE: Final = "too large"
 NOT_TEXT: Final = "not text"
@@ -98,21 +98,21 @@ NAME_ENCODING: Final = "name the encoding with --encoding"
 
 
 class Git(StrEnum):
-    """Whether git is asked which files of a repository are tracked."""
+    """Whether to ask git for the tracked files of a repository."""
 
     AUTO = "auto"
     NEVER = "never"
 
 
 class StdinFormat(StrEnum):
-    """What standard input holds: documents in JSON lines, or one document of plain text."""
+    """The content of standard input: documents in JSON lines, or one plain text document."""
 
     JSONL = "jsonl"
     TEXT = "text"
 
 
 class Markup(StrEnum):
-    """What of a page of HTML is read."""
+    """The part of an HTML page to read."""
 
     SOURCE = "source"
     TEXT = "text"
@@ -120,10 +120,10 @@ class Markup(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """How a tokenizer writes a conversation; can be pickled, unlike the tokenizer.
+    """The chat template of a tokenizer; can be pickled, unlike the tokenizer.
 
     Attributes:
-        source: the template, in Jinja.
+        source: Jinja source of the template.
         special_tokens: names and texts of the tokens that it uses.
     """
 
@@ -136,27 +136,27 @@ class SourceOptions:
     """How sources are found and read; every value has a default that fits most corpora.
 
     Attributes:
-        field: names the text, the texts or the turns in a record: a key, the name of a column, or
-            an expression of JMESPath, which may also give an object of a known shape. Records
-            without it are read as conversations.
-        turns: which turns of conversations are documents: each of the assistant's, each of the
-            user's, or all turns of a conversation together.
-        include: of the files in folders, only those that match one of these patterns, whatever
-            their suffix. Patterns are those of `.gitignore`, matched against the path below the
-            source.
-        exclude: not the files in folders that match one of these patterns; outweighs `include`.
-        git: whether of a repository only the tracked files are taken.
-        licence: of every document; empty if it is to be found out.
-        licence_field: key or column that holds a document's licence; empty if there is none.
-        encoding: of text that does not begin with a byte order mark.
-        stdin_format: what standard input holds.
-        max_document_bytes: of longer documents no more than this is read, and they are skipped.
-        template: writes all turns of a conversation as one text; without one their texts are
-            joined by empty lines.
-        notebook_outputs: whether texts that a notebook's code printed are read, too.
-        html: whether of pages of HTML the source is read, or the text that a reader sees.
-        block_bytes: how much on disk a block is to hold, about.
-        whole_records: whether more of a record is wanted than its documents.
+        field: names the text, texts or turns in a record: a key, a column, or a JMESPath
+            expression, which may also give an object of a known shape. Records without it are read
+            as conversations.
+        turns: turns of conversations that become documents: each assistant turn, each user turn, or
+            all turns of a conversation together.
+        include: patterns of files in folders to take exclusively, regardless of their suffix.
+            Patterns are those of `.gitignore`, matched against the path below the source.
+        exclude: patterns of files in folders to skip; takes precedence over `include`.
+        git: whether only the tracked files of a repository are taken.
+        licence: licence of every document; empty to detect it.
+        licence_field: key or column with a document's licence; empty if there is none.
+        encoding: encoding of text without a byte order mark.
+        stdin_format: content of standard input.
+        max_document_bytes: documents beyond this size are skipped, and only this much of them is
+            read.
+        template: writes all turns of a conversation as one text; without a template, their texts
+            are joined by empty lines.
+        notebook_outputs: whether to also read texts that a notebook's code printed.
+        html: whether to read the source of HTML pages or the text that a reader sees.
+        block_bytes: approximate size of a block on disk.
+        whole_records: whether more of a record is needed than its documents.
 
     Raises:
         SourceError: a pattern, the field or the encoding is malformed, or a limit is below 1.
@@ -168,7 +168,7 @@ class SourceOptions:
     turns: Annotated[
         Turns,
         Flag(
-            "Of conversations, index each turn of the assistant, each of the user, or "
+            "For conversations, index each turn of the assistant, each of the user, or "
             "all turns of one together: as the tokenizer's chat template writes them, if it has "
             "one, else with empty lines between them."
         ),
@@ -187,7 +187,7 @@ class SourceOptions:
     ] = ()
     git: Annotated[
         Git,
-        Flag("Whether of a git repository only the tracked files are taken."),
+        Flag("Whether to take only the tracked files of a git repository."),
     ] = Git.AUTO
     licence: Annotated[
         str,
@@ -197,12 +197,12 @@ class SourceOptions:
             metavar="TEXT",
         ),
     ] = ""
-    licence_field: Annotated[
-        str, Flag("A document's licence: its key or column.", metavar="KEY")
-    ] = ""
+    licence_field: Annotated[str, Flag("Key or column of a document's licence.", metavar="KEY")] = (
+        ""
+    )
     encoding: Annotated[
         str,
-        Flag("Of text that does not begin with a byte order mark.", metavar="NAME"),
+        Flag("Encoding of text without a byte order mark.", metavar="NAME"),
     ] = "utf-8"
     stdin_format: Annotated[
         StdinFormat,
@@ -212,10 +212,10 @@ class SourceOptions:
         int, Flag("Skip longer documents; they are counted.", least=1)
     ] = DEFAULT_MAX_DOCUMENT_BYTES
     notebook_outputs: Annotated[
-        bool, Flag("Of notebooks, read the texts that their code printed, too.")
+        bool, Flag("Also read the texts that the code of notebooks printed.")
     ] = False
     html: Annotated[
-        Markup, Flag("Of pages of HTML, read the source, or the text that a reader sees.")
+        Markup, Flag("For HTML pages, read the source, or the text that a reader sees.")
     ] = Markup.SOURCE
     template: ChatTemplate | None = None
     block_bytes: int = DEFAULT_BLOCK_BYTES

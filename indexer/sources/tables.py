@@ -1,8 +1,8 @@
-"""Tables, a document a row: Parquet files and Arrow files, both read with pyarrow.
+"""Tables with one document per row: Parquet and Arrow files, both read with pyarrow.
 
-Arrow files, which saved datasets consist of, hold record batches in a stream or with an index. They
-are mapped into memory, as the `datasets` library does, so only the columns that are used are read.
-A mapped file must not be truncated; it may be removed.
+Saved datasets consist of Arrow files, which have record batches in a stream or with an index. They
+are mapped into memory, as in the `datasets` library, so only the used columns are read. A mapped
+file must not be truncated; it may be removed.
 """
 
 import os
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 def wanted_columns(schema: "Schema", options: SourceOptions) -> list[int]:
-    """Return the numbers of the columns of texts or of conversations, and of licences.
+    """Return the numbers of the columns of texts or conversations, and of licences.
 
     Raises:
-        RefusedFileError: there is neither a column of texts nor any of conversations.
+        RefusedFileError: there is no column of texts or conversations.
     """
     names = list(schema.names)
     return [names.index(name) for name in record_columns(names, options)]
 
 
 def _checked(column: "Array") -> "Array":
-    """Return a column with sound offsets; strings as bytes, so that each may be wrong alone."""
-    import pyarrow as pa  # noqa: PLC0415  (for tables alone)
+    """Return a column with valid offsets; strings as bytes, so that errors stay separate."""
+    import pyarrow as pa  # noqa: PLC0415  (only for tables)
 
     bytes_of = {
         pa.string(): pa.binary(),
@@ -61,12 +61,12 @@ _INDEXED_MAGIC: Final = b"ARROW1"
 
 
 def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
-    """Return how many rows each record batch has; of a damaged file, those before the damage.
+    """Return the number of rows of each record batch; of a damaged file, those before the damage.
 
     Raises:
         RefusedFileError: there is no column of texts.
     """
-    from pyarrow import ArrowException  # noqa: PLC0415  (for tables alone)
+    from pyarrow import ArrowException  # noqa: PLC0415  (only for tables)
 
     counts: list[int] = []
     with _opened_arrow(file, options) as found:
@@ -85,7 +85,7 @@ def arrow_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["Recor
 
 @contextmanager
 def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator["RecordBatch"]]:
-    from pyarrow import ipc, memory_map  # noqa: PLC0415  (for tables alone)
+    from pyarrow import ipc, memory_map  # noqa: PLC0415  (only for tables)
 
     with memory_map(os.fsencode(file.path)) as source:
         is_indexed = source.read(len(_INDEXED_MAGIC)) == _INDEXED_MAGIC
@@ -100,18 +100,18 @@ def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator
 
 
 _BATCH_BYTES: Final = 4 << 20
-"""Size of the rows that are read together, by the mean of their group: little memory, even where
-rows differ much."""
+"""Size of the rows to read at a time, by the mean of their row group: little memory, even if rows
+differ a lot."""
 
 _MAX_BATCH_ROWS: Final = 64
-"""Bounds a batch whose rows are far longer than the mean of their group."""
+"""Most rows of a batch, which bounds it if rows are far longer than the mean of their group."""
 
 _BUFFER_BYTES: Final = 1 << 20
-"""Bytes that are read at once: large enough for a disk's full speed."""
+"""Bytes read at a time: enough for a disk's full speed."""
 
 
 def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
-    """Return how many rows each row group has.
+    """Return the number of rows of each row group.
 
     Raises:
         RefusedFileError: there is no column of texts.
@@ -127,10 +127,10 @@ def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
 
 
 def parquet_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
-    """Yield the rows of a piece's row groups, so few at a time that they take little memory.
+    """Yield the rows of a piece's row groups, few at a time to bound memory.
 
     Raises:
-        ValueError: the file is damaged: a row group holds fewer rows than it says.
+        ValueError: the file is damaged: a row group has fewer rows than it states.
     """
     with _opened_parquet(piece.file) as table:
         schema = table.schema_arrow
@@ -153,7 +153,7 @@ def _batch_rows(table: "ParquetFile", group: int) -> int:
 
 @contextmanager
 def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
-    from pyarrow import OSFile  # noqa: PLC0415  (for tables alone)
+    from pyarrow import OSFile  # noqa: PLC0415  (only for tables)
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (as above)
 
     settings: dict[str, Any] = {"pre_buffer": False, "page_checksum_verification": True}
@@ -180,16 +180,16 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     return [
         *others,
         replace(last, end=sys.maxsize),
-    ]  # the last piece reads on into damaged rows, which counts them
+    ]  # the last piece continues into damaged rows, to count them
 
 
 def table_records(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the rows of a piece as mappings, each made when it is its turn; count damaged ones.
+    """Yield the rows of a piece as mappings, created one by one; count damaged ones.
 
     Raises:
-        RefusedFileError: as `cut_table` does.
+        RefusedFileError: as for `cut_table`.
         UnusableError: the rest is damaged.
         OSError: the file cannot be read.
     """
@@ -208,12 +208,12 @@ def table_records(
 
 
 def _value(cell: Any, column: str, options: SourceOptions) -> Any:
-    """Return what a cell holds.
+    """Return the value of a cell.
 
     Raises:
-        UnusableError: it is a text that is too long, or wrongly encoded.
+        UnusableError: the text is too long or wrongly encoded.
     """
-    value = getattr(cell, "value", cell)  # where a dictionary encodes the column
+    value = getattr(cell, "value", cell)  # if the column is dictionary-encoded
     content = value.as_buffer() if hasattr(value, "as_buffer") else None
     if content is None:
         return cell.as_py()
@@ -244,10 +244,10 @@ def _pieces(file: SourceFile, num_rows: Sequence[int], block_bytes: int) -> list
 def _translated(file: SourceFile) -> Iterator[None]:
     form = file.format.form
     try:
-        from pyarrow import ArrowException  # noqa: PLC0415  (for tables alone)
+        from pyarrow import ArrowException  # noqa: PLC0415  (only for tables)
     except ImportError as error:
         raise RefusedFileError(
-            f"reading {form} takes pyarrow", "run `pip install 'foredraft[index]'`"
+            f"reading {form} needs pyarrow", "run `pip install 'foredraft[index]'`"
         ) from error
     damaged = UnusableError(f"unreadable: damaged {form}", COPY_AGAIN)
     try:

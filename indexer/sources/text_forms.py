@@ -1,4 +1,4 @@
-"""The texts in files that are more than a text: notebooks, pages, subtitles and mail."""
+"""Texts in structured files: notebooks, HTML pages, subtitles and mail."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from typing import Any, Final
 from indexer.errors import UnusableError, reason_of
 
 _UNSEEN: Final = frozenset({"head", "script", "style", "template", "noscript"})
-"""Elements of a page whose text nobody reads."""
+"""Elements of a page whose text is not visible."""
 
 _BLOCK_LIST: Final = """
     address article aside blockquote body div dl fieldset figure footer form h1 h2 h3 h4 h5 h6
     header hr main nav ol p pre section table ul
 """
 _BLOCKS: Final = frozenset(_BLOCK_LIST.split())
-"""Elements that stand by themselves."""
+"""Block elements."""
 
 _LINES: Final = frozenset({"br", "dd", "dt", "figcaption", "li", "tr"})
-"""Elements that begin a line."""
+"""Elements that start a new line."""
 
 _CUE_TIMES: Final = re.compile(r"^[\d:.,]+ --> .*$")
 _CUE_NOTES: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
@@ -30,16 +30,16 @@ _BEGINS: Final = b"From "
 
 
 def cells_of(text: str, *, with_outputs: bool = False) -> str:
-    """Return what was written into the cells of a notebook, with an empty line between two.
+    """Return the source of a notebook's cells, separated by empty lines.
 
     https://nbformat.readthedocs.io; before version 4, cells were in worksheets.
 
     Args:
-        text: of the notebook.
-        with_outputs: whether texts that its code printed or returned follow their cell.
+        text: content of the notebook.
+        with_outputs: whether texts that the code printed or returned follow their cell.
 
     Raises:
-        UnusableError: the text is no notebook.
+        UnusableError: the text is not a notebook.
     """
     try:
         notebook = json.loads(text)
@@ -56,7 +56,7 @@ def cells_of(text: str, *, with_outputs: bool = False) -> str:
 
 
 def _told(output: Mapping[str, Any]) -> Any:
-    """Return the text of an output; empty of an image, which is never text."""
+    """Return the text of an output; empty for an image."""
     return output.get("text") or output.get("data", {}).get("text/plain", "")
 
 
@@ -65,7 +65,7 @@ def _joined(value: Any) -> str:
 
 
 def spoken_in(text: str) -> str:
-    """Return what is said in subtitles (SubRip, WebVTT), without numbers, times and marks."""
+    """Return the speech in subtitles (SubRip, WebVTT), without numbers, times and markup."""
     spoken: list[str] = []
     for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n")):
         lines = block.strip("\ufeff\n").split("\n")
@@ -90,7 +90,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, _attributes: object) -> None:
         if tag in _UNSEEN:
             self._unseen.append(tag)
-        elif tag == "body":  # where a head was left open
+        elif tag == "body":  # if a head was left open
             self._unseen.clear()
         self._num_kept += tag == "pre"
         if tag in _BLOCKS | _LINES:
@@ -127,7 +127,7 @@ class _Page(HTMLParser):
 
 
 def text_of_page(text: str) -> str:
-    """Return the text of a page of HTML: a line for each block, without scripts and styles."""
+    """Return the text of an HTML page: one line per block, without scripts and styles."""
     page = _Page()
     page.feed(text)
     page.close()
@@ -135,11 +135,11 @@ def text_of_page(text: str) -> str:
 
 
 def letters_in(lines: Iterable[bytes], max_bytes: int) -> Iterator[bytes | None]:
-    """Yield each letter of a mailbox in Unix's form, or the one that a file is.
+    """Yield each message of a mailbox in mbox format, or the single message of a file.
 
     Args:
-        lines: of the mailbox.
-        max_bytes: of a letter; None is yielded for a longer one.
+        lines: lines of the mailbox.
+        max_bytes: most bytes of a message; None is yielded for a longer one.
     """
     held: list[bytes] = []
     num_bytes, was_blank = 0, True
@@ -158,16 +158,16 @@ def letters_in(lines: Iterable[bytes], max_bytes: int) -> Iterator[bytes | None]
 
 
 def text_of_letter(letter: bytes) -> str:
-    """Return the body of a letter, without headers and attachments; empty if it has no text.
+    """Return the body of a message, without headers and attachments; empty if it has no text.
 
     Raises:
-        UnusableError: it is not as letters are.
+        UnusableError: it is not a valid message.
     """
     try:
         message: Any = message_from_bytes(letter, policy=default)
         body = message.get_body(("plain", "html"))
         text = "" if body is None else str(body.get_content())
-    # Encodings that nobody knows, and headers that the library does not take.
+    # Unknown encodings, and headers that the library does not accept.
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UnusableError("letter that cannot be read", reason_of(error)) from error
     is_page = body is not None and body.get_content_subtype() == "html"

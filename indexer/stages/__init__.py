@@ -1,1 +1,1 @@
-"""The stages of a build: functions of picklable values, which run in any process."""
+"""The stages of a build: functions of picklable values, which can run in any process."""

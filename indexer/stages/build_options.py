@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ENGINES: Final = ("processes", "ray", "serial")
 
 _PROCESS_BYTES: Final = 512 << 20
-"""Of a build's own process and a worker, besides the data that is sorted; an estimate."""
+"""Estimated memory of a build's main process and a worker, besides the data that is sorted."""
 
 _LEAST_SEGMENT_TOKENS: Final = 1 << 20
-"""Smaller segments would save little memory, as a process takes more than sorting a million tokens,
-and every look-up searches each segment."""
+"""Least tokens of a segment. Smaller ones would save little memory, since a process takes more than
+sorting a million tokens, and every look-up searches each segment."""
 
 _log = getLogger(__name__)
 
@@ -38,36 +38,36 @@ class BuildOptions:
     """How an index is built; every value has a default that fits most corpora.
 
     Attributes:
-        sources: how sources are found and read; documents that are longer than its limit are
-            skipped wherever they come from.
-        segment_tokens: a segment with more tokens holds a single document; from 1 to
+        sources: how sources are found and read; documents beyond its length limit are skipped,
+            wherever they come from.
+        segment_tokens: most tokens of a segment, except for a single longer document; from 1 to
             `MAX_POSITIONS`, beyond which positions do not fit the format.
-        keep_duplicates: index a document as often as it occurs.
-        strict: the build fails if more than this share of the records and files could not be read,
-            from 0 to 1; None if any share will do. What a rule passes over does not count.
-        replace: documents that are added take the place of those of the same name, such as earlier
-            versions of a file; without it these stay, and are counted.
-        keep_texts: store the texts as well, so that the index can be built for another tokenizer.
-        overwrite: replace an index that is at the output path already.
-        resume: go on with what an earlier build of the same output has done, if that was killed or
-            failed: parts and segments of which nothing has changed are not made again. If this
-            build fails, what it has done stays for the next one; and so it does if it is killed.
-            Only builds of sources are resumed.
-        screen: what must not get into the index, if anything; texts are screened, not tokens.
-        engine: where the stages run. Segments are smaller if sorting one would take more than the
-            engine's memory; otherwise the engine does not affect how the index is divided.
+        keep_duplicates: whether to index a document as often as it occurs.
+        strict: largest share of the records and files that may be unreadable, from 0 to 1, before
+            the build fails; None for any share. Files that a rule skips do not count.
+        replace: whether added documents replace those of the same name, such as earlier versions of
+            a file; otherwise these stay and are counted.
+        keep_texts: whether to store the texts as well, so that the index can be rebuilt for another
+            tokenizer.
+        overwrite: whether to replace an existing index at the output path.
+        resume: whether to continue an earlier build of the same output that was killed or failed.
+            Unchanged parts and segments are not rebuilt. If this build fails or is killed, its
+            results stay for the next one. Only builds from sources can be resumed.
+        screen: what to keep out of the index, if anything; texts are screened, not tokens.
+        engine: where the stages run. Segments are smaller if sorting one would exceed the engine's
+            memory; otherwise the engine does not affect how the index is divided.
 
     Raises:
-        IndexerError: `segment_tokens` or `strict` is out of its range.
+        IndexerError: `segment_tokens` or `strict` is out of range.
     """
 
     flags_title: ClassVar[str] = "Index"
 
-    sources: SourceOptions = SourceOptions()  # noqa: RUF009  (it never changes)
+    sources: SourceOptions = SourceOptions()  # noqa: RUF009  (it is immutable)
     segment_tokens: Annotated[
         int,
         Flag(
-            "Begin a new segment rather than exceed this. Sorting one takes some "
+            "Start a new segment rather than exceed this. Sorting one takes some "
             "ten bytes of memory per token; look-ups take longer with more segments.",
             least=1,
             most=MAX_POSITIONS,
@@ -77,7 +77,7 @@ class BuildOptions:
         bool,
         Flag(
             "Index a text as often as it occurs. Without this, documents whose text "
-            "is equal to that of one before are left out and counted."
+            "equals that of an earlier one are left out and counted."
         ),
     ] = False
     strict: Annotated[
@@ -94,7 +94,7 @@ class BuildOptions:
     replace: Annotated[
         bool,
         Flag(
-            "Put documents in the place of those that the index holds under the same "
+            "Replace documents that the index has under the same "
             "names: new versions of files. Without it both are drafted from, and the report "
             "counts them."
         ),
@@ -106,13 +106,13 @@ class BuildOptions:
             "another tokenizer without its sources."
         ),
     ] = False
-    overwrite: Annotated[bool, Flag("Replace the index at DIR once the new one is whole.")] = False
+    overwrite: Annotated[bool, Flag("Replace the index at DIR once the new one is done.")] = False
     resume: Annotated[
         bool,
         Flag(
-            "Go on where an earlier build of DIR with --resume was killed or failed: "
-            "what it had read and sorted is taken over if sources, tokenizer and options are the "
-            "same. If this build fails, what it has done stays, next to DIR, for another."
+            "Continue an earlier build of DIR with --resume that was killed or failed: "
+            "what it had read and sorted is reused if sources, tokenizer and options are the "
+            "same. If this build fails, its results stay next to DIR for another."
         ),
     ] = False
     screen: Screening | None = None
@@ -138,7 +138,7 @@ class BuildOptions:
     def with_template_of(
         self, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase"
     ) -> "BuildOptions":
-        """Return the options with a tokenizer's chat template, where one is needed and there."""
+        """Return the options with a tokenizer's chat template, if it is needed and exists."""
         if not self.needs_template or not tokenizer.chat_template:
             return self
         special = tokenizer.special_tokens_map.items()
@@ -149,11 +149,11 @@ class BuildOptions:
         return replace(self, sources=replace(self.sources, template=template))
 
     def with_licence(self, stated: str, index: Path) -> "BuildOptions":
-        """Return the options with the licence that was stated for an index, if none is stated now.
+        """Return the options with the licence that was given for an index, if none is given now.
 
         Args:
-            stated: for the index; empty if none was.
-            index: its folder, for messages.
+            stated: licence that was given for the index; empty if none was.
+            index: folder of the index, for messages.
         """
         if not stated or self.sources.licence:
             return self
@@ -161,10 +161,10 @@ class BuildOptions:
         return replace(self, sources=replace(self.sources, licence=stated))
 
     def check_dropped(self, tally: BuildTally) -> None:
-        """Check that no more than the allowed share could not be read.
+        """Check that the share of unreadable records and files is within the limit.
 
         Raises:
-            SourceError: more was dropped.
+            SourceError: it is not.
         """
         most = self.strict
         if most is None or tally.dropped_share <= most:
@@ -176,19 +176,19 @@ class BuildOptions:
         )
 
     def for_blocks(self, num_blocks: int) -> "BuildOptions":
-        """Return the options for so many blocks: a single one is read in this process."""
+        """Return the options for a number of blocks: a single one is read in this process."""
         if num_blocks > 1 or not isinstance(self.engine, ProcessPool):
             return self
         return replace(self, engine=Serial(self.engine.memory_bytes))
 
     def most_tokens(self, vocabulary_size: int) -> int:
-        """Return the most tokens of a segment: halved until sorting one fits into the memory.
+        """Return the most tokens of a segment, halved until sorting one fits into the memory.
 
         Args:
             vocabulary_size: largest token id plus one.
 
         Raises:
-            IndexerError: there is too little memory for any.
+            IndexerError: there is too little memory for any segment.
         """
         most, memory_bytes = self.segment_tokens, self.engine.memory_bytes
         if memory_bytes is None:
@@ -200,7 +200,7 @@ class BuildOptions:
             least = _PROCESS_BYTES + sorting_bytes(_LEAST_SEGMENT_TOKENS, vocabulary_size)
             raise IndexerError(
                 f"{describe_size(memory_bytes)} of memory is too little for a build: "
-                f"allow {describe_size(least)} at least with --memory"
+                f"allow at least {describe_size(least)} with --memory"
             )
         if most < self.segment_tokens:
             _log.info(
@@ -215,17 +215,17 @@ DEFAULTS: Final = BuildOptions()
 
 
 def engine_of(kind: str, workers: int | None = None, memory_bytes: int | None = None) -> Engine:
-    """Return where to run.
+    """Return the engine of a kind.
 
     Args:
         kind: one of `ENGINES`.
-        workers: processes at once, at most; by default as many as this process has processors.
-        memory_bytes: for this process and the workers together; by default half of what is
+        workers: most concurrent processes; by default as many as this process has processors.
+        memory_bytes: memory for this process and the workers together; by default half of what is
             available.
 
     Raises:
         IndexerError: there is no such engine, or it cannot have so few workers.
-        MissingPluginError: the engine is a plugin that is not there.
+        MissingPluginError: the engine is a plugin that is not installed.
     """
     limit = default_limit() if memory_bytes is None else memory_bytes
     number = len(os.sched_getaffinity(0)) if workers is None else workers

@@ -2,7 +2,7 @@
 
 Blocks of sources become parts, parts without duplicates become segments, and the segments' n-grams
 become phrase tables. Every stage maps a function over tasks; both can be pickled, so that an engine
-may run them anywhere.
+can run them anywhere.
 """
 
 import secrets
@@ -56,12 +56,12 @@ FINDING: Final = "finding sources"
 READING: Final = "reading"
 SORTING: Final = "sorting"
 COUNTING: Final = "counting"
-"""Stages of a build, by which reports and folders for temporary files name them."""
+"""Names of the stages of a build, in reports and temporary folders."""
 
 _UNCOUNTED_SHARE: Final = 8
-"""Phrase tables are rebuilt once more than one token in so many is not counted in them. Counting
-takes as long as the whole index is large; continuations that are frequent in seven eighths of it
-are frequent in all. With a fixed share, each token is counted a bounded number of times."""
+"""Phrase tables are rebuilt once more than one token in this many is not counted in them. The time
+to count grows with the whole index, and continuations that are frequent in seven eighths of it are
+frequent in all of it. With a fixed share, each token is counted a bounded number of times."""
 
 _SCRATCH_NAME_BYTES: Final = 4
 
@@ -71,8 +71,8 @@ class KeptTexts:
     """The texts of a segment as a block of documents to read.
 
     Attributes:
-        part: the segment.
-        file: the record of its file of texts.
+        part: segment as a part.
+        file: record of its texts file.
     """
 
     part: Part
@@ -82,7 +82,7 @@ class KeptTexts:
         """Yield the documents.
 
         Raises:
-            DamagedIndexError: the file of texts is damaged.
+            DamagedIndexError: the texts file is damaged.
         """
         check_file(self.part.folder / TEXTS_FILE, self.file)
         for name, licence, text in self.part.texts():
@@ -91,7 +91,7 @@ class KeptTexts:
 
 @dataclass(frozen=True, slots=True)
 class GivenTexts:
-    """Names and texts that a caller has, as a block of documents to read; cannot be pickled."""
+    """A caller's names and texts as a block of documents to read; cannot be pickled."""
 
     pairs: Iterable[tuple[str, str]]
 
@@ -106,12 +106,12 @@ Block = SourceBlock | KeptTexts | GivenTexts
 
 @dataclass(frozen=True, slots=True)
 class PartTask:
-    """All that `write_part` needs to know.
+    """The arguments of `write_part`.
 
     Attributes:
-        folder: of the part, to be made.
-        block: of documents to read.
-        tokenizer: the stored tokenizer.
+        folder: folder of the part, to create.
+        block: block of documents to read.
+        tokenizer: path of the stored tokenizer.
         vocabulary_size: largest token id plus one.
         options: how to read.
         key: see `kept_results.Task`.
@@ -126,7 +126,7 @@ class PartTask:
 
     @property
     def memory_bytes(self) -> int:
-        """How much memory `write_part` takes at most; for texts of the usual limit if kept."""
+        """The most memory that `write_part` takes, for kept texts with the usual length limit."""
         most = self.options.sources.max_document_bytes
         if isinstance(self.block, KeptTexts):
             most = DEFAULT_MAX_DOCUMENT_BYTES
@@ -146,7 +146,7 @@ def write_part(task: PartTask) -> tuple[Part, BuildTally]:
     """Read and tokenise documents; return the part and its counts.
 
     Raises:
-        DamagedIndexError: texts that an index keeps are damaged.
+        DamagedIndexError: kept texts of an index are damaged.
         IndexerError: the disk is full or refuses.
     """
     tally = BuildTally()
@@ -175,11 +175,11 @@ def gather_part(
 def without_duplicates(
     parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: BuildTally
 ) -> list[Piece]:
-    """Return the documents that neither earlier parts nor known digests hold; count the others.
+    """Return the documents that are not in earlier parts or known digests; count the others.
 
     Args:
-        parts: in order.
-        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
+        parts: parts in order.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
         tally: counts the duplicates.
     """
     is_first = first_of(np.concatenate([*known, *(part.documents().digests for part in parts)]))
@@ -198,7 +198,7 @@ def without_duplicates(
 
 
 def first_of(digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which of some digests are equal to none before.
+    """Return which digests differ from all earlier ones.
 
     Args:
         digests: uint8[n, DIGEST_BYTES].
@@ -211,15 +211,15 @@ def first_of(digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 @contextmanager
 def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[Path]:
-    """Give a folder in an index for what a stage writes before it is published.
+    """Yield a folder in an index for what a stage writes before publication.
 
-    It is empty, has a random name that no other process uses, and goes with the block, unless it
-    is kept.
+    It is empty, has a random name that no other process uses, and is removed after the block,
+    unless it is kept.
 
     Args:
-        folder: the index's directory.
-        stage: begins the folder's name.
-        kept: the folder stays with what is in it, and is given again the next time.
+        folder: directory of the index.
+        stage: prefix of the folder's name.
+        kept: whether the folder stays with its content, and is reused the next time.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -234,12 +234,12 @@ def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[
     finally:
         if not kept:
             shutil.rmtree(scratch, ignore_errors=True)
-            with suppress(OSError):  # other writers' folders are left, or there was none
+            with suppress(OSError):  # other writers' folders remain, or there was none
                 scratch.parent.rmdir()
 
 
 OnProgress = Callable[[BuildTally], None]
-"""Called with the counts so far, of which `doing` says what is done now."""
+"""Called with the counts so far; their `doing` describes the current work."""
 
 
 def no_progress(tally: BuildTally) -> None:
@@ -249,16 +249,15 @@ def no_progress(tally: BuildTally) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Building:
-    """An index that is built or changed: what all stages need.
+    """An index that is being built or changed, with what all stages need.
 
     Attributes:
-        folder: the index's directory.
-        vocabulary: of its tokenizer.
+        folder: directory of the index.
+        vocabulary: vocabulary of its tokenizer.
         options: how to build.
-        tally: counts.
-        tell: is told how far it is.
-        kept_as: if not empty, finished parts and segments are kept, under this and what they are
-            made of.
+        tally: counts of the build.
+        tell: called with the progress.
+        kept_as: if not empty, finished parts and segments are kept, keyed by this and their inputs.
     """
 
     folder: Path
@@ -269,10 +268,10 @@ class Building:
     kept_as: str = ""
 
     def read(self, blocks: Sequence[Block], scratch: Path) -> list[Part]:
-        """Read and tokenise blocks; count what is in them.
+        """Read and tokenise blocks; count their content.
 
         Raises:
-            SourceError: more could not be read than the options allow.
+            SourceError: more was unreadable than the options allow.
         """
         tasks = [
             PartTask(
@@ -308,11 +307,11 @@ class Building:
         return key_of(self.kept_as, how, block, _stamps(block))
 
     def chosen(self, parts: Sequence[Part], known: Sequence[NDArray[np.uint8]] = ()) -> list[Piece]:
-        """Return the documents of parts that are to be indexed.
+        """Return the documents of parts to index.
 
         Args:
-            parts: in order.
-            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
+            parts: parts in order.
+            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
         """
         filled = [part for part in parts if part.num_documents]
         if not self.options.keep_duplicates and filled:
@@ -320,10 +319,10 @@ class Building:
         return [Piece(part, part.whole) for part in filled]
 
     def segments(self, groups: Iterable[Sequence[Piece]], first: int) -> list[SegmentRecord]:
-        """Write a segment for each group of pieces, numbered from `first` on.
+        """Write a segment for each group of pieces, numbered from `first`.
 
-        They are moved to their places when all are whole: processes that outlive a killed writer
-        write in its scratch folder only.
+        They are moved to their places once all are complete, so processes that outlive a killed
+        writer write only in its scratch folder.
         """
         self.tell(self.tally.now(SORTING))
         kept_as = self.kept_as
@@ -351,16 +350,16 @@ class Building:
         return records
 
     def phrases(self, number: int, contents: Contents, *, always: bool = False) -> PhrasesRecord:
-        """Return phrase tables for segments: the present ones if they are good enough.
+        """Return phrase tables for segments: the existing ones if they are good enough.
 
-        They are if they count no removed segment and lack no more than an eighth of the tokens.
-        Tokens that were just added are found in the suffixes, and counting takes as long as the
-        whole index is large.
+        They are if they count no removed segment and lack at most an eighth of the tokens. Tokens
+        that were just added are found in the suffixes, and the time to count grows with the whole
+        index.
 
         Args:
-            number: of the snapshot that will be published.
-            contents: with the phrase tables of the snapshot before.
-            always: rebuild them unless they count exactly the segments.
+            number: number of the snapshot that will be published.
+            contents: contents with the phrase tables of the previous snapshot.
+            always: whether to rebuild them unless they count exactly the segments.
         """
         self.tell(self.tally.now(COUNTING))
         live = {record.name for record in contents.segments}
@@ -381,10 +380,10 @@ class Building:
 
 
 def _stamps(block: SourceBlock) -> list[tuple[int, int]]:
-    """Return sizes and times of a block's files, one of which changes when a file is written to."""
+    """Return sizes and times of a block's files; they change when a file is written."""
     found = []
     for piece in block.pieces:
-        with suppress(OSError):  # reading it will say so
+        with suppress(OSError):  # reading it will report that
             stat = piece.file.path.stat()
             found.append((stat.st_size, stat.st_mtime_ns))
     return found
@@ -403,7 +402,7 @@ def _documents_key(kept_as: str, group: Sequence[Piece]) -> str:
 
 
 def _remove_others(place: Path, records: Sequence[SegmentRecord], scratch: Path) -> None:
-    """Remove the segments of an earlier build that was divided otherwise."""
+    """Remove segments of an earlier build that was divided differently."""
     names = {record.name for record in records}
     for folder in [each for each in place.iterdir() if each.name not in names]:
         forget_result(scratch / folder.name)
@@ -417,7 +416,7 @@ def planned(
     tell: OnProgress,
     scratch: Path,
 ) -> list[SourceBlock]:
-    """Return the blocks of all sources; tell how many files are found so far.
+    """Return the blocks of all sources; report how many files are found so far.
 
     Raises:
         SourceError: a source does not exist, or all of them are empty.
@@ -438,20 +437,20 @@ def no_document(tally: BuildTally) -> SourceError:
     return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
 
 
-_LOOK_S: Final = 0.25  # between two looks at how far tasks have come
+_LOOK_S: Final = 0.25  # between checks of the progress of tasks
 _Counts = tuple[int, int]
 
 
 def _counting(
     documents: Iterable[TokenisedDocument], folder: Path, tally: BuildTally
 ) -> Iterator[TokenisedDocument]:
-    """Yield documents, and note now and then how many bytes and tokens have come."""
+    """Yield documents, and periodically record the numbers of bytes and tokens so far."""
     num_tokens, noted_s = 0, time.monotonic()
     for document in documents:
         num_tokens += len(document.tokens)
         if time.monotonic() - noted_s > _LOOK_S:
             noted_s = time.monotonic()
-            with suppress(OSError):  # it is for show
+            with suppress(OSError):  # only for the display
                 _note_of(folder).write_text(f"{tally.num_bytes_read} {num_tokens}")
         yield document
 
@@ -464,22 +463,22 @@ def _noted(folder: Path) -> _Counts:
 
 
 def _note_of(folder: Path) -> Path:
-    return folder.with_suffix(".counts")  # whatever folder of its own a task writes
+    return folder.with_suffix(".counts")  # independent of the temporary folder of a task
 
 
 @contextmanager
 def _watching(
     tasks: Sequence[PartTask], tally: BuildTally, tell: OnProgress
 ) -> Iterator[Callable[[PartTask], None]]:
-    """Show how far tasks have come while they run, those in other processes, too.
+    """Show the progress of tasks while they run, even in other processes.
 
     Args:
-        tasks: that are going to run.
-        tally: has the counts of those that are done.
-        tell: is told.
+        tasks: tasks that are going to run.
+        tally: counts of finished tasks.
+        tell: called with the counts.
 
     Yields:
-        What to call once a task is done.
+        A function to call once a task is done.
     """
     running = dict.fromkeys(task.folder for task in tasks)
     shown = [0, 0]
@@ -489,7 +488,7 @@ def _watching(
         partly = replace(tally)
         for at, name in enumerate(("num_bytes_read", "num_tokens")):
             now = getattr(tally, name) + sum(each[at] for each in counts)
-            shown[at] = max(shown[at], now)  # between a task's end and its counts
+            shown[at] = max(shown[at], now)  # between the end of a task and its counts
             setattr(partly, name, shown[at])
         tell(partly)
 
@@ -504,7 +503,7 @@ def _watching(
 
 @contextmanager
 def _looking(show: Callable[[], None], tell: OnProgress) -> Iterator[None]:
-    """Call something now and then during the block, unless nobody is told."""
+    """Call a function periodically during the block, unless there is no progress display."""
     ended = Event()
 
     def look() -> None:

@@ -1,7 +1,7 @@
-"""A map over tasks that keeps results for a later build: notes beside what the tasks wrote.
+"""A map over tasks that keeps results for a later build, as notes next to the tasks' files.
 
-A task whose result is kept leaves a note with the result and a key: a checksum of all that the
-result depends on. The same task of a later build finds the note, and returns what it says.
+A task whose result is kept leaves a note with the result and a key, a checksum of everything that
+the result depends on. The same task in a later build finds the note and returns its result.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ _NOTE: Final = ".done"
 
 
 class Task(Protocol):
-    """What is to be done; a dataclass.
+    """A task; a dataclass.
 
     Attributes:
-        folder: which it writes.
-        key: of all that the result depends on, see `key_of`; if empty, nothing is kept.
-        memory_bytes: how much memory it takes at most.
+        folder: folder that it writes.
+        key: key of everything that the result depends on, see `key_of`; if empty, nothing is kept.
+        memory_bytes: most memory that it takes.
     """
 
     @property
@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 def key_of(*parts: object) -> str:
-    """Return a checksum of values, by their representations."""
+    """Return a checksum of values, from their representations."""
     content = repr((FORMAT_VERSION, *parts)).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(content, digest_size=_KEY_BYTES).hexdigest()
 
@@ -58,17 +58,17 @@ def key_of(*parts: object) -> str:
 def map_kept(
     engine: Engine, function: Callable[[_Task], _Result], tasks: Sequence[_Task]
 ) -> Iterator[_Result]:
-    """Yield the results of all tasks in order, those that are kept without running their tasks.
+    """Yield the results of all tasks in order; kept results do not run their tasks.
 
     Args:
         engine: where to run.
-        function: as for `Engine.map`, annotated with what it returns, which names no folder. A
+        function: as for `Engine.map`, annotated with its return type, which contains no folder. A
             worker that outlives a killed build may write the same task's folder at the same time,
-            so each writes one of its own.
-        tasks: what to call it with.
+            so each run writes to a separate folder.
+        tasks: arguments of the calls.
 
     Raises:
-        IndexerError: as `Engine.map`, or the disk is full or refuses.
+        IndexerError: as for `Engine.map`, or the disk is full or refuses.
     """
     need = max((task.memory_bytes for task in tasks), default=0)
     return engine.map(partial(_done, function), tasks, need)
@@ -92,27 +92,27 @@ def _done(function: Callable[[_Task], _Result], task: _Task) -> _Result:
 
 @cache
 def _form_of(function: Callable[..., Any]) -> "TypeAdapter[Any]":
-    """Return what writes a function's results as JSON, and reads them."""
-    from pydantic import TypeAdapter  # noqa: PLC0415  (a build that keeps nothing needs none)
+    """Return the adapter that writes and reads a function's results as JSON."""
+    from pydantic import TypeAdapter  # noqa: PLC0415  (not needed if nothing is kept)
 
     return TypeAdapter(get_type_hints(function, include_extras=True)["return"])
 
 
 def _kept(task: Task, form: "TypeAdapter[Any]") -> Any:
-    """Return the result that is kept of a task, or None if it has to run."""
+    """Return the kept result of a task, or None if it has to run."""
     try:
         note = json.loads(_note_of(task.folder).read_bytes())
         if isinstance(note, dict) and note.get("key") == task.key:
             return form.validate_python(note.get("result"))
-    except (OSError, ValueError, RecursionError):  # what the form refuses is a ValueError
+    except (OSError, ValueError, RecursionError):  # the adapter raises ValueError
         pass
     return None
 
 
 def _keep(task: Task, written: Path, form: "TypeAdapter[Any]", result: object) -> None:
-    """Move what a task wrote to its folder, and leave the note once all is on disk.
+    """Move the output of a task to its folder, and write the note once everything is on disk.
 
-    What is there already stays if it is the same task's.
+    An existing output of the same task stays.
     """
     note = _note_of(task.folder)
     for path in written.iterdir():
@@ -132,13 +132,13 @@ def _keep(task: Task, written: Path, form: "TypeAdapter[Any]", result: object) -
 
 
 def remove_unfinished(scratch: Path) -> None:
-    """Remove what tasks had begun to write in a folder when their build was killed."""
+    """Remove unfinished output of tasks in a folder whose build was killed."""
     for path in [each for each in scratch.iterdir() if each.suffix not in {"", _NOTE}]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def forget_result(folder: Path) -> None:
-    """Have the task that wrote a folder run the next time."""
+    """Make the task that wrote a folder run again the next time."""
     _note_of(folder).unlink(missing_ok=True)
 
 

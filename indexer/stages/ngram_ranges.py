@@ -23,10 +23,10 @@ from indexer.format.table_sums import (
 )
 
 STRIDE: Final = 1 << 20
-"""Occurrences that are counted together: arrays of some tens of MB, long enough for numpy."""
+"""Occurrences to count at a time: arrays of some tens of MB, long enough for numpy."""
 
 COUNTING_BYTES: Final = 256 << 20
-"""Most memory of `count_range`, mapped files not counted: measured are 180 MB."""
+"""Most memory of `count_range`, without mapped files; 180 MB were measured."""
 
 _MAX_PREFIX: Final = MAX_ORDER - 2
 
@@ -36,10 +36,10 @@ class NgramRange:
     """N-grams that begin with the same tokens and whose next token is in a range.
 
     Attributes:
-        prefix: up to two tokens.
-        begin: the least next token.
-        end: the largest one, plus one.
-        prefix_count: occurrences of the prefix, over all segments.
+        prefix: first tokens, up to two.
+        begin: smallest next token.
+        end: largest next token plus one.
+        prefix_count: occurrences of the prefix over all segments.
     """
 
     prefix: tuple[int, ...]
@@ -49,13 +49,13 @@ class NgramRange:
 
     @property
     def is_first(self) -> bool:
-        """Whether no range before has the prefix; there always is a first one."""
+        """Whether this is the first range with the prefix; every prefix has a first one."""
         return self.begin == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours in the suffix array of a segment that begin with the same tokens."""
+    """Adjacent suffixes of a segment that begin with the same tokens."""
 
     tokens: Tokens
     suffixes: NDArray[np.uint32]
@@ -71,7 +71,7 @@ class _Run:
         return _Run(self.tokens, self.suffixes, self.starts, begin, end)
 
     def next_tokens(self, places: NDArray[np.int64], depth: int) -> Tokens:
-        """Return the tokens that stand `depth` behind the beginnings of suffixes."""
+        """Return the tokens at offset `depth` of suffixes."""
         positions = self.suffixes.take(places, mode="clip").astype(np.int64)
         return self.tokens.take(positions + depth, mode="clip")
 
@@ -91,16 +91,16 @@ class _Run:
 def plan_ranges(
     segments: Sequence[Segment], vocabulary_size: int, stride: int = STRIDE
 ) -> Iterator[NgramRange]:
-    """Yield ranges that hold all n-grams of two tokens and more, in rising order.
+    """Yield ranges that cover all n-grams of two and more tokens, in ascending order.
 
-    Each has few occurrences, or is of n-grams that have their first three tokens in common, which
-    are few. The n-grams of a token that is very frequent are divided by their second token, those
-    of a very frequent pair by the third.
+    Each range has few occurrences, or has only n-grams with the same first three tokens, which are
+    few. The n-grams of a very frequent token are divided by their second token, those of a very
+    frequent pair by the third.
 
     Args:
-        segments: whose arrays are sound.
+        segments: segments with sound arrays.
         vocabulary_size: largest token id plus one.
-        stride: occurrences that are few.
+        stride: number of occurrences that counts as few.
     """
     whole = [_Run.whole(segment) for segment in segments]
     yield from _divided(whole, (), vocabulary_size, stride)
@@ -130,7 +130,7 @@ def _divided(
 def _bounds(
     runs: Sequence[_Run], depth: int, vocabulary_size: int, stride: int
 ) -> NDArray[np.int64]:
-    """Return tokens between which a range may end: between two there are few occurrences.
+    """Return tokens at which ranges may end, with few occurrences between two of them.
 
     Or there is a single token between them.
     """
@@ -150,14 +150,14 @@ def count_range(
 ) -> list[Level]:
     """Return levels 2 to 4 of the n-grams of a range, each sorted by parent and token.
 
-    Their counts are exact, over all segments. A pair that several ranges have for a prefix is in
-    all of these, with its own count.
+    Counts are exact, over all segments. A pair that is the prefix of several ranges is in all of
+    them, with its own count.
 
     Args:
         segments: as for `plan_ranges`.
-        each: of the ranges that it yielded.
+        each: one of the ranges that it yielded.
         vocabulary_size: largest token id plus one.
-        stride: occurrences that are counted together.
+        stride: occurrences to count at a time.
     """
     dtype = token_dtype(vocabulary_size)
     parts = [_nothing(dtype)]
@@ -197,15 +197,15 @@ _TRIPLES: Final = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """Counted n-grams of a range: the part of the trie that begins with it, in a file.
+    """Counted n-grams of a range: its part of the trie, in a file.
 
     Attributes:
-        counted: the range.
-        path: of the file: parents, tokens and codes of levels 2 to 4.
-        sizes: entries of each level.
-        histograms: int64[3, 256], entries of each level by code; a pair that several ranges have
-            for a prefix stands in that of the first.
-        dtype: of tokens.
+        counted: the counted range.
+        path: path of the file, with parents, tokens and codes of levels 2 to 4.
+        sizes: number of entries of each level.
+        histograms: int64[3, 256], entries of each level by code; a pair that is the prefix of
+            several ranges counts in the first.
+        dtype: dtype of tokens.
     """
 
     counted: NgramRange
@@ -215,7 +215,7 @@ class Branches:
     dtype: np.dtype[Any]
 
     def levels(self) -> list[Level]:
-        """Return levels 2 to 4 with codes for counts, mapped."""
+        """Return levels 2 to 4, mapped, with codes instead of counts."""
         content = map_array(self.path, np.dtype(np.uint8))
         columns, begin = [], 0
         for dtype in (POSITION_DTYPE, self.dtype, COUNT_DTYPE):
@@ -234,14 +234,14 @@ def write_branches(
     path: Path,
     stride: int = STRIDE,
 ) -> Branches:
-    """Count the n-grams of a range, drop those that have no entry in any table, and write them.
+    """Count the n-grams of a range, drop those that never have an entry, and write the others.
 
     Args:
-        segments: whose arrays are sound.
-        counted: the range.
+        segments: segments with sound arrays.
+        counted: the counted range.
         vocabulary_size: largest token id plus one.
-        path: of the file.
-        stride: occurrences that are counted together.
+        path: path of the file.
+        stride: occurrences to count at a time.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -263,11 +263,12 @@ def write_branches(
 def joined(branches: Iterable[Branches]) -> Iterator[list[Level]]:
     """Yield the entries of all branches in the order of the format, in pieces of levels 2 to 4.
 
-    In each piece, parents are numbered from its own first entry on. A piece without entries of a
-    level may continue with children of that level's last entry.
+    In each piece, parents are numbered from its first entry. A piece without entries of a level may
+    continue with children of that level's last entry.
 
     Args:
-        branches: in the order of their ranges; those with a prefix, of all that have its token.
+        branches: branches in the order of their ranges; if ranges have a prefix, all ranges of its
+            token.
     """
     for is_divided, group in groupby(branches, lambda each: each.counted.prefix[:1]):
         if is_divided:
@@ -278,27 +279,27 @@ def joined(branches: Iterable[Branches]) -> Iterator[list[Level]]:
 
 
 def _by_pair(group: Iterable[Branches]) -> Iterator[tuple[Any, Iterator[Branches]]]:
-    """Divide the branches of one first token into those of one pair, and others by themselves."""
+    """Divide the branches of one first token into groups of one pair, and single others."""
     return groupby(
         group, lambda each: each.counted.prefix[1:] or (each.counted.begin, each.counted.end)
     )
 
 
 class _Range:
-    """Branches whose entries of one level may have to be mixed with those of others."""
+    """Branches whose entries of one level may have to be merged with those of others."""
 
     def __init__(self, branches: Branches, level: int) -> None:
         self._levels, self._level = branches.levels(), level
         codes = self._levels[level].counts
         self.codes = np.unique(codes).tolist()
-        rising = codes[::-1]  # entries stand by falling code: all of one parent
+        rising = codes[::-1]  # entries are in order of descending code, all of one parent
         self._ends = {
             code: len(codes) - int(np.searchsorted(rising, code, side="left"))
             for code in self.codes
         }
 
     def with_code(self, code: int) -> Iterator[list[Level]]:
-        """Yield the entries that have this code, and all that begins with them."""
+        """Yield the entries with this code, and everything that begins with them."""
         if end := self._ends.get(code):
             above = [each for each in self._ends.values() if each < end]
             yield _subtrees(self._levels, self._level, max(above, default=0), end)
@@ -313,7 +314,7 @@ class _Pair:
         self.codes = self._pair.counts.tolist()
 
     def with_code(self, code: int) -> Iterator[list[Level]]:
-        """Yield the pair, if it has this code, and then all that begins with it."""
+        """Yield the pair, if it has this code, and then everything that begins with it."""
         if code in self.codes:
             nothing = Level(*(column[:0] for column in _columns(self._pair)))
             yield [self._pair, *[nothing] * (MAX_ORDER - 2)]
@@ -326,16 +327,16 @@ def _member(branches: Sequence[Branches]) -> _Range | _Pair:
 
 
 def _by_code(members: Sequence[_Range | _Pair]) -> Iterator[list[Level]]:
-    """Yield entries of one parent by falling code, and those of one code in order of tokens."""
+    """Yield entries of one parent by descending code, and those of one code in order of tokens."""
     for code in sorted({code for each in members for code in each.codes}, reverse=True):
         for each in members:
             yield from each.with_code(code)
 
 
 def _subtrees(levels: Sequence[Level], level: int, begin: int, end: int) -> list[Level]:
-    """Return the entries of a level from `begin` up to `end`, and all that begins with them.
+    """Return the entries of a level from `begin` up to `end`, and everything that begins with them.
 
-    Of the levels below nothing, so that their parents mean nothing.
+    Lower levels are empty, so the parents of this level have no meaning.
     """
     found = [Level(*(column[:0] for column in _columns(each))) for each in levels[:level]]
     offset = 0

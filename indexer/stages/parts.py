@@ -21,13 +21,13 @@ from indexer.format.records import Document, SegmentRecord
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenisedDocument:
-    """A document on its way into a part.
+    """A tokenised document to write into a part.
 
     Attributes:
-        name: where it came from.
-        licence: empty where unknown.
+        name: name of its source.
+        licence: licence; empty if unknown.
         tokens: uint16[n] or uint32[n], n ≥ 1, separator not included.
-        text: None where the document came as tokens.
+        text: text; None if the document came as tokens.
     """
 
     name: str
@@ -36,20 +36,20 @@ class TokenisedDocument:
     text: str | None = None
 
     def digest(self) -> bytes:
-        """Return bytes that are equal for equal documents."""
+        """Return a digest that is equal for equal documents."""
         return digest_of(self.tokens.data if self.text is None else self.text.encode("utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A folder of documents with their tokens: one that a build wrote, or a segment.
+    """A folder of documents with their tokens, written by a build, or a segment.
 
     Attributes:
-        folder: which holds `TOKENS_FILE`, `DOCUMENT_FILES` and, if texts are kept, `TEXTS_FILE`.
-        num_documents: documents in it.
-        num_tokens: tokens in it, separators not counted.
-        licences: what the numbers in the documents' licences stand for.
-        keeps_texts: whether the texts are there.
+        folder: folder with `TOKENS_FILE`, `DOCUMENT_FILES` and, if texts are kept, `TEXTS_FILE`.
+        num_documents: number of documents.
+        num_tokens: number of tokens, without separators.
+        licences: licences that the documents' licence numbers refer to.
+        keeps_texts: whether the texts are kept.
     """
 
     folder: Path
@@ -60,23 +60,23 @@ class Part:
 
     @classmethod
     def of_segment(cls, folder: Path, record: SegmentRecord) -> Self:
-        """Return a segment as a part: it still holds its documents and tokens."""
+        """Return a segment as a part, since it still has its documents and tokens."""
         return cls(
             folder, record.num_documents, record.num_tokens, record.licences, record.keeps_texts
         )
 
     @property
     def whole(self) -> tuple[tuple[int, int]]:
-        """Begin and end of the range of all its documents."""
+        """The range of all its documents."""
         return ((0, self.num_documents),)
 
     @property
     def length(self) -> int:
-        """Tokens and separators in it."""
+        """Number of tokens and separators."""
         return self.num_tokens + self.num_documents
 
     def tokens(self, dtype: np.dtype[Any]) -> Tokens:
-        """Return the tokens, mapped: documents one after the other, a separator after each."""
+        """Return the tokens, mapped: documents one after another, each followed by a separator."""
         tokens: Tokens = map_array(self.folder / TOKENS_FILE, dtype)
         if len(tokens) != self.length:
             raise DamagedIndexError(f"{self.folder / TOKENS_FILE} has another size than was built")
@@ -90,7 +90,7 @@ class Part:
         """Yield name, licence and text of each document, if texts are kept.
 
         Raises:
-            DamagedIndexError: the file of texts is not what was written.
+            DamagedIndexError: the texts file is damaged.
         """
         for line in self.text_lines(self.whole):
             try:
@@ -100,13 +100,13 @@ class Part:
                 raise _damaged_texts(self.folder) from error
 
     def text_lines(self, runs: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """Yield the lines of the file of texts for some documents.
+        """Yield the lines of the texts file for some documents.
 
         Args:
-            runs: begins and ends of ranges of their numbers, rising and not empty.
+            runs: starts and ends of ranges of their numbers, ascending and not empty.
 
         Raises:
-            DamagedIndexError: the file of texts is not what was written.
+            DamagedIndexError: the texts file is damaged.
         """
         lines = enumerate(self._all_text_lines())
         for begin, end in runs:
@@ -128,15 +128,15 @@ class Part:
 
 
 class PartWriter:
-    """Writes a part, document by document; memory holds the names and no more.
+    """Writes a part, document by document; only the names are held in memory.
 
     Args:
-        folder: to be made; a part that was left unfinished there is written over.
-        dtype: of tokens.
-        keeps_texts: whether to store the texts of the documents, which must have one.
+        folder: folder to create; an unfinished part there is overwritten.
+        dtype: dtype of tokens.
+        keeps_texts: whether to store the texts, which the documents must then have.
 
     Raises:
-        IndexerError: the disk is full or refuses; from every method.
+        IndexerError: the disk is full or refuses; raised by every method.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], *, keeps_texts: bool = False) -> None:
@@ -173,7 +173,7 @@ class PartWriter:
                 self._texts.write(text_line(document) + b"\n")
 
     def close(self) -> Part:
-        """Write the documents' table and return the part."""
+        """Write the document table and return the part."""
         table = self._documents.table()
         with writing_to(self.folder):
             self._stack.close()
@@ -189,24 +189,24 @@ class PartWriter:
         )
 
     def discard(self) -> None:
-        """Close the files of a part that is not finished."""
+        """Close the files of an unfinished part."""
         with suppress(OSError):  # a full disk refuses the buffered bytes
             self._stack.close()
 
 
 def text_stream(path: Path) -> Any:
-    """Return a stream that compresses lines into a file of texts."""
+    """Return a stream that compresses lines into a texts file."""
     return zstd.open(path, "wb", level=6)
 
 
 def text_line(document: TokenisedDocument) -> bytes:
-    """Return the JSON of a document in a file of texts."""
+    """Return the JSON line of a document in a texts file."""
     fields = {"licence": document.licence, "name": document.name, "text": document.text}
     return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
 def kept_runs(kept: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return where runs of true begin and end."""
+    """Return the starts and ends of runs of true."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 

@@ -31,14 +31,14 @@ _TOP: Final = MAX_ORDER - 2
 
 @dataclass(frozen=True, slots=True)
 class CountTask:
-    """All that `count_branches` needs to know.
+    """The arguments of `count_branches`.
 
     Attributes:
-        index_folder: the index's directory.
-        segments: those whose n-grams are counted.
+        index_folder: directory of the index.
+        segments: segments whose n-grams are counted.
         vocabulary_size: largest token id plus one.
-        counted: the range of n-grams.
-        path: of the file to be written.
+        counted: range of n-grams to count.
+        path: path of the file to write.
     """
 
     index_folder: Path
@@ -49,10 +49,10 @@ class CountTask:
 
 
 def count_branches(task: CountTask) -> Branches:
-    """Count the n-grams of a range; may run in any process that sees the index, and again.
+    """Count the n-grams of a range; may run in any process that sees the index, and may run again.
 
     Raises:
-        DamagedIndexError: a segment is not what was written.
+        DamagedIndexError: a segment is damaged.
         IndexerError: the disk is full or refuses.
     """
     segments = _opened(task.index_folder, task.segments, task.vocabulary_size)
@@ -69,22 +69,22 @@ def write_phrases(  # noqa: PLR0913, PLR0917
 ) -> dict[str, FileRecord]:
     """Write the phrase tables of all documents in segments; docs/reference/format.md says which.
 
-    Memory holds one range of n-grams for each process, whatever the corpus. The scratch folder
-    needs two to three bytes for each token of it.
+    Each process holds one range of n-grams in memory, regardless of the corpus size. The scratch
+    folder needs two to three bytes per token of the corpus.
 
     Args:
         engine: where to count.
-        index_folder: the index's directory.
-        records: of its segments.
+        index_folder: directory of the index.
+        records: records of its segments.
         vocabulary_size: largest token id plus one.
-        scratch: a folder for temporary files.
-        place: the folder of the tables.
+        scratch: folder for temporary files.
+        place: folder of the tables.
 
     Returns:
         The records of `PHRASE_FILES`.
 
     Raises:
-        DamagedIndexError: a segment is not what was written.
+        DamagedIndexError: a segment is damaged.
         IndexerError: the disk is full or refuses.
     """
     segments = _opened(index_folder, records, vocabulary_size)
@@ -99,12 +99,12 @@ def write_phrases(  # noqa: PLR0913, PLR0917
 def join_branches(
     branches: Sequence[Branches], counts: NDArray[np.int64], place: Path
 ) -> dict[str, FileRecord]:
-    """Write tables of the most frequent entries of all branches; return the files' records.
+    """Write tables of the most frequent entries of all branches; return the records of the files.
 
     Args:
-        branches: of all ranges, in order.
+        branches: branches of all ranges, in order.
         counts: int64[vocabulary size], occurrences of each token.
-        place: the folder of the tables.
+        place: folder of the tables.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -131,7 +131,7 @@ def token_counts(segments: Iterable[Segment], vocabulary_size: int) -> NDArray[n
 class _TableFiles:
     """Writes the files of levels 2 to 4, piece by piece.
 
-    The successors of an entry begin where those of all entries before end, so `starts` are written
+    The successors of an entry begin where those of the previous entry end, so `starts` are written
     together with their entries.
     """
 
@@ -157,7 +157,7 @@ class _TableFiles:
                 self._files[f"starts{number + 2}"].write(end.data)
 
     def add(self, levels: Sequence[Level]) -> None:
-        """Append entries, as `joined` yields them."""
+        """Append entries in the form that `joined` yields."""
         pairs = levels[0].parents
         if len(pairs):
             first = int(pairs[0])

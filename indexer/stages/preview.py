@@ -1,4 +1,4 @@
-"""What a build or an addition would index, without writing anything."""
+"""Preview of what a build or an addition would index, without writing anything."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from indexer.stages.gathering import DUPLICATE, first_of
 from indexer.stages.tokenise import UsableText, usable_texts
 
 _MAX_FILES: Final = 10
-"""Files that people are shown: they fit on a screen."""
+"""Most files to show; they fit on a screen."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviewedFile:
-    """A file that would be read: its form, and how many documents it holds, equal ones too."""
+    """A file that would be read: its form, and its number of documents, including equal ones."""
 
     name: str
     form: str
@@ -38,10 +38,10 @@ class Preview:
     """What would be indexed.
 
     Attributes:
-        files: those that would be read, in order.
-        samples: some documents: the first of each of the first pieces.
-        num_bytes: text of these documents in UTF-8.
-        tally: what is skipped and why, equal documents too, and the conversations.
+        files: files that would be read, in order.
+        samples: first documents of the first pieces.
+        num_bytes: size of the text to index, in UTF-8.
+        tally: counts of what is skipped and why, including equal documents, and of conversations.
     """
 
     files: tuple[PreviewedFile, ...]
@@ -50,7 +50,7 @@ class Preview:
     tally: BuildTally
 
     def to_json(self) -> dict[str, Any]:
-        """Return the preview for machines to read."""
+        """Return the preview as JSON values."""
         return {
             "documents": self.tally.num_documents,
             "bytes": self.num_bytes,
@@ -66,7 +66,7 @@ class Preview:
         }
 
     def describe(self) -> str:
-        """Return the preview for people to read, but for the samples."""
+        """Return the preview as text, without the samples."""
         files = [
             f"  {file.name}: {file.form}, {counted_of(file.num_documents, 'document')}"
             for file in self.files[:_MAX_FILES]
@@ -91,15 +91,15 @@ def preview_of(
     options: BuildOptions,
     known: Sequence[NDArray[np.uint8]] = (),
 ) -> Preview:
-    """Read sources as a build does, up to where texts would be tokenised.
+    """Read sources as a build does, up to the point at which texts would be tokenised.
 
     Args:
         sources: as for `build_index`.
         options: as for `build_index`.
-        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
 
     Raises:
-        SourceError: a source does not exist, or consists of tables without a usable column.
+        SourceError: a source does not exist, or has only tables without a usable column.
     """
     tally = BuildTally()
     files: dict[str, PreviewedFile] = {}
@@ -123,26 +123,26 @@ def preview_of(
 
 
 class _Found:
-    """The documents that were found: a digest and a size of each, which is all that is kept."""
+    """The documents found: only a digest and a size of each are kept."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
         self._sizes = array("q")
 
     def add(self, text: UsableText) -> None:
-        """Take in a document."""
+        """Add a document."""
         self._digests += digest_of(text.text.encode("utf-8"))
         self._sizes.append(text.num_bytes)
 
     def count(
         self, tally: BuildTally, known: Sequence[NDArray[np.uint8]], *, deduplicate: bool
     ) -> int:
-        """Count the documents that would be indexed and the equal ones; return the former's bytes.
+        """Count the documents to index and the equal ones; return the bytes of the former.
 
         Args:
-            tally: counts them.
-            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
-            deduplicate: whether equal ones are left out.
+            tally: tally to update.
+            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
+            deduplicate: whether equal documents are left out.
         """
         sizes = np.frombuffer(self._sizes, np.int64)
         if deduplicate:

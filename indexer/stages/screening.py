@@ -1,4 +1,4 @@
-"""Screening what gets into an index, as the plugin `screening` does it: what a build asks of it."""
+"""The interface between a build and the plugin `screening`, which screens documents."""
 
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -16,7 +16,7 @@ class Screener(Protocol):
     """Screens documents one by one."""
 
     def screen(self, name: str, text: str, licence: str) -> tuple[str, str, str] | None:
-        """Return name, text and licence as they may be indexed; None if the document may not."""
+        """Return name, text and licence as they may be indexed; None if the document may not be."""
         ...
 
     def take_tally(self) -> ScreenTally:
@@ -25,42 +25,42 @@ class Screener(Protocol):
 
 
 class Screening(Protocol):
-    """What is screened for; can be pickled and hashed."""
+    """Options of a screening; can be pickled and hashed."""
 
     @property
     def record(self) -> ScreeningRecord:
-        """What an index of documents that were so screened says of itself; no phrase is in it."""
+        """The record of this screening in an index, without any phrase."""
         ...
 
     @property
     def key(self) -> str:
-        """A checksum of all that a result depends on."""
+        """A checksum of everything that a result depends on."""
         ...
 
     def at_least(self, before: ScreeningRecord, index: Path) -> "Screening":
-        """Return it with what the documents of an index were screened for before.
+        """Return the options extended by the earlier screening of an index.
 
         Raises:
-            IndexerError: a list of phrases was left out before, and is not named.
+            IndexerError: the index was screened with a list of phrases, which is not given now.
         """
         ...
 
     def screener(self) -> Screener:
-        """Return what screens in this process."""
+        """Return the screener of this process."""
         ...
 
 
 def screened_as(before: ScreeningRecord, asked: Screening | None, index: Path) -> Screening | None:
-    """Return how documents of an index are screened: as those that were there before, at least.
+    """Return the screening of new documents of an index, at least that of the existing ones.
 
     Args:
-        before: of these.
-        asked: of those that come.
-        index: its folder, for messages.
+        before: screening of the existing documents.
+        asked: requested screening of new documents.
+        index: folder of the index, for messages.
 
     Raises:
-        MissingPluginError: documents were screened before, and the plugin is not there.
-        IndexerError: a list of phrases was left out before, and is not named.
+        MissingPluginError: documents were screened before, and the plugin is not installed.
+        IndexerError: the index was screened with a list of phrases, which is not given now.
     """
     if before == NOT_SCREENED:
         return asked
@@ -71,5 +71,5 @@ def screened_as(before: ScreeningRecord, asked: Screening | None, index: Path) -
 
 
 def record_of(screen: Screening | None) -> ScreeningRecord:
-    """Return what an index says of its screening."""
+    """Return the record of a screening in an index."""
     return NOT_SCREENED if screen is None else screen.record

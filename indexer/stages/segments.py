@@ -1,4 +1,4 @@
-"""Writing segments: documents of parts or of older segments, joined, sorted and stored."""
+"""Writing segments: documents of parts or older segments are joined, sorted and stored."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,27 +32,27 @@ from indexer.format.records import FileRecord, SegmentRecord
 from indexer.stages.parts import Part, text_stream
 
 _STRIDE: Final = 1 << 20
-"""Elements that are converted together: temporary arrays stay at a few MB."""
+"""Elements to convert at a time, so that temporary arrays take a few MB."""
 
 _FIXED_BYTES: Final = 64 << 20
 """Memory for temporary arrays of a stride, and for the library."""
 
 
 def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
-    """Return the positions that hold no separator, in the order of the tokens that follow.
+    """Return the positions without a separator, in the order of the tokens from there on.
 
-    The order is lexicographic, of unsigned integers, over the tokens from the position to the end
-    of the array; a suffix that is a prefix of another comes first. The big-endian bytes of
-    integers compare as the integers do, so libdivsufsort sorts the bytes, and positions inside a
-    token are dropped. It needs, per byte that it sorts, five bytes of memory (nine from 2**31
-    bytes on), and the argument may be mapped: it is read from its beginning to its end.
+    The order is lexicographic, over unsigned integers, for the tokens from the position to the end
+    of the array; a suffix that is a prefix of another comes first. Big-endian bytes of integers
+    compare like the integers, so libdivsufsort sorts the bytes, and positions inside a token are
+    dropped. It needs five bytes of memory per sorted byte (nine from 2**31 bytes). The argument may
+    be mapped, since it is read sequentially.
 
     Args:
         tokens: uint16[n] or uint32[n], n < 2**32, little-endian; the largest value of the dtype is
             the separator.
 
     Returns:
-        uint32[m], m being the number of tokens that are not separators.
+        uint32[m], where m is the number of tokens that are not separators.
     """
     from pydivsufsort import divsufsort  # noqa: PLC0415  (readers of an index do not need it)
 
@@ -65,10 +65,10 @@ def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
 
 
 def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
-    """Return how much memory `sort_suffixes` takes at most, its result included.
+    """Return the most memory that `sort_suffixes` takes, including its result.
 
     Args:
-        num_tokens: of the argument, separators included.
+        num_tokens: number of tokens of the argument, including separators.
         vocabulary_size: largest token id plus one.
     """
     width = (vocabulary_size.bit_length() + 7) // 8
@@ -77,14 +77,14 @@ def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
 
 
 def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint32]:
-    """Return where in the suffix array the suffixes begin that start with each token.
+    """Return the start in the suffix array of the suffixes that begin with each token.
 
     Args:
         tokens: uint16[n] or uint32[n], as `sort_suffixes` takes it.
         vocabulary_size: largest token id plus one.
 
     Returns:
-        uint32[vocabulary_size + 1], the last being the number of suffixes.
+        uint32[vocabulary_size + 1]; the last element is the number of suffixes.
     """
     counts = np.zeros(vocabulary_size + 1, np.int64)
     separator = separator_of(tokens.dtype)
@@ -99,16 +99,16 @@ def suffix_keys(
 ) -> NDArray[np.uint64]:
     """Return the tokens that follow the first one of every `KEY_STRIDE`-th suffix, packed.
 
-    A bisection of these keys reads memory that lies together, and leaves few suffixes to compare.
+    A bisection of these keys reads contiguous memory, and leaves few suffixes to compare.
 
     Args:
         tokens: uint16[n] or uint32[n], as `sort_suffixes` takes it.
-        suffixes: uint32[m], as it returns them.
+        suffixes: uint32[m], as `sort_suffixes` returns them.
         vocabulary_size: largest token id plus one.
 
     Returns:
         uint64[m / KEY_STRIDE, rounded up]: from the highest used bits down, as many tokens as fit;
-        `vocabulary_size` stands for a separator and for what lies beyond the end.
+        `vocabulary_size` is a separator or anything beyond the end.
     """
     bits = np.uint64(key_bits(vocabulary_size))
     sampled = suffixes[::KEY_STRIDE]
@@ -125,10 +125,10 @@ def suffix_keys(
 
 
 def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
-    """Return big-endian keys of the fewest bytes that hold all ids, and their width.
+    """Return big-endian keys of the fewest bytes that fit all ids, and their width.
 
-    Fewer bytes are faster to sort. The separator becomes the largest key, and the largest id must
-    stay below it.
+    Fewer bytes sort faster. The separator becomes the largest key, and the largest id must stay
+    below it.
     """
     is_separator = tokens == separator
     largest = int(tokens.max(where=~is_separator, initial=0))
@@ -141,10 +141,10 @@ def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
 
 
 def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.uint32]:
-    """Keep the byte positions at which a token begins, as token positions, separators dropped.
+    """Return the token positions for byte positions at which a token begins, without separators.
 
-    Separators are the largest keys, so the suffixes that start with one stand last. The positions
-    take the place of what has been read of `order`, whose elements are no smaller.
+    Separators are the largest keys, so the suffixes that start with one come last. The positions
+    overwrite the part of `order` that has been read, whose elements are at least as large.
     """
     positions = order.view(POSITION_DTYPE)[:num_suffixes]
     filled = 0
@@ -158,13 +158,14 @@ def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.u
 
 
 MAX_SEGMENT_TOKENS: Final = 64_000_000
-"""Sorting a segment of this size takes 0.7 to 1 GB of memory, by the size of the vocabulary."""
+"""Default size of a segment; sorting one takes 0.7 to 1 GB of memory, depending on the
+vocabulary."""
 
 _BYTES_PER_VOCABULARY_ENTRY: Final = 16
-"""Memory for each entry of `starts` while a segment is written: counts of eight bytes, twice."""
+"""Memory per entry of `starts` while a segment is written: two counts of eight bytes."""
 
 _BYTES_PER_DOCUMENT: Final = 512
-"""Memory for each document while a segment is written: its row in the tables, its name twice."""
+"""Memory per document while a segment is written: its row in the tables, and its name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class Piece:
     """Documents of a part that go into one segment.
 
     Attributes:
-        part: where they are.
+        part: part of the documents.
         runs: begins and ends of ranges of their numbers, rising and not empty.
     """
 
@@ -189,12 +190,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SegmentTask:
-    """All that `write_segment` needs to know.
+    """The arguments of `write_segment`.
 
     Attributes:
-        folder: of the segment, to be made; nothing in it is published.
-        name: of the segment.
-        pieces: the documents, in order; one at least.
+        folder: folder of the segment, to create; nothing in it is published.
+        name: name of the segment.
+        pieces: documents in order; at least one.
         vocabulary_size: largest token id plus one.
         key: see `kept_results.Task`.
     """
@@ -207,7 +208,7 @@ class SegmentTask:
 
     @property
     def memory_bytes(self) -> int:
-        """How much memory `write_segment` takes at most."""
+        """The most memory that `write_segment` takes."""
         num_documents = sum(end - begin for piece in self.pieces for begin, end in piece.runs)
         num_tokens = sum(piece.length for piece in self.pieces)
         return (
@@ -220,18 +221,18 @@ class SegmentTask:
 def write_segment(task: SegmentTask) -> SegmentRecord:
     """Join, sort and write a segment; overwrites a folder of its name.
 
-    Depends on nothing but its argument and the files of the parts: may run in any process that
-    sees them, and again.
+    It depends only on its argument and the files of the parts, so it may run in any process that
+    sees them, and may run again.
 
     Raises:
-        DamagedIndexError: a part is not what was written.
+        DamagedIndexError: a part is damaged.
         IndexerError: the disk is full or refuses.
     """
     folder, dtype = task.folder, token_dtype(task.vocabulary_size)
     columns, documents = _joined(task.pieces, dtype)
     files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
     files[TOKENS_FILE] = write_columns(folder / TOKENS_FILE, columns)
-    tokens: Tokens = map_array(folder / TOKENS_FILE, dtype)  # pages that the system can take back
+    tokens: Tokens = map_array(folder / TOKENS_FILE, dtype)  # the system can reclaim its pages
     starts = first_token_starts(tokens, task.vocabulary_size)
     files[STARTS_FILE] = write_array(folder / STARTS_FILE, starts)
     if all(piece.part.keeps_texts for piece in task.pieces):
@@ -249,11 +250,11 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
 
 
 def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of one segment after the other, divided between documents.
+    """Yield the pieces of one segment after another, divided between documents.
 
     Args:
-        pieces: in order.
-        most: tokens and separators of a segment, unless it is a single document.
+        pieces: pieces in order.
+        most: most tokens and separators of a segment, unless it is a single document.
 
     Raises:
         IndexerError: a document has more tokens than a segment can address.
@@ -294,7 +295,7 @@ def _pieces(gathered: Iterable[tuple[Part, list[tuple[int, int]]]]) -> list[Piec
 
 
 def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[list[Tokens], DocumentTable]:
-    """Return the tokens of all pieces, one after the other and mapped, and their documents."""
+    """Return the tokens of all pieces, concatenated and mapped, and their documents."""
     tables, columns, offsets, length = [], [], [], 0
     for piece in pieces:
         documents, tokens = piece.part.documents(), piece.part.tokens(dtype)

@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 EMPTY: Final = "empty"
 
 _BATCH_BYTES: Final = 1 << 20
-"""Bytes of texts that are tokenised together: enough to keep many cores busy."""
+"""Bytes of texts per batch: enough to keep many cores busy."""
 
 _PIECE_CHARACTERS: Final = 1 << 18
-"""Characters of a long text that are tokenised at once: at most a batch, at four bytes each."""
+"""Characters of a piece of a long text: at most a batch, at four bytes each."""
 
 _BYTES_PER_BYTE: Final = 200
-"""Memory for a byte of text that is tokenised: measured are up to 191, for texts of one token per
+"""Memory per byte of text that is tokenised; up to 191 were measured, for texts of one token per
 byte."""
 
 _COPIES: Final = 12
-"""Memory for a byte of the longest document: its text as read, decoded and cut, and its tokens."""
+"""Memory per byte of the longest document: its text as read, decoded and cut, and its tokens."""
 
 _FIXED_BYTES: Final = 96 << 20
-"""Memory of the tokenizer itself: measured are 45 MB for a vocabulary of 49,152."""
+"""Memory of the tokenizer itself; 45 MB were measured for a vocabulary of 49,152."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ def usable_texts(
     tally: BuildTally,
     screening: Screening | None = None,
 ) -> Iterator[UsableText]:
-    """Yield the documents that hold text and are not too long, screened; count the others.
+    """Yield the documents that have text and are not too long, screened; count the others.
 
     Args:
-        documents: as they were read.
-        max_document_bytes: longer ones are left out.
-        tally: counts them.
+        documents: documents as read.
+        max_document_bytes: longer documents are left out.
+        tally: tally to update.
         screening: what to keep out of the index.
     """
     screen = None if screening is None else screening.screener()
@@ -77,7 +77,7 @@ def usable_texts(
         name, text = document.name, document.text
         try:
             num_bytes = len(text.encode("utf-8"))
-        except UnicodeEncodeError:  # half a surrogate pair, which JSON allows
+        except UnicodeEncodeError:  # a lone surrogate, which JSON allows
             text = whole_characters(text)
             num_bytes = len(text.encode("utf-8"))
             tally.skip(HALF_CHARACTER, name)
@@ -98,7 +98,7 @@ def usable_texts(
 def _screened(
     document: SourceDocument, screen: Screener, tally: BuildTally
 ) -> Iterator[UsableText]:
-    """Yield the document if anything of it may be indexed; count it otherwise."""
+    """Yield the document if any of it may be indexed; otherwise count it."""
     screened = screen.screen(document.name, document.text, document.licence)
     if screened is None:
         tally.skipped[EXCLUDED] += 1
@@ -111,7 +111,7 @@ def _screened(
 
 
 def tokenising_bytes(largest_document_bytes: int) -> int:
-    """Return how much memory reading and `tokenise` take at most.
+    """Return the most memory that reading and `tokenise` take.
 
     Args:
         largest_document_bytes: size of the longest text in UTF-8.
@@ -122,13 +122,13 @@ def tokenising_bytes(largest_document_bytes: int) -> int:
 def tokenise(
     documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: BuildTally
 ) -> Iterator[TokenisedDocument]:
-    """Yield the tokens of every document that has any, in order; count tokens and empty ones.
+    """Yield the tokens of every document that has any, in order; count tokens and empty documents.
 
     Args:
-        documents: to be tokenised.
-        encoder: of `stored_encoder`.
-        dtype: of tokens.
-        tally: counts.
+        documents: documents to tokenise.
+        encoder: encoder from `stored_encoder`.
+        dtype: dtype of tokens.
+        tally: tally to update.
     """
     for batch in _batches(documents):
         for document, tokens in zip(batch, _tokens(batch, encoder, dtype), strict=True):
@@ -154,7 +154,7 @@ def _encoded(texts: list[str], encoder: Any, dtype: np.dtype[Any]) -> list[Token
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text behind line ends, where there are none behind spaces, else anywhere.
+    """Cut a long text after line breaks, else after spaces, else anywhere.
 
     A tokenizer takes some two hundred times the memory of a text. A cut may change the tokens next
     to it, which costs drafts there a token or two.
@@ -169,7 +169,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def stored_form(tokenizer: "CoreTokenizer | PreTrainedTokenizerBase") -> bytes:
-    """Return a tokenizer's core as an index stores it: its JSON, compressed.
+    """Return a tokenizer's core as an index stores it: compressed JSON.
 
     Raises:
         TokenizerError: the tokenizer is of a kind that cannot tokenise in parallel.
@@ -184,10 +184,10 @@ def stored_form(tokenizer: "CoreTokenizer | PreTrainedTokenizerBase") -> bytes:
 
 
 def stored_encoder(path: Path) -> Any:
-    """Return the stored tokenizer's core, which neither cuts nor pads.
+    """Return the stored tokenizer's core, which neither truncates nor pads.
 
     Raises:
-        TokenizerError: the file is not what `stored_form` made.
+        TokenizerError: the file is not from `stored_form`.
     """
     try:
         return _encoder_of(path.read_bytes())
@@ -200,7 +200,7 @@ def stored_encoder(path: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _encoder_of(stored: bytes) -> Any:
-    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+    from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
     content = zstd.decompress(stored)
     encoder = Tokenizer.from_str(content.decode("utf-8"))

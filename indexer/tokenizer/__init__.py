@@ -1,7 +1,8 @@
 """Finding and loading models' tokenizers, and the properties that an index depends on.
 
-transformers takes seconds to import, so it is imported where it is used: an index can be opened
-and searched without it, and built without it where the tokenizers library does the same alone.
+transformers takes seconds to import, so it is imported only where it is used. An index can be
+opened and searched without it, and built without it if the tokenizers library alone gives the same
+result.
 """
 
 from indexer.tokenizer.chats import encode_chat, encode_prompt

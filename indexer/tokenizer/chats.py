@@ -19,13 +19,13 @@ def encode_prompt(
     """Return a prompt's token ids as its model would see them.
 
     Args:
-        tokenizer: the model's.
-        text: what a user says, or a text to go on from.
-        is_chat: put the text into the tokenizer's chat template, where it has one.
-        system: what the template's system message says; `None` leaves it to the template.
+        tokenizer: tokenizer of the model.
+        text: what a user says, or a text to continue.
+        is_chat: whether to put the text into the tokenizer's chat template, if it has one.
+        system: system message for the template; `None` leaves it to the template.
 
     Raises:
-        TokenizerError: there is no template for a system message, or it cannot take one.
+        TokenizerError: there is no template for a system message, or it does not accept one.
     """
     if not is_chat or not tokenizer.chat_template:
         if system is not None:
@@ -42,14 +42,14 @@ def encode_prompt(
 def encode_chat(
     tokenizer: "CoreTokenizer | PreTrainedTokenizerBase", messages: list[dict[str, str]]
 ) -> list[int]:
-    """Return the token ids of a conversation, up to where the model answers.
+    """Return the token ids of a conversation, up to the start of the model's answer.
 
     Args:
-        tokenizer: the model's, with a chat template.
+        tokenizer: tokenizer of the model, with a chat template.
         messages: objects with `role` and `content`, in order.
 
     Raises:
-        TokenizerError: the template does not take them.
+        TokenizerError: the template does not accept them.
     """
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
@@ -63,7 +63,7 @@ def _rendered(
         )
     except TokenizerError:
         raise
-    # Templates come with models, and each refuses messages with its own errors.
+    # Templates come with models, and each raises its own errors.
     except Exception as error:
         roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
         raise TokenizerError(

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CoreTokenizer:
-    """A model's tokenizer without transformers, which is imported for a chat template alone.
+    """A model's tokenizer without transformers, which is only imported for a chat template.
 
     Attributes:
-        backend_tokenizer: of the tokenizers library; it neither cuts nor pads.
+        backend_tokenizer: tokenizer of the tokenizers library; it neither truncates nor pads.
         all_special_ids: ids of special tokens, as transformers names them.
-        name_or_path: what it was loaded by.
-        chat_template: in Jinja; `None` where there is none.
+        name_or_path: name that it was loaded by.
+        chat_template: Jinja chat template; `None` if there is none.
         special_tokens_map: names and texts of the tokens that the template may use.
     """
 
@@ -29,16 +29,16 @@ class CoreTokenizer:
     special_tokens_map: Mapping[str, str] = field(default_factory=dict)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens, added ones included."""
+        """Return the ids of all tokens, including added ones."""
         return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's ids."""
+        """Return the ids of a text."""
         encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, special tokens included and spaces as they are."""
+        """Return the text of ids, including special tokens and with spaces unchanged."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def get_chat_template(self) -> str | None:
@@ -52,10 +52,10 @@ class CoreTokenizer:
         tokenize: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return a conversation as the chat template writes it, by transformers' own rendering.
+        """Return a conversation as the chat template writes it, rendered by transformers.
 
         Raises:
-            ValueError: there is no template, or ids are asked for.
+            ValueError: there is no template, or ids are requested.
             TokenizerError: transformers is not installed.
         """
         with needing_transformers("a chat template"):

@@ -1,7 +1,7 @@
-"""Tokenizers made from a model's files by the tokenizers library alone.
+"""Tokenizers made from a model's files with only the tokenizers library.
 
-Only where transformers is known to do the same: it reads some files as they are, and rebuilds
-others from their vocabularies by rules of its own. The tests compare both, byte by byte.
+Only if transformers is known to do the same: it reads some files unchanged, and rebuilds others
+from their vocabularies by its own rules. The tests compare both, byte by byte.
 """
 
 import json
@@ -26,13 +26,13 @@ NAMED_TOKENS: Final = (
     "cls_token",
     "mask_token",
 )
-"""Of transformers: a template may use them, and they count as special."""
+"""Names of special tokens in transformers: a template may use them, and they count as special."""
 
 READ_AS_IT_IS: Final = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
-"""Classes of transformers that take a `tokenizer.json` as it is."""
+"""Classes of transformers that take a `tokenizer.json` unchanged."""
 
 FREE_TYPES: Final = frozenset({"llama", "smollm3", "olmo2", "granite", "gpt_oss", "deepseek_v3"})
-"""Kinds of models for which transformers takes the class that the tokenizer's settings name."""
+"""Model types for which transformers uses the class that the tokenizer's settings name."""
 
 _PLAIN_SETTINGS: Final = frozenset(
     {
@@ -52,14 +52,14 @@ _PLAIN_SETTINGS: Final = frozenset(
         "truncation_side",
     }
 )
-"""Settings of a tokenizer that change no id; `add_bos_token` and the like are not among them."""
+"""Settings of a tokenizer that do not change ids; `add_bos_token` and the like do."""
 
 _LLAMA_3_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GGUF_SPLITS: Final = {"smollm": None, "gpt-2": None, "llama-bpe": _LLAMA_3_SPLIT}
-"""How texts are split before merges, by what GGUF files call it; `None` as GPT-2 does."""
+"""Split patterns of texts before merges, by their names in GGUF files; `None` for that of GPT-2."""
 
 _GGUF_NAMES: Final = {
     "bos_token": "bos",
@@ -70,18 +70,18 @@ _GGUF_NAMES: Final = {
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens in GGUF files."""
 _UNTOLD: Final = "<|endoftext|>"
-"""What transformers adds to a byte-level vocabulary of a GGUF file that lacks it."""
+"""Token that transformers adds to a byte-level vocabulary of a GGUF file that lacks it."""
 
 
 def direct_core(files: ModelFiles, name: str) -> CoreTokenizer | None:
-    """Return a tokenizer from local files; `None` where transformers might do something else.
+    """Return a tokenizer from local files; `None` if transformers might do something else.
 
     Args:
-        files: of the model.
-        name: what it is loaded by.
+        files: files of the model.
+        name: name that it is loaded by.
     """
     folder = Path(files.location)
-    # Whatever is not as expected, and be it no JSON, is for transformers to read or to refuse.
+    # Anything unexpected, even invalid JSON, is left to transformers to read or refuse.
     with suppress(Exception):
         if files.gguf_file is None:
             return _of_folder(folder, name)
@@ -90,8 +90,8 @@ def direct_core(files: ModelFiles, name: str) -> CoreTokenizer | None:
 
 
 def _of_folder(folder: Path, name: str) -> CoreTokenizer | None:
-    """Return the tokenizer of a `tokenizer.json` that transformers takes as it is."""
-    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+    """Return the tokenizer of a `tokenizer.json` that transformers takes unchanged."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
     settings = _json_of(folder / "tokenizer_config.json")
     if not _is_plain(folder, settings):
@@ -116,7 +116,7 @@ def _of_folder(folder: Path, name: str) -> CoreTokenizer | None:
 
 
 def _is_plain(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether transformers takes a folder's `tokenizer.json` as it is, by its class."""
+    """Return whether transformers takes a folder's `tokenizer.json` unchanged, by its class."""
     others = ("tekken.json", "added_tokens.json", "additional_chat_templates")
     if any((folder / each).exists() for each in others):
         return False
@@ -135,7 +135,7 @@ def _template_of(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """Return the chat template.
 
     Raises:
-        TypeError: there are several.
+        TypeError: there are several templates.
     """
     file = folder / "chat_template.jinja"
     template = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
@@ -145,21 +145,21 @@ def _template_of(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _text_of(token: Any) -> str:
-    """Return the text of a token, which is written as text or as an object."""
+    """Return the text of a token, which is given as text or as an object."""
     return str(token if isinstance(token, str) else token["content"])
 
 
 def _json_of(path: Path) -> dict[str, Any]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise TypeError(f"{path} is no object")
+        raise TypeError(f"{path} is not an object")
     return content
 
 
 def _of_gguf(folder: Path, file: str, name: str) -> CoreTokenizer | None:
     """Return the byte-level tokenizer of a Llama's GGUF file."""
     if any(path.suffix in {".json", ".jinja", ".model"} for path in folder.iterdir()):
-        return None  # transformers would read those, too
+        return None  # transformers would read those as well
     metadata = read_metadata(folder / file)
     prefix = "tokenizer.ggml."
     stated = {
@@ -180,8 +180,8 @@ def _of_gguf(folder: Path, file: str, name: str) -> CoreTokenizer | None:
 
 
 def _byte_level(stated: Mapping[str, Any]) -> "Tokenizer":
-    """Return a byte-level tokenizer of the vocabulary that a GGUF file states."""
-    from tokenizers import (  # noqa: PLC0415  (a reader of an index needs none)
+    """Return a byte-level tokenizer with the vocabulary of a GGUF file."""
+    from tokenizers import (  # noqa: PLC0415  (readers of an index do not need it)
         AddedToken,
         Regex,
         Tokenizer,
@@ -221,7 +221,7 @@ def _byte_level(stated: Mapping[str, Any]) -> "Tokenizer":
 def _add_frame(
     core: "Tokenizer", stated: Mapping[str, Any], named: Mapping[str, tuple[str, int]]
 ) -> None:
-    """Have special tokens put around a text, where a GGUF file states that."""
+    """Make the tokenizer add special tokens around a text, if the GGUF file says so."""
     from tokenizers import processors  # noqa: PLC0415  (as above)
 
     begins = stated.get("add_bos_token", False) and "bos_token" in named
@@ -239,14 +239,14 @@ def _add_frame(
 
 
 def _spelling() -> str:
-    """Return the characters that byte-level vocabularies spell the 256 bytes with, in order."""
+    """Return the characters by which byte-level vocabularies write the 256 bytes, in order."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return "".join(chr(byte) if byte in shown else chr(next(others)) for byte in range(256))
 
 
 def _spelt(token: str, alphabet: set[str], spelling: str) -> str:
-    """Return a token in those characters."""
+    """Return a token written in those characters."""
     if set(token) <= alphabet:
         return token
     return "".join(spelling[byte] for byte in token.encode())

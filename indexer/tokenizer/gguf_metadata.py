@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, read without its tensors."""
+"""Metadata of the model in a GGUF file, read without its tensors."""
 
 import mmap
 import struct
@@ -9,7 +9,7 @@ from typing import Any, Final
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _SCALARS: Final = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
-"""Letters of `struct` by the format's number of a type."""
+"""`struct` letters by the format's type number."""
 _STRING, _ARRAY = 8, 9
 
 
@@ -17,13 +17,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """Return a file's metadata: numbers, strings, and lists of them.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no GGUF file of a known version, or ends too early.
+        OSError: the file cannot be read.
+        ValueError: it is not a GGUF file of a known version, or ends too early.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         reading = _Reading(content)
         if content[:4] != _MAGIC or reading.scalar("I", 4) not in _VERSIONS:
-            raise ValueError(f"{path} is no GGUF file of version 2 or 3")
+            raise ValueError(f"{path} is not a GGUF file of version 2 or 3")
         reading.scalar("Q")  # tensors
         try:
             return dict(reading.pair() for _ in range(reading.scalar("Q")))
@@ -32,7 +32,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 class _Reading:
-    """A place in a file, which moves on with everything that is read."""
+    """A position in a file, which advances with everything that is read."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""Tokenizers without transformers: made from files, or kept from when transformers read them."""
+"""Tokenizers without transformers: made from files, or cached after transformers read them."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE: Final = "FOREDRAFT_CACHE"
 NOWHERE: Final = "none"
-"""As the name of a directory for caches: keep nothing."""
+"""Name of the cache directory that disables caching."""
 
 _CORE_FORMAT: Final = 2
 _log = getLogger(__name__)
@@ -32,9 +32,9 @@ _log = getLogger(__name__)
 def load_core(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     """Load the tokenizer of a model that `locate_model` can find, without transformers if possible.
 
-    That is so for local files of which it is known what transformers makes of them, and for those
-    that it has read once on this machine: what it made of them is kept in the user's directory for
-    caches, until a file or a version changes.
+    It is possible for local files whose result in transformers is known, and for those that
+    transformers has read once on this machine: the result is cached in the user's cache directory
+    until a file or a version changes.
 
     Raises:
         TokenizerError: there is no such tokenizer, or it cannot be read.
@@ -61,7 +61,7 @@ def load_indexed(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     """Load the tokenizer that an index names, as `load_core` does.
 
     Raises:
-        TokenizerError: it is not here; the message says what to do.
+        TokenizerError: it is not available; the message says what to do.
     """
     try:
         return load_core(name)
@@ -70,16 +70,16 @@ def load_indexed(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
 
 
 def not_here(name: str, error: Exception) -> str:
-    """Return what to say where the tokenizer, or the model, that an index names is not here."""
+    """Return the message for an index whose tokenizer or model is not available."""
     return (
-        f"the index was built with the tokenizer {name!r}, which is not to be had here "
-        f"({reason_of(error)}): name the same one by --tokenizer, or a model that has it by --model"
+        f"the index was built with the tokenizer {name!r}, which is not available here "
+        f"({reason_of(error)}): give the same one by --tokenizer, or a model with it by --model"
     )
 
 
 def core_of(tokenizer: "PreTrainedTokenizerBase") -> CoreTokenizer | None:
-    """Return what does the same as a tokenizer of transformers, as far as that can be told."""
-    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+    """Return an equivalent of a transformers tokenizer, as far as that can be determined."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer) or backend.encode_special_tokens:
@@ -104,18 +104,18 @@ def _template_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, dict
 
 
 def core_file(files: ModelFiles) -> Path | None:
-    """Return where the core of a model's tokenizer is kept; `None` where nothing is.
+    """Return the cache path of a model's tokenizer core; `None` if it is not cached.
 
-    The name changes with the files that transformers reads, and with its version.
+    The name depends on the files that transformers reads, and on its version.
     """
-    import platformdirs  # noqa: PLC0415  (a reader of an index needs none)
+    import platformdirs  # noqa: PLC0415  (readers of an index do not need it)
 
     stated = os.environ.get(CACHE_VARIABLE)
     if stated == NOWHERE or find_spec("transformers") is None:
         return None
     folder = Path(files.location)
     paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    if files.gguf_file is not None:  # beside it may lie anything
+    if files.gguf_file is not None:  # there may be any files next to it
         paths = [each for each in paths if each.name == files.gguf_file or _is_read(each)]
     states = ((path.name, path.stat()) for path in paths)
     content = [
@@ -131,15 +131,15 @@ def core_file(files: ModelFiles) -> Path | None:
 
 
 def _is_read(path: Path) -> bool:
-    """Return whether transformers reads a file that lies beside a GGUF file."""
+    """Return whether transformers reads a file that is next to a GGUF file."""
     return path.suffix in {".json", ".jinja", ".model"}
 
 
 def _read_core(path: Path, name: str) -> CoreTokenizer | None:
-    """Read a core that is kept; what cannot be read counts as not kept."""
-    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+    """Read a cached core; an unreadable one counts as not cached."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
-    # The library raises plain exceptions for what it cannot read.
+    # The library raises bare exceptions for unreadable files.
     with suppress(Exception):
         content = json.loads(path.read_bytes())
         core = CoreTokenizer(
@@ -155,9 +155,9 @@ def _read_core(path: Path, name: str) -> CoreTokenizer | None:
 
 
 def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Keep a tokenizer's core, if it has one that does the same; the file appears whole."""
+    """Cache a tokenizer's core, if it has an equivalent one; the file appears atomically."""
     core = None
-    with suppress(ValueError):  # several chat templates, and none by default
+    with suppress(ValueError):  # several chat templates without a default
         core = core_of(tokenizer)
     if core is None:
         return
@@ -183,5 +183,5 @@ def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
 def loaded_tokenizer(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
 ) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already."""
+    """Return a tokenizer by name, as `load_core` does, or an already loaded one."""
     return load_core(tokenizer) if isinstance(tokenizer, str) else tokenizer

@@ -1,4 +1,4 @@
-"""Loading tokenizers by name, as transformers does."""
+"""Loading tokenizers by name, with transformers."""
 
 from collections.abc import Mapping
 from logging import getLogger
@@ -34,7 +34,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         raise TokenizerError(
             f"cannot load the tokenizer {name!r}: {_reason(error, files, options)}"
         ) from error
-    tokenizer.name_or_path = name  # the default model's, and a GGUF file's, would be their folder
+    tokenizer.name_or_path = name  # for the default model and GGUF files it would be their folder
     return tokenizer
 
 
@@ -43,5 +43,5 @@ def _reason(error: Exception, files: ModelFiles, options: Mapping[str, Any]) -> 
         return "there is no such folder, the hub cannot be reached, and its cache lacks the model"
     folder = Path(files.location)
     if folder.is_dir() and not any(folder.glob("*token*")) and files.gguf_file is None:
-        return "the folder holds none: name one with the model's tokenizer.json, or a .gguf file"
+        return "the folder has none: name one with the model's tokenizer.json, or a .gguf file"
     return reason_of(error)

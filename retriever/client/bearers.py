@@ -1,4 +1,4 @@
-"""Tokens in the calls of a channel."""
+"""Interceptors that add a bearer token to the calls of a channel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from grpc import aio
 
 
 class _CallDetails(NamedTuple):
-    """The details of a call that gRPC reads."""
+    """Details of a call, as gRPC reads them."""
 
     method: str
     timeout: float | None
@@ -23,7 +23,7 @@ class Bearer(
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds a token to every call, that of the moment."""
+    """Adds the current token to every call."""
 
     def __init__(self, token: Callable[[], str]) -> None:
         self._token = token
@@ -31,19 +31,19 @@ class Bearer(
     def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        """See gRPC's interface of this name."""
+        """Intercept a call; see gRPC's interface of this name."""
         return continuation(self._with_token(client_call_details), request)
 
     def intercept_unary_stream(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
-        """See gRPC's interface of this name."""
+        """Intercept a call; see gRPC's interface of this name."""
         return continuation(self._with_token(client_call_details), request)
 
     def intercept_stream_stream(
         self, continuation: Any, client_call_details: Any, request_iterator: Any
     ) -> Any:
-        """See gRPC's interface of this name."""
+        """Intercept a call; see gRPC's interface of this name."""
         return continuation(self._with_token(client_call_details), request_iterator)
 
     def _with_token(self, details: Any) -> _CallDetails:
@@ -58,7 +58,7 @@ class Bearer(
 
 
 class _AsyncBearer:
-    """Adds a token to every call of an asyncio channel."""
+    """Adds the current token to every call of an asyncio channel."""
 
     def __init__(self, token: Callable[[], str]) -> None:
         self._token = token

@@ -1,4 +1,4 @@
-"""The client that some addresses ask for."""
+"""Choice of the client that a list of addresses asks for."""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -12,19 +12,19 @@ from retriever.errors import InvalidRequestError
 _log = getLogger(__name__)
 
 DEFAULT_DEADLINE_S: Final = 0.02
-"""How long a step waits for several services, in seconds: longer keeps late evidence, shorter
-bounds the delay of a step by a slow one."""
+"""How long a step waits for several services, in seconds. A longer wait keeps late evidence; a
+shorter one bounds the delay that a slow service causes."""
 
 
 def named_services(addresses: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the services that addresses name, and whether each holds a part of a corpus.
+    """Return the services that the addresses name, and whether each holds a part of a corpus.
 
     Args:
-        addresses: of one service, or of several that hold parts. One with commas in it names
-            replicas.
+        addresses: address of one service, or addresses of several that hold parts. A single address
+            with commas in it names replicas.
 
     Raises:
-        InvalidRequestError: replicas of a part of a corpus.
+        InvalidRequestError: the addresses name replicas of a part of a corpus.
     """
     if len(addresses) == 1:
         return [each.strip() for each in addresses[0].split(",")], False
@@ -46,15 +46,16 @@ def connect(
     """Return a client of one service, of several that each hold a part of a corpus, or of replicas.
 
     Args:
-        addresses: of the services; a string is the address of one. Addresses with commas between
-            them, in one string, are replicas: each session is at one of them.
-        deadline_s: longest wait of a step for one of several, in seconds.
-        vocabulary_fingerprint: of the caller's tokenizer; empty if unknown.
-        credentials: to send and to verify the server with; None for services that need none.
+        addresses: addresses of the services; a string is the address of one. Addresses separated by
+            commas in one string are replicas: each session is at one of them.
+        deadline_s: longest wait of a step for one of several services, in seconds.
+        vocabulary_fingerprint: fingerprint of the caller's tokenizer; empty if unknown.
+        credentials: credentials to send and to verify the server with; None for services that need
+            none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: no address, a duplicate, or replicas of a part of a corpus.
+        InvalidRequestError: there is no address, a duplicate, or replicas of a part of a corpus.
     """
     listed, are_parts = named_services([addresses] if isinstance(addresses, str) else addresses)
     if len(listed) == 1:

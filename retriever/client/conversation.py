@@ -1,6 +1,6 @@
 """The protocol of one stream: requests, responses, and what the server knows of each session.
 
-Does no input or output, so that the synchronous and the asynchronous client share it.
+This module does no I/O, so the synchronous and the asynchronous client share it.
 """
 
 import secrets
@@ -44,13 +44,13 @@ from retriever.wire.statuses import LATE, Refusal, refusal_in
 
 
 class FailOpen(StrEnum):
-    """Why a sequence's step was not drafted by its server.
+    """Why the server did not draft a step of a sequence.
 
-    `DOWN`: it cannot be reached. `BUSY`: it has not answered an earlier step yet. `TIMEOUT`: it did
-    not answer this one in time. `LOST`: it did not know the session, which is opened again.
-    `LIMIT`: a limit is reached. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses
-    for another reason. `INVALID`: its response holds no valid tree. `DRAINING`: it is about to end,
-    and no other server is at hand.
+    `DOWN`: the server cannot be reached. `BUSY`: it has not answered an earlier step yet.
+    `TIMEOUT`: it did not answer this step in time. `LOST`: it did not know the session, which is
+    opened again. `LIMIT`: a limit was reached. `VOCABULARY`: it is for another tokenizer.
+    `REFUSED`: it refused for another reason. `INVALID`: its response has no valid tree. `DRAINING`:
+    it is about to shut down, and no other server is available.
     """
 
     DOWN = "down"
@@ -65,7 +65,7 @@ class FailOpen(StrEnum):
 
 
 FailOpens = Counter[FailOpen]
-"""Count of sequence steps without a server's draft, by reason."""
+"""Number of sequence steps without a server's draft, by reason."""
 
 _OF_REASON: Final = {
     OutOfSequenceError.reason: FailOpen.LOST,
@@ -76,7 +76,7 @@ _OF_REASON: Final = {
     LimitExceededError.reason: FailOpen.LIMIT,
     DrainingError.reason: FailOpen.DRAINING,
 }
-# Of servers that send no details.
+# For servers that send no details.
 _OF_CODE: Final = {
     grpc.StatusCode.ABORTED.value[0]: FailOpen.LOST,
     grpc.StatusCode.ALREADY_EXISTS.value[0]: FailOpen.LOST,
@@ -94,31 +94,31 @@ _MOST: Final = (1 << 32) - 1
 
 
 def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
-    """Report to a service how often its drafts were missed."""
+    """Report to a service how many of its drafts were missed."""
     for reason, times in counts.items():
         message.fail_opens.add(reason=_ON_THE_WIRE[reason], count=min(times, _MOST))
 
 
 def reason_of(code: int, refusal: Refusal) -> FailOpen:
-    """Return the reason that a status stands for: by its details, else by its gRPC code."""
+    """Return the reason for a status, from its details or else from its gRPC code."""
     if refusal.reason:
         return _OF_REASON.get(refusal.reason, FailOpen.REFUSED)
     return _OF_CODE.get(code, FailOpen.REFUSED)
 
 
 MAX_BACKLOG_TOKENS: Final = 1 << 20
-"""Outputs queued for a server, in tokens; the oldest are dropped for newer ones. More tokens cost
-memory (4 bytes each) while a server is down."""
+"""Most tokens of outputs queued for a server; the oldest outputs are dropped to make room for new
+ones. A token takes 4 bytes of memory while a server is down."""
 
 EACH_TOKENS: Final = 64
-"""Overhead that an output counts for, in tokens: the memory of its array object."""
+"""Overhead of an output, in tokens: the memory of its array object."""
 
 _MAX_AT_ONCE: Final = 256
 _MAX_TOKENS_AT_ONCE: Final = 1 << 14  # adds less than a millisecond to a step
 
 
 class PendingCloses:
-    """Closes and outputs of ended sequences that a server has not been told, oldest first.
+    """Closes and outputs of ended sequences that a server does not have yet, oldest first.
 
     Holds sessions to close, and outputs of sequences for which the server has no session.
     """
@@ -133,7 +133,7 @@ class PendingCloses:
 
     @property
     def has_closings(self) -> bool:
-        """Whether a session is to be closed."""
+        """Whether there are sessions to close."""
         return bool(self._closings)
 
     def close(
@@ -142,9 +142,9 @@ class PendingCloses:
         """Close a session.
 
         Args:
-            wire_name: its name.
-            new_tokens: ids that the server has not been told of, as bytes.
-            output: int32[n], what the server remembers on close; None to remember nothing.
+            wire_name: name of the session on the wire.
+            new_tokens: ids that the server does not have yet, as bytes.
+            output: int32[n], output that the server keeps on close; None to keep nothing.
         """
         closing = closing_message(wire_name, new_tokens, remember=output is not None)
         self._closings.append((closing, output))
@@ -159,13 +159,13 @@ class PendingCloses:
             self._num_tokens -= _size(self._outputs.popleft())
 
     def lose(self) -> None:
-        """Turn pending closes into outputs: the server has lost the sessions."""
+        """Turn pending closes into outputs, because the server has lost the sessions."""
         closings, self._closings = self._closings, deque()
         for _, output in closings:
             self.tell(output)
 
     def add_closings(self, message: pb.DraftStreamRequest) -> list[TokenIds]:
-        """Move closings to a message; return the outputs that are lost with the message."""
+        """Move closings to a message; return the outputs that are lost if the message is."""
         outputs = []
         for _ in range(min(len(self._closings), _MAX_AT_ONCE)):
             closing, output = self._closings.popleft()
@@ -177,7 +177,7 @@ class PendingCloses:
     def add_outputs(
         self, message: pb.DraftStreamRequest, wire_names: Iterable[str], fingerprint: str
     ) -> list[TokenIds]:
-        """Move outputs to a message, each as a session that is opened and closed; return them."""
+        """Move outputs to a message, each as a session that it opens and closes; return them."""
         outputs: list[TokenIds] = []
         num_tokens = 0
         for name in islice(wire_names, min(len(self._outputs), _MAX_AT_ONCE)):
@@ -193,7 +193,7 @@ class PendingCloses:
 
 
 def _size(output: TokenIds) -> int:
-    """Return the size of an output with its overhead, in tokens."""
+    """Return the size of an output including its overhead, in tokens."""
     return len(output) + EACH_TOKENS
 
 
@@ -204,10 +204,10 @@ class Reply(NamedTuple):
     """The content of a response.
 
     Attributes:
-        trees: by session.
+        trees: trees by session.
         reasons: why other sessions got no tree.
         is_broken: whether the stream must be given up.
-        ahead: trees for outcomes, by session, of those that asked ahead.
+        ahead: trees for outcomes, by session, for those that asked for drafts ahead.
     """
 
     trees: dict[str, DraftTree]
@@ -225,10 +225,10 @@ def answer_with_trees(
     """Return the content of a response that must hold a tree for each request.
 
     Args:
-        response: not checked yet.
-        requests: that it answers, in order.
-        reasons: why some are refused, by session.
-        address: of the server, for the log.
+        response: response, not checked yet.
+        requests: requests that it answers, in order.
+        reasons: why some requests were refused, by session.
+        address: address of the server, for the log.
     """
     try:
         trees = trees_from_messages(response.trees, len(requests))
@@ -252,7 +252,7 @@ def answer_with_trees(
 
 _MAX_UNANSWERED: Final = 256
 OPENED_PER_S: Final = 5e6
-"""Tokens of prompts that a server reads in a second; encoding them takes a quarter of that time."""
+"""Prompt tokens that a server reads per second; encoding them takes a quarter of that time."""
 
 
 # A server at its limit refuses until another sequence ends, so retries start at a second.
@@ -262,7 +262,7 @@ _AGAIN_AT_ONCE: Final = frozenset({FailOpen.LOST, FailOpen.DRAINING})
 
 
 class SequenceStep(NamedTuple):
-    """One sequence's part of a step, its new tokens in the sequence already."""
+    """One sequence's part of a step; the sequence already includes the new tokens."""
 
     request: DraftRequest
     sequence: TokenSequence
@@ -279,7 +279,7 @@ class _Known:
 
 
 class _Sent(NamedTuple):
-    """A message without an answer yet; its requests carry names of the wire."""
+    """A message without an answer yet; its requests are keyed by wire name."""
 
     sent_s: float
     deadline_s: float
@@ -289,23 +289,23 @@ class _Sent(NamedTuple):
 
 
 class Conversation:
-    """One server's side of all sequences.
+    """The state of all sequences at one server.
 
-    Messages are numbered. A session has at most one step in flight; tokens committed until it is
-    answered are sent with the next step. On a new stream every session is opened again, under an
-    unguessable name, with all its tokens.
+    Messages are numbered. A session has at most one step in flight; tokens committed before its
+    answer are sent with the next step. On a new stream every session is opened again, with all its
+    tokens and under an unguessable name.
 
     Args:
-        address: of the server, for the log.
-        fingerprint: of the caller's tokenizer; empty if unknown.
+        address: address of the server, for the log.
+        fingerprint: fingerprint of the caller's tokenizer; empty if unknown.
         pads: whether messages are padded to hide their size.
-        clock: seconds, monotonic, for pauses after refusals.
+        clock: returns monotonic seconds, for pauses after refusals.
 
     Attributes:
-        is_up: whether there is a stream.
-        is_draining: whether the server has said that it is about to end.
-        fail_opens: refusals of messages that no caller waits for.
-        missed: missed drafts that the server has not been told of.
+        is_up: whether the stream is up.
+        is_draining: whether the server has announced that it is about to shut down.
+        fail_opens: counts of refused messages that no caller waits for.
+        missed: counts of missed drafts that were not reported to the server yet.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Conversation:
         self._unpredicted: set[str] = set()  # sessions whose predictions may have been refused
 
     def begin(self) -> None:
-        """Begin on a new stream; the server knows no session."""
+        """Start on a new stream, on which the server knows no session."""
         self.lose()
         self.is_up, self._number = True, 0
         self.is_draining = False
@@ -342,7 +342,7 @@ class Conversation:
         self._prefix = secrets.token_urlsafe(12)
 
     def lose(self) -> None:
-        """Note that the stream is gone, with all the server's sessions."""
+        """Note that the stream and all the server's sessions are gone."""
         self.is_up = False
         self._closes.lose()
         for sent in self._sent.values():
@@ -354,27 +354,27 @@ class Conversation:
 
     @property
     def takes_all(self) -> bool:
-        """Whether the server would draft for any session: it has refused none lately."""
+        """Whether the server would draft for any session: it has not refused any lately."""
         return self.is_up and not self.is_draining and not self._refused
 
     def takes(self, session: str) -> bool:
-        """Return whether the server would draft for a session: open it, or go on with it."""
+        """Return whether the server would open a session or continue it."""
         if not self.is_up or self.is_draining:
             return False
         refused = self._refused.get(session)
         return refused is None or refused.is_over()
 
     def knows(self, session: str) -> bool:
-        """Return whether the server has a session, as far as is known."""
+        """Return whether the server has a session, as far as the client knows."""
         return session in self._known
 
     def forget_refusal(self, session: str) -> None:
-        """Forget that the server has refused a session, which has ended."""
+        """Forget that the server refused a session that has now ended."""
         self._refused.pop(session, None)
         self._unpredicted.discard(session)
 
     def drop(self, session: str) -> None:
-        """End a session that another server has taken over; the server remembers nothing of it."""
+        """End a session that another server has taken over; the server keeps nothing of it."""
         known = self._known.pop(session, None)
         if known is not None:
             self._closes.close(known.wire_name)
@@ -427,13 +427,13 @@ class Conversation:
         return message, left_out
 
     def close(self, session: str, sequence: TokenSequence) -> None:
-        """End a session; the server is told with the next message."""
+        """End a session; the server learns of it with the next message."""
         known = self._known.pop(session, None)
         output = sequence.output.copy() if sequence.options.remember else None
         if known is None:
             self._closes.tell(output)
         elif known.is_asked or output is None:
-            # Unknown whether the server noted the last step, so the whole output is sent.
+            # The server may not have recorded the last step, so the whole output is sent.
             self._closes.close(known.wire_name)
             self._closes.tell(output)
         else:
@@ -473,7 +473,7 @@ class Conversation:
                 refused = sent.requests.get(status.session_id)
                 names = [] if refused is None else [refused.session]
                 if reason is FailOpen.DRAINING and refused is None:
-                    self._tell_again(outputs)  # all, for it began before the message was read
+                    self._tell_again(outputs)  # all: draining began before the message was read
                     continue
                 self._refuse(names, reason, status.message, refusal.retry_after_s)
                 reasons |= dict.fromkeys(names, reason)
@@ -481,22 +481,23 @@ class Conversation:
                 return Reply({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
                 asked = [request.session for request in requests]
-                self._tell_again(outputs if reason is FailOpen.LIMIT else [])  # nothing was done
+                self._tell_again(outputs if reason is FailOpen.LIMIT else [])  # not processed
                 self._refuse(asked, reason, status.message, refusal.retry_after_s)
                 return Reply({}, dict.fromkeys(asked, reason))
         return answer_with_trees(response, requests, reasons, self._address)
 
     def _tell_again(self, outputs: list[TokenIds]) -> None:
-        """Queue the outputs of a message that was refused, and leave none to be queued twice."""
+        """Queue the outputs of a refused message, and empty the list: none may be queued twice."""
         while outputs:
             self._closes.tell(outputs.pop())
 
     def _refuse(
         self, names: list[str], reason: FailOpen, text: str, retry_after_s: float | None
     ) -> None:
-        """Close refused sessions; they are opened again, after a pause at a limit.
+        """Close refused sessions, to be reopened later, after a pause in most cases.
 
-        At a limit they are opened without predictions, which may have been too long for the server.
+        After a limit they are reopened without predictions, which may have been too long for the
+        server.
         """
         pauses = reason not in _AGAIN_AT_ONCE
         if pauses:
@@ -541,7 +542,7 @@ class Conversation:
         sequence: TokenSequence,
         message: pb.DraftStreamRequest,
     ) -> None:
-        """Tell of predictions that have come since; those that are known go first in a sequence."""
+        """Send predictions that were added since; known ones come first in a sequence."""
         added = sequence.predictions[len(known.predictions) :]
         known.predictions = sequence.predictions
         if name not in self._unpredicted:
@@ -555,7 +556,7 @@ class Conversation:
         requests: dict[str, DraftRequest],
         outputs: list[TokenIds],
     ) -> None:
-        """Complete a message before it is sent, and record its content."""
+        """Complete a message before sending, and record its content."""
         missed = self.missed
         if missed:
             self.missed = Counter()

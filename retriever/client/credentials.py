@@ -1,8 +1,8 @@
-"""Client credentials: what is sent to a service, and which authorities are trusted.
+"""Client credentials: what a client sends to a service, and which authorities it trusts.
 
-Files are read again when they have changed: tokens, certificates and authorities are rotated while
-clients run. gRPC is imported to open a channel, and not to state credentials: commands show their
-options so.
+Files are read again when they change, because tokens, certificates and authorities are rotated
+while clients run. gRPC is only imported to open a channel, so that commands can show their options
+without it.
 """
 
 import ipaddress
@@ -46,21 +46,22 @@ class Credentials:
     """A client's certificate and token, and the authorities that it trusts.
 
     Attributes:
-        ca: PEM file of the authorities trusted to sign the service's certificate; None: gRPC's own.
+        ca: PEM file of the authorities trusted to sign the service's certificate; None for gRPC's
+            own.
         certificate: PEM file of the client's certificate, for mutual TLS.
-        key: PEM file of its key.
+        key: PEM file of the certificate's key.
         token: bearer token.
-        token_file: file of one, in place of it.
-        server_name: name in the service's certificate, where it differs from the address's host.
-        tls: whether to encrypt. None: yes, except for a unix socket or a loopback address without
-            `ca` and `certificate`. False is for networks that are trusted as a whole: a token
-            travels in the clear.
-        proxy: URL of an HTTP proxy to reach the service through. Empty: it is asked directly,
-            whatever `http_proxy` says in the environment.
+        token_file: file with a bearer token, instead of `token`.
+        server_name: name in the service's certificate, if it differs from the host of the address.
+        tls: whether to encrypt. None means yes, except for a unix socket or a loopback address
+            without `ca` and `certificate`. False is for fully trusted networks: a token is sent in
+            the clear.
+        proxy: URL of an HTTP proxy to reach the service through. If empty, it is called directly,
+            even if `http_proxy` is set in the environment.
 
     Raises:
-        CredentialsError: a certificate without a key or the reverse, a token and a file of one, or
-            an invalid token.
+        CredentialsError: there is a certificate without a key or the reverse, both a token and a
+            token file, or an invalid token.
     """
 
     ca: Path | None = None
@@ -80,20 +81,20 @@ class Credentials:
         if self.token is not None:
             _check_token(self.token)
             if self.token_file is not None:
-                raise CredentialsError("a token and a file of one are given: leave out one")
+                raise CredentialsError("a token and a token file are given: leave out one")
         if self.proxy and not self.proxy.startswith("http://"):
             raise CredentialsError(
-                f"{self.proxy!r} is no proxy to reach a service through: give http://HOST:PORT"
+                f"{self.proxy!r} is not a proxy to reach a service through: give http://HOST:PORT"
             )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read credentials from a TOML file; its keys are the attributes, and `token_file`.
+        """Read credentials from a TOML file whose keys are the attributes.
 
-        Paths in it are relative to it.
+        Paths in it are relative to its folder.
 
         Raises:
-            CredentialsError: it cannot be read, holds an unknown key, or a file that it names
+            CredentialsError: the file cannot be read, has an unknown key, or names a file that
                 cannot be used.
         """
         try:
@@ -112,7 +113,7 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Self | None:
-        """Read credentials from `VARIABLES`; None where none is set.
+        """Read credentials from `VARIABLES`; None if none is set.
 
         Raises:
             CredentialsError: a file that they name cannot be used.
@@ -128,10 +129,10 @@ class Credentials:
         return credentials
 
     def shown_token(self) -> Callable[[], str] | None:
-        """Return what gives the token of each call; None for calls without one.
+        """Return a function that returns the token of each call; None for calls without a token.
 
         Raises:
-            CredentialsError: the file of the token cannot be used.
+            CredentialsError: the token file cannot be used.
         """
         if self.token_file is not None:
             return TokenFile(self.token_file)
@@ -139,17 +140,17 @@ class Credentials:
         return None if token is None else lambda: token
 
     def stamp(self) -> tuple[object, ...]:
-        """Return what changes when a file of a certificate or of authorities does."""
+        """Return a stamp that changes when the file of a certificate or of authorities changes."""
         paths = (self.ca, self.certificate, self.key)
         return tuple(_stamp(path) for path in paths if path is not None)
 
     def channel(self, address: str, options: _Options) -> "grpc.Channel":
-        """Return a channel to a service; it connects when it is first used.
+        """Return a channel to a service; it connects at first use.
 
         Raises:
             CredentialsError: a file cannot be used.
         """
-        import grpc  # noqa: PLC0415  (for a channel alone)
+        import grpc  # noqa: PLC0415  (only for a channel)
 
         from retriever.client.bearers import Bearer  # noqa: PLC0415  (the same)
 
@@ -162,8 +163,8 @@ class Credentials:
         return grpc.intercept_channel(channel, *bearer)
 
     def aio_channel(self, address: str, options: _Options) -> "aio.Channel":
-        """Return a channel as `channel` does, for asyncio."""
-        from grpc import aio  # noqa: PLC0415  (for a channel alone)
+        """Return a channel for asyncio, as `channel` does."""
+        from grpc import aio  # noqa: PLC0415  (only for a channel)
 
         from retriever.client.bearers import async_bearers  # noqa: PLC0415  (the same)
 
@@ -178,7 +179,7 @@ class Credentials:
         """Check the files, without connecting to any of the services.
 
         Raises:
-            CredentialsError: one cannot be used.
+            CredentialsError: a file cannot be used.
         """
         self.shown_token()
         if any(map(self._encrypts, addresses)):
@@ -190,7 +191,7 @@ class Credentials:
         return bool(self.ca or self.certificate) or not _is_local(address)
 
     def _with_own(self, options: _Options) -> list[tuple[str, Any]]:
-        """Return options of a channel with those that follow from these credentials."""
+        """Return channel options extended by those that follow from these credentials."""
         own: list[tuple[str, Any]] = []
         if self.server_name:
             own.append(("grpc.ssl_target_name_override", self.server_name))
@@ -200,7 +201,7 @@ class Credentials:
         return [*options, *own]
 
     def _for_tls(self) -> "grpc.ChannelCredentials":
-        import grpc  # noqa: PLC0415  (for a channel alone)
+        import grpc  # noqa: PLC0415  (only for a channel)
 
         if find_spec("cryptography") is not None:
             self._check()
@@ -210,7 +211,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(ca, key, chain)
 
     def _check(self) -> None:
-        """Report what is wrong with the files: the service would only close the connection."""
+        """Raise if the files are invalid, since the service would only close the connection."""
         from retriever.security import certificates  # noqa: PLC0415  (an extra)
 
         now = datetime.now(UTC)
@@ -221,16 +222,16 @@ class Credentials:
 
 
 class TokenFile:
-    """The token in a file, which is read again when the file has changed.
+    """The token in a file, which is read again when the file changes.
 
-    While the file cannot be read, or holds no token, as for a moment while it is replaced, the last
-    one is shown.
+    While the file cannot be read or has no token, for example while it is being replaced, the last
+    token is used.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        CredentialsError: it cannot be used now.
+        CredentialsError: the file cannot be used now.
     """
 
     def __init__(self, path: Path) -> None:
@@ -258,11 +259,11 @@ class TokenFile:
 
 def _check_token(token: str) -> None:
     if not (token and token.isascii() and token.isprintable()):
-        raise CredentialsError("the token is empty or has characters that a token cannot have")
+        raise CredentialsError("the token is empty or has invalid characters")
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written or replaced; None where there is none."""
+    """Return a stamp that changes when a file is written or replaced; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -278,7 +279,7 @@ def open_channel(
     Raises:
         CredentialsError: a file of the credentials cannot be used.
     """
-    import grpc  # noqa: PLC0415  (for a channel alone)
+    import grpc  # noqa: PLC0415  (only for a channel)
 
     if credentials is None:
         return grpc.insecure_channel(address, options)
@@ -312,7 +313,7 @@ def without_credentials(url: str) -> str:
         return "a URL that cannot be read"
     if not parts.scheme:  # possibly a bare password
         return "a URL that cannot be read"
-    # A password that is not percent-encoded.
+    # The password is not percent-encoded.
     if "@" in parts.path + parts.query + parts.fragment:
         return f"{parts.scheme}://"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,4 +1,4 @@
-"""A drafter in numpy alone: copies what followed the last tokens in the sequence or generations."""
+"""A drafter that needs only numpy: copies what followed the last tokens in earlier text."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,21 +16,21 @@ _LONGEST_MATCH: Final = 8
 _MAX_CHAIN: Final = 16
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
-# Probability that the next token continues a match of this many tokens: rough, cautious figures for
-# chat, as no learning corrects them.
+# Probability that the next token continues a match of this many tokens. Rough, cautious figures for
+# chat; no learning corrects them.
 _CONFIDENCE: Final = (0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
 
 
 class LocalDrafter:
     """Drafts one chain: the continuation of the longest, latest match; a `Drafter`.
 
-    The rule is prompt lookup, with generations as a second text. It needs no compiler and stores
-    only tokens, so that a client can run it next to a service. Not thread-safe.
+    The method is prompt lookup, with generations as a second text. It needs no compiler and stores
+    only tokens, so a client can run it in addition to a service. Not thread-safe.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
 
     Args:
-        recent_tokens: generations to remember, in tokens.
+        recent_tokens: tokens of generations to keep.
     """
 
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
@@ -87,14 +87,15 @@ class LocalDrafter:
             (*_expected(sequence, each.tokens), Source.PREDICTIONS) for each in sequence.predictions
         ]
         found.append((*_continuation(tokens, self._recent), Source.GENERATIONS))
-        followed, match, source = max(found, key=lambda each: each[1])  # of equals the first
+        followed, match, source = max(found, key=lambda each: each[1])  # the first of equals
         return _chain(followed, match, source, request)
 
 
 def _expected(sequence: TokenSequence, predicted: TokenIds) -> tuple[TokenIds, int]:
     """Return what follows in a prediction, int32[k], and the length of the match.
 
-    An output that begins as the prediction does, as before its first token, follows it.
+    While the output is a prefix of the prediction, and thus before its first token, it follows the
+    prediction.
     """
     done = len(sequence.output)
     if done < len(predicted) and np.array_equal(predicted[:done], sequence.output):
@@ -103,8 +104,8 @@ def _expected(sequence: TokenSequence, predicted: TokenIds) -> tuple[TokenIds, i
 
 
 def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:
-    """Return int32[k], the continuation of the latest longest match, and the match's length."""
-    if len(tokens) == 0 or len(text) < 2:  # noqa: PLR2004  (a token and one that follows)
+    """Return int32[k], the continuation of the last longest match, and the length of the match."""
+    if len(tokens) == 0 or len(text) < 2:  # noqa: PLR2004  (a token and its successor)
         return _NO_TOKENS, 0
     ends = np.flatnonzero(text[:-1] == tokens[-1])
     length = 0
@@ -121,7 +122,7 @@ def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:
 
 
 def _chain(followed: TokenIds, match: int, source: Source, request: DraftRequest) -> DraftTree:
-    """Return the tree of one path, cut at the end of a text and below the minimum probability."""
+    """Return a tree of one path, cut at the end of a text and below the minimum probability."""
     limit = min(len(followed), request.budget_nodes)
     ends = np.flatnonzero(followed[:limit] == _NO_TOKEN)
     length = int(ends[0]) if len(ends) else limit

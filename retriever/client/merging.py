@@ -1,10 +1,10 @@
 """Merges the trees of several drafters for one sequence into one.
 
-The drafters share some evidence (the sequence, generations) and each has its own (a part of a
-corpus). Shared evidence must not count twice, so probabilities are not multiplied. A drafter with a
-match is confident and one without is vague, so a plain mean would hide the match. A power mean lies
-between mean and maximum, and maps equal trees to themselves. docs/decisions/2026-11-21-sharding.md
-has the measurements.
+The drafters share some evidence (the sequence, generations), and each has some of its own (a part
+of a corpus). Shared evidence must not count twice, so probabilities are not multiplied. A drafter
+with a match is confident and one without is vague, so the arithmetic mean would hide the match. A
+power mean lies between the mean and the maximum, and maps equal trees to themselves.
+docs/decisions/2026-11-21-sharding.md has the measurements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from retriever.tree import ROOT, DraftTree
 
 EXPONENT: Final = 3.0
-"""Of the power mean: 1 is the mean, infinity the maximum. Measured in
+"""Exponent of the power mean: 1 is the arithmetic mean, infinity the maximum. Measured in
 docs/decisions/2026-11-21-sharding.md."""
 
 ABSENT_SHARE: Final = 0.5
-"""A node that a full tree lacks is at most as probable as the tree's last node; half is assumed."""
+"""Assumed probability of a node that a full tree lacks, relative to its last node, the upper
+bound."""
 
 _Node = tuple[int, int]
 
@@ -30,13 +31,13 @@ def merge_trees(
 ) -> DraftTree:
     """Merge trees that were grown for one sequence with one budget and one threshold.
 
-    The probability of a path is the power mean of what the trees give it. Its node keeps the
-    source of the tree that finds it most probable; of equals, of the first.
+    The probability of a path is the power mean of its probabilities in the trees. Its node keeps
+    the source from the tree in which it is most probable; on a tie, the first tree.
 
     Args:
-        trees: the trees; empty where a drafter has found nothing.
-        budget_nodes: most nodes that each of them, and the merged one, may have.
-        min_probability: nodes less probable than this are left out, in the trees and in the result.
+        trees: trees to merge; empty if a drafter found nothing.
+        budget_nodes: most nodes of each tree and of the merged one.
+        min_probability: least probability of a node, in the trees and in the result.
     """
     trees = [tree.prefix(budget_nodes) for tree in trees]
     if sum(len(tree) > 0 for tree in trees) == 0:
@@ -88,7 +89,7 @@ def _best(
     probabilities = np.array(pooled, np.float32)
     order = np.argsort(-probabilities, kind="stable")[:budget_nodes]
     order = order[probabilities[order] >= min_probability]
-    places = np.full(len(union) + 1, ROOT, np.int32)  # the last one stands for the root
+    places = np.full(len(union) + 1, ROOT, np.int32)  # the last entry is the root
     places[order] = np.arange(len(order))
     return DraftTree(
         np.array(token_ids, np.int32)[order],

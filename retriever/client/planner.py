@@ -47,8 +47,8 @@ from retriever.wire.messages import check_wire
 def ranked(session: str, addresses: Iterable[str]) -> list[str]:
     """Return the servers in the order in which a session prefers them.
 
-    Rendezvous hashing: all clients compute the same order; adding or losing a server moves only the
-    sessions that prefer it, spread evenly over the others.
+    Uses rendezvous hashing. All clients compute the same order; adding or losing a server moves
+    only the sessions that prefer it, spread evenly over the others.
 
     Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", IEEE/ACM
     Transactions on Networking, 1998.
@@ -65,20 +65,20 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Agreement:
-    """The vocabulary of servers that hold parts of one corpus: as stated, or the first one's.
+    """The vocabulary of servers that hold parts of one corpus: as given, or the first server's.
 
     Args:
-        fingerprint: of the caller's tokenizer; empty if unknown.
+        fingerprint: fingerprint of the caller's tokenizer; empty if unknown.
     """
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint.lower()
         self._whose = "the tokenizer at hand"
         self._mismatches: dict[str, VocabularyMismatchError] = {}
-        self._lock = Lock()  # each server is checked in a thread of its own
+        self._lock = Lock()  # each server is checked in its own thread
 
     def check(self, address: str, fingerprint: str) -> None:
-        """Check the vocabulary of a server; empty if it knows none.
+        """Check the vocabulary of a server; its fingerprint is empty if it knows none.
 
         Raises:
             VocabularyMismatchError: it differs.
@@ -90,7 +90,7 @@ class Agreement:
         self._mismatches.pop(address, None)
         if fingerprint and fingerprint != self._fingerprint:
             error = VocabularyMismatchError(
-                f"shard {address} is of another vocabulary (fingerprint {fingerprint[:12]}\u2026) "
+                f"shard {address} has another vocabulary (fingerprint {fingerprint[:12]}\u2026) "
                 f"than {self._whose} ({self._fingerprint[:12]}\u2026): "
                 "build all shards with the model's own --tokenizer"
             )
@@ -98,22 +98,22 @@ class Agreement:
             raise error
 
     def raise_mismatch(self) -> None:
-        """Raise what `check` raised for a server, if that was not mended since.
+        """Raise the error that `check` raised for a server, unless it was resolved since.
 
         Raises:
-            VocabularyMismatchError: it did.
+            VocabularyMismatchError: there is such an error.
         """
         for error in list(self._mismatches.values()):
             raise error.with_traceback(None)
 
 
 class LocalSide:
-    """Drafts locally for sequences that servers do not draft for; errors are never raised.
+    """Drafts locally for sequences without a server's draft; never raises errors.
 
-    A session is opened at its first local draft, and receives all tokens it has missed.
+    A session is opened at its first local draft, and gets all tokens that it has missed.
 
     Args:
-        drafter: what drafts; True for a `LocalDrafter`, False for no local drafts.
+        drafter: drafter to use; True for a `LocalDrafter`, False for no local drafts.
     """
 
     def __init__(self, drafter: Drafter | bool) -> None:  # noqa: FBT001  (or a drafter)
@@ -125,14 +125,14 @@ class LocalSide:
         self._following: dict[str, Follower] = {}
 
     def draft(self, steps: Sequence[SequenceStep], until_s: float) -> dict[str, DraftTree]:
-        """Return trees by session, where there is one.
+        """Return the trees that were drafted, by session.
 
-        The first is always drafted for, others until `until_s` of `time.monotonic`.
+        The first session is always drafted for, the others until `until_s` of `time.monotonic`.
         """
         if self._followers is None:
             return {}
         trees: dict[str, DraftTree] = {}
-        for step in steps:  # one by one: an error of one must not affect others
+        for step in steps:  # one at a time: an error in one must not affect others
             if trees and time.monotonic() > until_s:
                 break
             with suppress(RetrieverError):
@@ -162,7 +162,7 @@ class LocalSide:
         try:
             follower.tell_predictions()
             (tree,) = followers.drafter.draft([follower.catching_up(step.request)])
-        except UnknownSessionError:  # it was idle too long: the next step opens another
+        except UnknownSessionError:  # idle for too long: the next step opens a new one
             follower.forget()
             raise
         follower.told(step.request.length)
@@ -170,20 +170,20 @@ class LocalSide:
 
 
 _LOCAL_SHARE: Final = 0.1
-"""Share of a step's deadline that local drafts may add to it: more delays every late step."""
+"""Share of a step's deadline that local drafts may add to it; more would delay every late step."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one server does of a step.
+    """One server's part of a step.
 
     Attributes:
-        steps: of the sequences that are at it, by session.
-        message: to be sent; None where it is not asked, or its stream is gone.
-        reasons: why it sends no tree, by session.
-        trees: that it has sent, by session.
+        steps: steps of the sequences at this server, by session.
+        message: message to send; None if the server is not asked, or its stream is gone.
+        reasons: why there is no tree, by session.
+        trees: trees that it has sent, by session.
         ahead: trees for outcomes that it has sent, by session.
-        is_awaited: whether its answer has not come.
+        is_awaited: whether its answer is still outstanding.
     """
 
     steps: dict[str, SequenceStep] = field(default_factory=dict)
@@ -203,12 +203,12 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """One step under way.
+    """One step in progress.
 
     Attributes:
-        steps: of all its sequences, in order.
-        local_until_s: no local draft begins after this time.
-        parts: of it, by address.
+        steps: steps of all its sequences, in order.
+        local_until_s: no local draft starts after this time.
+        parts: parts of the step, by address.
     """
 
     steps: list[SequenceStep]
@@ -222,12 +222,12 @@ class Plan:
 
 @dataclass(slots=True)
 class _Placed:
-    """A sequence and where it is.
+    """A sequence and its servers.
 
     Attributes:
-        sequence: what is committed.
-        ranked: the servers in the order in which it prefers them.
-        servers: that it is at: one of several replicas, all that hold parts.
+        sequence: committed tokens.
+        ranked: servers in the order in which it prefers them.
+        servers: servers that it is at: one of several replicas, or all that hold parts.
     """
 
     sequence: TokenSequence
@@ -239,7 +239,7 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
     """Return the checked addresses of servers that are used together.
 
     Raises:
-        InvalidRequestError: no address, or a duplicate.
+        InvalidRequestError: there is no address, or a duplicate.
     """
     listed = list(addresses)
     if not listed:
@@ -252,24 +252,25 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
 class Planner:
     """Keeps all sequences, plans messages to their servers, and drafts locally for missing servers.
 
-    Servers are replicas, and a sequence is at one of them; or each holds a part of a corpus, and
-    every sequence is at all of them: what they draft for it is merged.
+    Either servers are replicas, and each sequence is at one of them. Or each server holds a part of
+    a corpus, every sequence is at all of them, and their drafts for it are merged.
 
     Args:
-        addresses: of the servers; at least one, each once.
-        fingerprint: of the caller's tokenizer; empty if unknown.
-        local: drafts where no server does; True for a `LocalDrafter`, False for no local drafts.
+        addresses: addresses of the servers; at least one, each once.
+        fingerprint: fingerprint of the caller's tokenizer; empty if unknown.
+        local: drafter to use if no server drafts; True for a `LocalDrafter`, False for no local
+            drafts.
         are_parts: whether each server holds a part of a corpus.
         pads: whether messages are padded to hide their size.
-        clock: seconds, monotonic, for pauses after refusals.
+        clock: returns monotonic seconds, for pauses after refusals.
 
     Attributes:
-        conversations: by address.
-        vocabulary: that all servers must have, as they hold parts of one corpus; None if they do
-            not.
+        conversations: conversations by address.
+        vocabulary: vocabulary that all servers must have, if they hold parts of one corpus; else
+            None.
 
     Raises:
-        InvalidRequestError: no address, or a duplicate.
+        InvalidRequestError: there is no address, or a duplicate.
     """
 
     def __init__(  # noqa: PLR0913  (all but three are given by name)
@@ -291,11 +292,11 @@ class Planner:
         self._placed: OpenSessions[str, _Placed] = OpenSessions()
         self._under_way: set[Plan] = set()
         self._local = LocalSide(local)
-        self._room = 0.0  # tokens of sequences that may leave draining servers in this step
+        self._room = 0.0  # tokens of sequences that may still leave draining servers in this step
 
     @property
     def fail_opens(self) -> FailOpens:
-        """A copy of the counts of sequence steps without a server's draft, by reason."""
+        """A copy of the numbers of sequence steps without a server's draft, by reason."""
         return sum((each.fail_opens for each in self.conversations.values()), self._fail_opens)
 
     def open(
@@ -304,12 +305,12 @@ class Planner:
         prompt: ArrayLike,
         options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; servers are told with its first step.
+        """Begin a sequence; servers learn of it with its first step.
 
-        Sequences of a group have the same server, so that they draft from one another.
+        Sequences of a group go to the same server, so that they draft from one another.
 
         Raises:
-            VocabularyMismatchError: a server that holds a part is of another vocabulary.
+            VocabularyMismatchError: a server that holds a part has another vocabulary.
         """
         check_session_name(session)
         self._placed.check_free(session)
@@ -322,9 +323,9 @@ class Planner:
         self._placed.add(session, _Placed(sequence, order, servers))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; servers are told with its next step.
+        """Add what a sequence is expected to contain; servers get it with the next step.
 
-        Raises: as `EmbeddedDrafter.add_predictions`.
+        Raises: as for `EmbeddedDrafter.add_predictions`.
         """
         self._placed.get(session).sequence.expect(predictions)
 
@@ -373,7 +374,7 @@ class Planner:
                 plan.parts[address].lose()
 
     def finish(self, plan: Plan) -> list[DraftTree]:
-        """Return the trees of a step, in order; drafted locally where no server's tree has come."""
+        """Return the trees of a step, in order; drafted locally if no server's tree has arrived."""
         self._under_way.discard(plan)
         came: dict[str, list[DraftTree]] = {}
         for address, part in plan.parts.items():
@@ -398,9 +399,9 @@ class Planner:
         return trees
 
     def finish_ahead(self, plan: Plan) -> list[list[DraftTree]]:
-        """Return the trees for the outcomes of a step, in order; none where no answer has come.
+        """Return the trees for the outcomes of a step, in order; none if no answer has arrived.
 
-        What is missing is not drafted locally and not counted: the step that follows asks for it.
+        Missing trees are neither drafted locally nor counted: the next step asks for them.
         """
         self._under_way.discard(plan)
         return [
@@ -418,7 +419,7 @@ class Planner:
         ]
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server that a session is at; of several, the first.
+        """Return the address of the server of a session; the first of several.
 
         Raises:
             UnknownSessionError: the session is not open.
@@ -426,7 +427,7 @@ class Planner:
         return self._placed.get(session).servers[0]
 
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
-        """End a sequence; its servers are told with the next message.
+        """End a sequence; its servers learn of it with the next message.
 
         Raises:
             UnknownSessionError: the session is not open.
@@ -445,7 +446,7 @@ class Planner:
     def _ask(
         self, part: _Part, conversation: Conversation, now_s: float, deadline_s: float
     ) -> None:
-        """Make the message of a server's part of a step, unless it cannot be asked."""
+        """Make the message for a server's part of a step, unless the server cannot be asked."""
         why_not = conversation.why_not(now_s)
         if why_not is None and now_s >= deadline_s:
             why_not = FailOpen.TIMEOUT
@@ -457,15 +458,15 @@ class Planner:
         part.is_awaited = len(part.reasons) < len(part.steps)
 
     def _miss(self, address: str, reason: FailOpen) -> None:
-        """Count a missed draft, also for the report to its server."""
+        """Count a missed draft, here and for the report to its server."""
         self._fail_opens[reason] += 1
         self.conversations[address].missed[reason] += 1
 
     def _move_if_needed(self, session: str, placed: _Placed) -> None:
         """Move a session whose replica would not draft for it to the first that would.
 
-        Otherwise it stays where it is. A replica that is about to end answers still, and is left by
-        as many at a time as others can read within a step.
+        If none would, it stays where it is. A draining replica still answers, so only as many
+        sessions leave it per step as other replicas can read within that step.
         """
         current = self.conversations[placed.servers[0]]
         if current.takes(session):
@@ -481,7 +482,7 @@ class Planner:
         placed.servers = (best,)
 
     def _checked(self, request: DraftRequest) -> _Placed:
-        """Return the sequence of a valid request, and where it is."""
+        """Return the sequence of a request and its servers, after checking the request."""
         placed = self._placed.get(request.session)
         num_new = len(checked_ids(request.new_tokens, None))
         check_wire(request)

@@ -1,4 +1,4 @@
-"""A client that never fails a decode: where servers are down or late, it continues without them."""
+"""A client that never fails a decode: if servers are down or late, it continues without them."""
 
 import math
 import os
@@ -34,15 +34,15 @@ from retriever.drafter import (
 from retriever.tree import DraftTree
 
 SHARE: Final = 0.25
-"""Share of the engine's time between two drafts that a step may wait: bounds the slowdown by a late
-server."""
+"""Longest wait of a step, as a share of the engine's time between two drafts; bounds the slowdown
+that a late server causes."""
 
-SHORTEST_S: Final = 0.005  # below it, one scheduling delay costs the draft
-LONGEST_S: Final = 0.02  # a late server delays no step by more
+SHORTEST_S: Final = 0.005  # below, one scheduling delay costs the draft
+LONGEST_S: Final = 0.02  # most that a late server delays a step
 
 LONGEST_AHEAD_S: Final = 0.2
-"""Longest wait for drafts ahead, in seconds: passes of large models take less, and one that takes
-longer does not miss what comes later."""
+"""Longest wait for drafts ahead, in seconds. Passes of large models take less, and a longer pass
+does not need drafts that come later."""
 
 _Result = TypeVar("_Result")
 
@@ -51,11 +51,11 @@ _IDLE_S: Final = 2.0  # longer gaps are the engine's pauses, not steps
 
 
 class Pace:
-    """The deadline of steps: as given, or a share of the engine's own time per step.
+    """The deadline of steps: a given time, or a share of the engine's own time per step.
 
     Args:
-        deadline_s: longest wait, in seconds; None to measure: `SHARE` of the time between drafts,
-            from `SHORTEST_S` to `LONGEST_S`.
+        deadline_s: longest wait, in seconds; None for `SHARE` of the measured time between drafts,
+            within `SHORTEST_S` and `LONGEST_S`.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -80,7 +80,7 @@ class Pace:
         return now_s + self.deadline_s
 
     def ahead(self, now_s: float, timeout_s: float) -> float:
-        """Return the time until which drafts ahead are awaited, while the engine goes on."""
+        """Return the time until which to await drafts ahead, while the engine continues."""
         return now_s + max(min(timeout_s, LONGEST_AHEAD_S), self.deadline_s)
 
     def end(self, now_s: float) -> None:
@@ -89,11 +89,11 @@ class Pace:
 
 
 class Wait(NamedTuple):
-    """A wait for what servers send.
+    """A wait for messages from servers.
 
     Attributes:
-        is_done: whether it has come.
-        until_s: longest, in seconds of `time.monotonic`.
+        is_done: returns whether the wait is over.
+        until_s: end of the wait, in seconds of `time.monotonic`.
     """
 
     is_done: Callable[[], bool]
@@ -101,13 +101,13 @@ class Wait(NamedTuple):
 
 
 Waits = Generator[Wait, None, _Result]
-"""What a client does, which waits for servers in between: one that blocks and one that awaits."""
+"""The work of a client, which yields its waits for servers: the caller blocks or awaits."""
 
 
 class FailOpenClient(OfOneProcess):
-    """The shared part of the synchronous and the asynchronous client that never fail.
+    """The shared part of the synchronous and the asynchronous fail-open client.
 
-    Methods whose names end in -ing are what both do; each waits in its own way.
+    Methods whose names end in -ing hold the common work; each client waits in its own way.
 
     Args: see `ResilientDrafter`.
     """
@@ -140,7 +140,7 @@ class FailOpenClient(OfOneProcess):
 
     @property
     def fail_opens(self) -> FailOpens:
-        """Count of sequence steps without a server's draft, by reason."""
+        """Number of sequence steps without a server's draft, by reason."""
         return self._planner.fail_opens
 
     @property
@@ -153,15 +153,15 @@ class FailOpenClient(OfOneProcess):
         return self._planner.conversations[address].is_up
 
     def has_answered(self, address: str) -> bool:
-        """Return whether a server has answered all that it was sent, in what was read so far.
+        """Return whether a server has answered all messages, by the responses read so far.
 
-        `wait` reads what has come. As long as a server owes an answer beyond its deadline, it is
-        not asked.
+        `wait` reads responses that have arrived. While an answer is past its deadline, the server
+        is not asked again.
         """
         return self._planner.conversations[address].oldest_unanswered_s() is None
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server that a session is at; of parts of a corpus, the first.
+        """Return the address of the server of a session; the first of several that hold parts.
 
         Raises:
             UnknownSessionError: the session is not open.
@@ -169,7 +169,7 @@ class FailOpenClient(OfOneProcess):
         return self._planner.server_of(session)
 
     def _begin_in_process(self) -> None:
-        """Begin without connections: in a process that was forked off, too."""
+        """Start without connections; also used after a fork."""
         self._streams = StreamTable(self._planner, self._lost_after_s)
 
     def _connecting(self, until_s: float) -> Waits[bool]:
@@ -190,7 +190,7 @@ class FailOpenClient(OfOneProcess):
     def _drafting_ahead(
         self, requests: Sequence[DraftRequest], deadline_s: float
     ) -> Waits[list[list[DraftTree]]]:
-        """Do a step whose outcomes are drafted for; return their trees."""
+        """Do a step with drafts for its outcomes; return their trees."""
         return (yield from self._asking(requests, deadline_s, self._planner.finish_ahead))
 
     def _asking(
@@ -199,13 +199,13 @@ class FailOpenClient(OfOneProcess):
         deadline_s: float,
         finish: Callable[[Plan], _Result],
     ) -> Waits[_Result]:
-        """Send a step, and finish it once it is answered, or the deadline has passed."""
+        """Send a step, and finish it once it is answered or its deadline has passed."""
         self._streams.give_up_lost()
         plan = self._planner.plan(requests, time.monotonic(), deadline_s)
         try:
             self._streams.ask(plan)
             yield Wait(plan.is_done, deadline_s)
-        finally:  # also when the step is cancelled
+        finally:  # even if the step is cancelled
             result = finish(plan)
         self._streams.tell_rest()
         return result
@@ -226,36 +226,38 @@ class FailOpenClient(OfOneProcess):
 class ResilientDrafter(FailOpenClient):
     """Drafts from one or more services and never fails because of them; a `Drafter`.
 
-    A step waits until its deadline at most. Where a server is late, paused, restarted, full, down
-    or for another tokenizer, the sequence continues with a local draft and the reason is counted. A
-    thread for each server connects at the first call, and reconnects with growing pauses. Sessions
-    are then opened again with all their tokens, and outputs of sequences that ended in between are
-    sent.
+    A step waits until its deadline at most. If a server is late, paused, restarted, full, down or
+    for another tokenizer, the sequence continues with a local draft and the reason is counted. One
+    thread per server connects at the first call, and reconnects with exponential back-off. It then
+    reopens sessions with all their tokens, and sends the outputs of sequences that ended in the
+    meantime.
 
-    Several servers are replicas. Sessions are spread over them by rendezvous hashing. A session
-    whose server is down, drains, or has no room moves to the next one, and stays there; see
-    `docs/explanation/scale.md`. Or, with `are_parts`, each server holds a part of a corpus: every
-    step goes to all of them, what comes in time is merged, and one that is late or down costs its
-    evidence alone. Thread-safe, also after a fork.
+    Several servers are replicas by default. Rendezvous hashing spreads sessions over them. If the
+    server of a session is down, drains, or has no room, the session moves to the next one and stays
+    there; see `docs/explanation/scale.md`. With `are_parts`, each server holds a part of a corpus
+    instead: every step goes to all of them, the drafts that arrive in time are merged, and a server
+    that is late or down costs only its evidence. Thread-safe, also after a fork.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
-        deadline_s: longest wait of a step, in seconds; None for a quarter of the engine's own
-            measured step time, within 5 to 20 ms.
-        local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
-            Called from one thread at a time.
-        are_parts: whether each server holds a part of a corpus. All must have one vocabulary.
+        deadline_s: longest wait of a step, in seconds; None for a quarter of the engine's measured
+            step time, within 5 to 20 ms.
+        local: drafter to use if a server does not draft; True for a `LocalDrafter`, False for no
+            local drafts. Called from one thread at a time.
+        are_parts: whether each server holds a part of a corpus. All must have the same vocabulary.
         lost_after_s: time without an answer after which a stream is given up, in seconds.
-        vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
-        credentials: to send and to verify the server with; None for services that need none.
-        pad_requests: pad messages to hide the size of sequences; see
+        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another one is
+            not used.
+        credentials: credentials to send and to verify the server with; None for services that need
+            none.
+        pad_requests: whether to pad messages to hide the size of sequences; see
             `docs/explanation/security.md`.
-        open_channel: opens a channel to an address; replaces the default, which uses the
+        open_channel: opens a channel to an address, instead of the default, which uses the
             credentials.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: no address, or a duplicate.
+        InvalidRequestError: there is no address, or a duplicate.
     """
 
     def _begin_in_process(self) -> None:
@@ -277,7 +279,7 @@ class ResilientDrafter(FailOpenClient):
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
-        Servers are told with its first step.
+        Servers learn of it with its first step.
         """
         self._start()
         with self._lock:
@@ -286,7 +288,7 @@ class ResilientDrafter(FailOpenClient):
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
 
-        Its server is told with its next step, and again whenever it is opened again.
+        Its server gets it with the next step, and again whenever the session is reopened.
         """
         self._start()
         with self._lock:
@@ -304,10 +306,10 @@ class ResilientDrafter(FailOpenClient):
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
-        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
+        """Commit new tokens and draft for possible outcomes; see `AheadDrafter.draft_ahead`.
 
-        Waits for `timeout_s` within a step's deadline and `LONGEST_AHEAD_S`. Where a server is
-        late or down, no outcome is answered.
+        Waits for `timeout_s`, but at least a step's deadline and at most `LONGEST_AHEAD_S`. If a
+        server is late or down, no outcome is answered.
         """
         self._start()
         deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
@@ -316,12 +318,12 @@ class ResilientDrafter(FailOpenClient):
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. Its server is told with the next message.
+        """End a sequence; see `Drafter.close`. Its server learns of it with the next message.
 
         Args:
-            session: the name that it was opened with.
+            session: name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it; overrides the value at `open`.
+            remember: false to keep nothing of it; overrides the value given to `open`.
         """
         self._start()
         with self._lock:
@@ -363,7 +365,7 @@ class ResilientDrafter(FailOpenClient):
                 ]
 
     def _do(self, work: Waits[_Result]) -> _Result:
-        """Do work, and process events of links during its waits."""
+        """Do work, and process link events during its waits."""
         with self._lock:
             self._take_all()
             while True:
@@ -376,13 +378,13 @@ class ResilientDrafter(FailOpenClient):
                     pass
 
     def _report(self, event: LinkEvent) -> None:
-        """Note an event of a link; called in threads of links."""
+        """Record a link event; called in the threads of links."""
         self._events.put(event)
         if event.stream is not None:  # not here: it may wait for a step, which waits for responses
             Thread(target=self._catch_up, name="foredraft-catch-up", daemon=True).start()
 
     def _catch_up(self) -> None:
-        """Send pending closes and outputs to a server that is back."""
+        """Send pending closes and outputs to a server that is up again."""
         with self._lock:
             self._take_all()
             self._streams.tell_rest()
@@ -394,7 +396,7 @@ class ResilientDrafter(FailOpenClient):
         self._streams.give_up_lost()
 
     def _take_next(self, until_s: float) -> bool:
-        """Process the next event of a link; return whether there was one in time."""
+        """Process the next link event; return whether there was one in time."""
         left_s = until_s - time.monotonic()
         try:
             event = self._events.get(block=left_s > 0, timeout=max(left_s, 0))

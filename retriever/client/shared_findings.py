@@ -1,4 +1,4 @@
-"""Findings of decoders, shared through a service or one of several."""
+"""Findings of decoders, shared through one service or one of several."""
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -15,15 +15,17 @@ _Result = TypeVar("_Result")
 
 
 class SharedFindings:
-    """A `FindingsStore` at services: of several, one is the same for all decoders of a model.
+    """A `FindingsStore` at one or several services; all decoders of a model use the same one.
 
-    That is the first in an order that follows from the model and the addresses (rendezvous
-    hashing); where it does not answer, the next is asked.
+    Rendezvous hashing orders the services by model and address, and the first is used. If it does
+    not answer, the next is asked.
 
     Args:
-        addresses: of the services; addresses with commas between them are replicas.
-        vocabulary_fingerprint: of the model's tokenizer; a service for another one refuses.
-        credentials: to send and to verify the servers with; None for services that need none.
+        addresses: addresses of the services; those separated by commas are replicas.
+        vocabulary_fingerprint: fingerprint of the model's tokenizer; a service for another one
+            refuses.
+        credentials: credentials to send and to verify the servers with; None for services that need
+            none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -52,7 +54,7 @@ class SharedFindings:
         self._first(model, lambda service: service.share_findings(model, findings))
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
-        """Return a page of what a service has of a model; see `FindingsStore.fetch_findings`."""
+        """Return a page of a model's findings at a service; see `FindingsStore.fetch_findings`."""
         return self._first(model, lambda service: service.fetch_findings(model, before))
 
     def shut_down(self) -> None:
@@ -70,8 +72,8 @@ class SharedFindings:
         """Ask the services in turn until one answers or refuses.
 
         Raises:
-            DrafterUnavailableError: none answers; of the first.
-            RetrieverError: as asked.
+            DrafterUnavailableError: none answers; the error is that of the first.
+            RetrieverError: the refusal of the service.
         """
         failure: DrafterUnavailableError | None = None
         for address in sorted(self._services, key=lambda each: _rank(each, model)):

@@ -27,18 +27,19 @@ from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.statuses import error_of
 
 LOST_AFTER_S: Final = 1.0
-"""Time without an answer after which a stream is given up, in seconds: well above a step's
-deadline, so that slow is not taken for lost."""
+"""Time without an answer after which a stream is given up, in seconds. It is well above a step's
+deadline, so that a slow server does not count as lost."""
 
 ORPHANS: Final[list[object]] = []
-"""Connections of a parent process: gRPC's threads stayed there, and ending them here can hang."""
+"""Connections of a parent process, kept because gRPC's threads stayed there and closing can
+hang."""
 
 
 class MessageStream(Protocol):
     """One stream to a server; no call blocks."""
 
     def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message; dropped where the stream has ended."""
+        """Send a message; dropped if the stream has ended."""
         ...
 
     def end(self) -> None:
@@ -47,12 +48,12 @@ class MessageStream(Protocol):
 
 
 class LinkEvent(NamedTuple):
-    """What comes from a link.
+    """An event from a link.
 
     Attributes:
-        address: of its server.
-        stream: the stream that has begun; None otherwise.
-        response: the response; None where the stream has begun or is gone.
+        address: address of its server.
+        stream: stream that has started; None otherwise.
+        response: response; None if the stream has started or is gone.
     """
 
     address: str
@@ -74,7 +75,7 @@ class StreamTable:
         self._streams: dict[str, MessageStream] = {}
 
     def note(self, event: LinkEvent) -> None:
-        """Use a stream that has begun, forget one that is gone, or process a response.
+        """Use a stream that has started, forget one that is gone, or process a response.
 
         A stream that is out of order is given up.
         """
@@ -117,12 +118,12 @@ class StreamTable:
 
 
 CONNECT_TIMEOUT_S: Final = 1.0
-"""How long an attempt to connect may take, in seconds: a host that drops packets must not stop
+"""Longest time of a connection attempt, in seconds: a host that drops packets must not block
 retries."""
 
 SETTLED_S: Final = 1.0
-"""A stream that ends sooner counts as a failed attempt, in seconds: a server that refuses each
-stream at once is not asked ten times a second."""
+"""A stream that ends before this many seconds counts as a failed attempt, so that a server that
+refuses each stream immediately is not asked ten times a second."""
 
 _AWAY: Final = frozenset({pb.PHASE_STARTING, pb.PHASE_DRAINING})
 
@@ -130,11 +131,11 @@ _AWAY: Final = frozenset({pb.PHASE_STARTING, pb.PHASE_DRAINING})
 def check_usable(
     address: str, info: pb.GetServerInfoResponse, vocabulary: Agreement | None
 ) -> None:
-    """See that a service opens sessions, and is of the vocabulary that is needed.
+    """Check that a service opens sessions and has the required vocabulary.
 
     Raises:
-        DrafterUnavailableError: it starts, or is about to end.
-        VocabularyMismatchError: it is of another.
+        DrafterUnavailableError: the service is starting, or about to shut down.
+        VocabularyMismatchError: it has another vocabulary.
     """
     if info.phase in _AWAY:
         phase = pb.Phase.Name(info.phase).removeprefix("PHASE_").lower()
@@ -144,17 +145,17 @@ def check_usable(
 
 
 _TO_MEND: Final = (AccessRefusedError, CredentialsError, VocabularyMismatchError)
-"""Why a person has to do something before there are drafts."""
+"""Errors that a person has to fix before there are drafts."""
 
 
 class OutageLog:
-    """Logs why there is no stream to a service; what a person has to mend as a warning, once.
+    """Logs why there is no stream to a service; errors that a person has to fix become one warning.
 
-    A stream that was let in with a token that has been rotated ends with a refusal, and the next
-    attempt shows the new one: the second refusal in a row is the first that somebody has to mend.
+    When a token is rotated, a stream that was opened with the old one is refused, and the next
+    attempt sends the new token. So only the second refusal in a row needs a fix.
 
     Args:
-        address: of the service.
+        address: address of the service.
     """
 
     def __init__(self, address: str) -> None:
@@ -163,7 +164,7 @@ class OutageLog:
         self._is_out = False
 
     def note(self, error: Exception) -> None:
-        """Log an error of connecting, or of a stream."""
+        """Log an error of a connection attempt or a stream."""
         reason = error_of(error, self._address) if isinstance(error, grpc.RpcError) else error
         text = str(reason)
         is_again, self._seen, self._is_out = text == self._seen, text, True
@@ -206,9 +207,9 @@ class LinkStream:
     """One stream; sending never blocks.
 
     Args:
-        channel: to the server.
-        report: called with every response, in order, in gRPC's receiving thread: handing it to
-            another thread takes a third of a step's time.
+        channel: channel to the server.
+        report: called with every response, in order, in gRPC's receiving thread. Handing it to
+            another thread would take a third of a step's time.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class LinkStream:
         self._call: Any = method(iter(self._outbox.get, None))
 
     def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message; dropped where the stream has ended."""
+        """Send a message; dropped if the stream has ended."""
         self._outbox.put(message)
 
     def end(self) -> None:
@@ -250,10 +251,10 @@ class Link:
     """Keeps a stream to one server, in its own thread.
 
     Args:
-        address: of the server.
+        address: address of the server.
         open_channel: makes its channel.
-        vocabulary: that it must have, if it matters.
-        report: called with each event, in order, in threads of the link and of gRPC.
+        vocabulary: vocabulary that the server must have; None to accept any.
+        report: called with every event, in order, in threads of the link and of gRPC.
     """
 
     def __init__(

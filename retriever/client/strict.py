@@ -70,7 +70,7 @@ class Exchange:
     """One stream on which every message waits for its answer.
 
     Args:
-        channel: to the service.
+        channel: channel to the service.
         timeout_s: longest wait for an answer, in seconds.
     """
 
@@ -85,8 +85,8 @@ class Exchange:
         """Number a message, send it and await its answer.
 
         Raises:
-            DrafterUnavailableError: no answer in time, the stream has ended, or a message was
-            answered out of order. The stream is broken.
+            DrafterUnavailableError: there was no answer in time, the stream has ended, or a message
+                was answered out of order. The stream is broken.
             RetrieverError: the error that ended the stream.
         """
         self._number += 1
@@ -105,7 +105,7 @@ class Exchange:
         if answer.sequence_number != self._number:
             raise DrafterUnavailableError(
                 f"the draft service answered message {answer.sequence_number} where "
-                f"{self._number} was awaited"
+                f"{self._number} was expected"
             )
         for status in answer.statuses:
             if status.code == _ABORTED and not status.session_id:
@@ -138,13 +138,15 @@ class IndexInfo:
 
 
 class Calls(OfOneProcess):
-    """Unary calls to one service. Connects at the first call.
+    """Unary calls to one service; connects at the first call.
 
     Args:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
-        vocabulary_fingerprint: of the caller's tokenizer; a service for another one refuses.
-        credentials: to send and to verify the server with; None for a service that needs none.
+        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another one
+            refuses.
+        credentials: credentials to send and to verify the server with; None for a service that
+            needs none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -172,7 +174,7 @@ class Calls(OfOneProcess):
         self._calls = RetrieverServiceStub(self._channel)
 
     def _follow_files(self) -> bool:
-        """Connect again where files of certificates have changed; return whether they have."""
+        """Reconnect if certificate files have changed; return whether they have."""
         if self._credentials is None or self._credentials.stamp() == self._files:
             return False
         before = self._channel
@@ -181,7 +183,7 @@ class Calls(OfOneProcess):
         return True
 
     def _follow_fork(self) -> None:
-        """Connect again in a process that was forked off: gRPC's threads stayed in the other."""
+        """Reconnect after a fork, because gRPC's threads stayed in the parent process."""
         if self._pid != os.getpid():
             self._leave_to_parent()
             self._connect()
@@ -197,17 +199,17 @@ class Calls(OfOneProcess):
         *,
         predictions: Sequence[Prediction] = (),
     ) -> DraftTree:
-        """Draft for a bare context, without a session.
+        """Draft for a context without a session.
 
         Args:
             context: integers[n], token ids, oldest first.
             budget_nodes: most nodes of the tree.
             min_probability: nodes less probable than this are left out.
-            predictions: what is expected to follow; see `SequenceOptions`.
+            predictions: texts expected to follow; see `SequenceOptions`.
 
         Raises:
             InvalidRequestError: the context or the budget is invalid.
-            DrafterUnavailableError: no answer in time.
+            DrafterUnavailableError: there was no answer in time.
         """
         expected = checked_predictions(predictions)
         message = context_to_message(
@@ -224,18 +226,18 @@ class Calls(OfOneProcess):
         max_documents: int = DEFAULT_DOCUMENTS,
         predictions: Sequence[Prediction] = (),
     ) -> Explanation:
-        """Draft for a bare context as `draft_context` does, with the evidence for each node.
+        """Draft for a context as `draft_context` does, and return the evidence for each node.
 
         Args:
             context: integers[n], token ids, oldest first.
             budget_nodes: most nodes of the tree.
             min_probability: nodes less probable than this are left out.
             max_documents: most documents to name for each node.
-            predictions: what is expected to follow.
+            predictions: texts expected to follow.
 
         Raises:
             InvalidRequestError: the context or a number is invalid.
-            DrafterUnavailableError: no answer in time.
+            DrafterUnavailableError: there was no answer in time.
         """
         message = explanation_request(
             context,
@@ -255,9 +257,9 @@ class Calls(OfOneProcess):
         """Have the service keep what a model found likely; see `FindingsStore.share_findings`.
 
         Raises:
-            InvalidRequestError: they cannot be findings.
-            NotPossibleError: the service keeps none.
-            DrafterUnavailableError: no answer in time.
+            InvalidRequestError: the findings are invalid.
+            NotPossibleError: the service keeps no findings.
+            DrafterUnavailableError: there was no answer in time.
         """
         message = pb.ShareFindingsRequest(
             model_fingerprint=model,
@@ -267,11 +269,11 @@ class Calls(OfOneProcess):
         self._call("ShareFindings", message)
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
-        """Return a page of what the tenant's decoders have shared of a model; see `FindingsStore`.
+        """Return a page of a model's findings from the tenant's decoders; see `FindingsStore`.
 
         Raises:
-            NotPossibleError: the service keeps none.
-            DrafterUnavailableError: no answer in time, or what came are no findings.
+            NotPossibleError: the service keeps no findings.
+            DrafterUnavailableError: no answer in time, or the answer has no valid findings.
         """
         message = pb.FetchFindingsRequest(
             model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint
@@ -288,7 +290,7 @@ class Calls(OfOneProcess):
         """Delete all data of the credentials' tenant on the service.
 
         Raises:
-            DrafterUnavailableError: no answer in time; the data may be deleted or not.
+            DrafterUnavailableError: no answer in time; the data may or may not be deleted.
         """
         self._call("DeleteTenantData", pb.DeleteTenantDataRequest())
 
@@ -308,7 +310,7 @@ class Calls(OfOneProcess):
         ]
 
     def server_info(self) -> ServerInfo:
-        """Return the version, phase, limits and vocabulary of the service, also while it starts."""
+        """Return the version, phase, limits and vocabulary of the service, even while it starts."""
         response = self._call("GetServerInfo", pb.GetServerInfoRequest())
         return ServerInfo.from_message(response)
 
@@ -329,7 +331,7 @@ class Calls(OfOneProcess):
             raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
 
     def _call(self, name: str, message: Any) -> Any:
-        """Make a call of a name; again where certificates were rotated since connecting."""
+        """Make a call by name; repeat it if certificates were rotated since connecting."""
         self._follow_fork()
         try:
             return getattr(self._calls, name)(message, timeout=self._timeout_s)
@@ -344,27 +346,27 @@ DEFAULT_TIMEOUT_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Told:
-    """Tokens that a service knows of a session beyond those that its caller committed.
+    """State of a session at a service that may differ from what the caller committed.
 
     Attributes:
-        noted: token ids, as bytes, that the service noted in a step that was refused for other
+        noted: token ids, as bytes, that the service recorded in a step that it refused for other
             sessions.
-        is_lost: whether a step got no answer, so that the service's state is unknown.
+        is_lost: whether a step was not answered, so that the service's state is unknown.
     """
 
     noted: bytes = b""
     is_lost: bool = False
 
     def unsent(self, session: str, new_tokens: bytes) -> bytes:
-        """Return a session's new tokens that the service has not noted, as bytes.
+        """Return the new tokens of a session that the service has not recorded, as bytes.
 
         Raises:
-            DrafterUnavailableError: it has noted other tokens.
+            DrafterUnavailableError: it has recorded other tokens.
         """
         if not new_tokens.startswith(self.noted):
             self.is_lost = True
             raise DrafterUnavailableError(
-                f"session {shown(session)} was lost: its service noted tokens that were taken back"
+                f"session {shown(session)} was lost: its service has tokens that were taken back"
             )
         return new_tokens[len(self.noted) :]
 
@@ -372,17 +374,19 @@ class _Told:
 class RemoteDrafter(Calls):
     """Drafts from a service; a `Drafter`. Connects at the first call.
 
-    On the wire session names carry a random prefix, so that names of different clients never
-    collide. After a step without an answer it is unknown whether the service noted its tokens: the
-    session is lost, and drafting for it raises `DrafterUnavailableError` until it is closed and
-    opened again. In a process that is forked off, it connects again, and sessions that the parent
-    opened are lost to it.
+    On the wire, session names have a random prefix so that names of different clients never
+    collide. If a step is not answered, the service may or may not have recorded its tokens. The
+    session is then lost: drafting for it raises `DrafterUnavailableError` until it is closed and
+    opened again. After a fork the child process reconnects, and sessions that the parent opened are
+    lost there.
 
     Args:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
-        vocabulary_fingerprint: of the caller's tokenizer; a service for another one refuses.
-        credentials: to send and to verify the server with; None for a service that needs none.
+        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another one
+            refuses.
+        credentials: credentials to send and to verify the server with; None for a service that
+            needs none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -423,7 +427,7 @@ class RemoteDrafter(Calls):
             self._fingerprint,
         )
         self._call("OpenSession", message)
-        self._forget(session)  # the service ends sessions that are idle for long
+        self._forget(session)  # the service ends sessions after a long idle time
         self._sessions.add(session, _Told())
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
@@ -444,7 +448,7 @@ class RemoteDrafter(Calls):
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
-        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`."""
+        """Commit new tokens and draft for possible outcomes; see `AheadDrafter.draft_ahead`."""
         timeout_us = timeout_to_wire(min(timeout_s, self._timeout_s))
         return self._drafted(
             pb.DraftStreamRequest(timeout_us=timeout_us, tree_form=PACKED), requests
@@ -456,9 +460,9 @@ class RemoteDrafter(Calls):
         """End a sequence; see `Drafter.close`. Closing a lost session raises nothing.
 
         Args:
-            session: the name that it was opened with.
+            session: name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it; overrides the value at `open`.
+            remember: false to keep nothing of it; overrides the value given to `open`.
         """
         ids = b"" if new_tokens is None else tokens_to_wire(new_tokens)
         self._follow_fork()
@@ -475,10 +479,10 @@ class RemoteDrafter(Calls):
                 raise
 
     def delete_session_data(self, session: str) -> None:
-        """Delete generations of this client's sessions of a name on the service.
+        """Delete the generations of this client's sessions of a name on the service.
 
         Raises:
-            DrafterUnavailableError: no answer in time; the data may be deleted or not.
+            DrafterUnavailableError: no answer in time; the data may or may not be deleted.
         """
         self._follow_fork()
         message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
@@ -500,7 +504,7 @@ class RemoteDrafter(Calls):
     def _drafted(
         self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
     ) -> tuple[list[DraftTree], list[list[DraftTree]]]:
-        """Send a step; return its trees, and those for the outcomes of each sequence."""
+        """Send a step; return its trees and the trees for the outcomes of each sequence."""
         self._follow_fork()
         told = [self._usable(request.session) for request in requests]
         new_ids = [tokens_to_wire(request.new_tokens) for request in requests]
@@ -534,8 +538,8 @@ class RemoteDrafter(Calls):
         told = self._sessions.get(session)
         if told.is_lost:
             raise DrafterUnavailableError(
-                f"session {shown(session)} was lost: a step got no answer, or this process was "
-                "forked off since it was opened"
+                f"session {shown(session)} was lost: a step was not answered, or this process was "
+                "forked after it was opened"
             )
         return told
 
@@ -546,7 +550,7 @@ class RemoteDrafter(Calls):
         told: Sequence["_Told"],
         new_ids: Sequence[bytes],
     ) -> None:
-        """Raise the refusal of a step; its other sessions have been noted.
+        """Record the accepted sessions of a step, then raise its first refusal.
 
         Raises:
             RetrieverError: the first refusal.
@@ -558,7 +562,7 @@ class RemoteDrafter(Calls):
             elif step.session_id not in refused and "" not in refused:
                 known.noted = ids
         for status in response.statuses:
-            if not is_late(status):  # a draft ahead has a timeout: its tokens were noted
+            if not is_late(status):  # only drafts ahead have a timeout; their tokens were recorded
                 raise error_of_status(status)
 
     def _ask(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:

@@ -1,6 +1,6 @@
 """The commands of the core: serve drafts, show settings, explain a draft.
 
-What the larger ones do is imported when they do it, so that their help comes at once.
+The larger ones import their code when they run, so that their help appears immediately.
 """
 
 from pathlib import Path
@@ -22,10 +22,10 @@ _MAX_BUDGET: Final = Limits().max_budget_nodes
 def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     """Serve drafts over gRPC until interrupted.
 
-    Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
-    --certificate and --key, and --access or --client-ca. Each flag can be set in the file of
-    --config, too, and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows what is
-    in force.
+    Prints `serving on ADDRESS` once it is ready. If other machines can reach the address, it needs
+    --certificate and --key, and --access or --client-ca. Each flag can also be set in the --config
+    file and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows the settings in
+    force.
     """
     from retriever.commands.serve_command import serve_drafts  # noqa: PLC0415  (loads numba)
 
@@ -41,14 +41,12 @@ def explain(
     context: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="What comes before the draft, as text.", rich_help_panel="Context"
+            metavar="TEXT", help="The context to draft for, as text.", rich_help_panel="Context"
         ),
     ] = None,
     context_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The same, in a file of UTF-8.", rich_help_panel="Context"
-        ),
+        typer.Option(metavar="FILE", help="The same, in a UTF-8 file.", rich_help_panel="Context"),
     ] = None,
     context_ids: Annotated[
         str | None,
@@ -60,8 +58,7 @@ def explain(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="A text that is expected to follow, in UTF-8: drafts come from it, too. "
-            "Repeatable.",
+            help="A UTF-8 text that is expected to follow; drafts come from it, too. Repeatable.",
             rich_help_panel="Context",
         ),
     ] = None,
@@ -79,7 +76,7 @@ def explain(
         typer.Option(
             min=0,
             max=MAX_DOCUMENTS,
-            help="Most documents to name for a node.",
+            help="Most documents to name per node.",
             rich_help_panel="Output",
         ),
     ] = DEFAULT_DOCUMENTS,
@@ -91,9 +88,9 @@ def explain(
 ) -> None:
     """Show the draft for a context, and where it comes from.
 
-    First come the paths that bring most tokens, as text, with their databases and the documents
-    that they stand in, licences included. With --full each token is shown by itself: its database,
-    after how many equal tokens, how often and where it was found.
+    The paths with the most expected tokens come first, as text, with their databases and the
+    documents that contain them, licences included. --full shows each token: its database, the
+    length of the match before it, how often and where it was found.
     """
     from retriever.commands.explain_command import explain_draft  # noqa: PLC0415  (loads numba)
 
@@ -126,5 +123,5 @@ app = command_line(
 
 
 def main() -> None:
-    """Run the command line; an error of ours ends it with one line on stderr and status 1."""
+    """Run the command line; an error of ours prints one line on stderr and exits with status 1."""
     app(prog_name="foredraft")

@@ -1,4 +1,4 @@
-"""The commands that say who may use a service: tokens and certificates, each for a tenant."""
+"""The commands that define who may use a service: tokens and certificates, each for a tenant."""
 
 import json
 from collections.abc import Iterator
@@ -29,14 +29,14 @@ app = CommandLine(
 File = Annotated[
     Path,
     typer.Option(
-        "--access", metavar="FILE", help="The service's access file; made if it is not there."
+        "--access", metavar="FILE", help="The service's access file; created if it does not exist."
     ),
 ]
-Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="For whom it acts.")]
+Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant that it acts for.")]
 MaybeTenant = Annotated[
     str,
     typer.Argument(
-        metavar="[TENANT]", help="For whom it acts; left out where the scope is admin alone."
+        metavar="[TENANT]", help="The tenant that it acts for; optional for the scope admin alone."
     ),
 ]
 Scopes = Annotated[
@@ -44,19 +44,19 @@ Scopes = Annotated[
     typer.Option(
         "--scope",
         metavar="SCOPE",
-        help="What it is for: draft; delete (removing the tenant's data); admin (administering "
+        help="What it may do: draft; delete (removing the tenant's data); admin (administering "
         "the service, all tenants' data included). Repeatable.",
     ),
 ]
 Name = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="What logs call it. Default: its digits, or its identity."),
+    typer.Option(metavar="NAME", help="Its name in logs. Default: its digits, or its identity."),
 ]
 Which = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="A token's name, its 16 digits; a certificate's identity; or what it was called by "
+        help="A token's name, its 16 digits; a certificate's identity; or the name given with "
         "--name.",
     ),
 ]
@@ -70,7 +70,7 @@ def make_token(
     scope: Scopes = [Scope.DRAFT],  # noqa: B006  (typer reads it)
     name: Name = None,
 ) -> None:
-    """Make a token and print it, once: the file keeps a hash of it alone."""
+    """Make a token and print it, once: the file keeps only a hash of it."""
     print(add_token(access, tenant, scope, name))
 
 
@@ -82,15 +82,15 @@ def let_in(
         str,
         typer.Argument(
             metavar="IDENTITY",
-            help="DNS:NAME, URI:NAME, EMAIL:NAME, IP:ADDRESS, CN:NAME, or a certificate's file, "
-            "of which the first of these is taken.",
+            help="DNS:NAME, URI:NAME, EMAIL:NAME, IP:ADDRESS, CN:NAME, or a certificate file, "
+            "from which the first of these is taken.",
         ),
     ],
     access: File,
     scope: Scopes = [Scope.DRAFT],  # noqa: B006  (typer reads it)
     name: Name = None,
 ) -> None:
-    """Let a certificate's holder act for a tenant."""
+    """Let the holder of a certificate act for a tenant."""
     if Path(identity).is_file():
         now = datetime.now(UTC)
         identity = certified(read_certificates(Path(identity), now)).identities[0]
@@ -101,7 +101,7 @@ def let_in(
 @app.command("list")
 @clear_errors()
 def list_credentials(access: File, as_json: AsJson = False) -> None:
-    """Show whose credentials are in the file, and what they are for; no secret is in it."""
+    """List the credentials in the file and what they may do; it has no secrets."""
     rows = [*_rows(read_access(access, by_operator=True))]
     if as_json:
         print(json.dumps(rows, ensure_ascii=False))
@@ -111,7 +111,7 @@ def list_credentials(access: File, as_json: AsJson = False) -> None:
 
 
 def _rows(access: Access) -> Iterator[dict[str, str]]:
-    """Yield the row of each credential."""
+    """Yield one row per credential."""
     tokens = ((name, grant) for name, (_, grant) in access.tokens.items())
     kinds = {"token": tokens, "certificate": access.certificates.items()}
     for kind, grants in kinds.items():
@@ -129,7 +129,7 @@ def _rows(access: Access) -> Iterator[dict[str, str]]:
 @app.command("scopes")
 @clear_errors()
 def change_scopes(name: Which, access: File, scope: Scopes) -> None:
-    """Set what a credential is for; a running service notices within a second."""
+    """Set what a credential may do; takes effect in a running service within a second."""
     before = set_scopes(access, name, scope)
     now = ",".join(each for each in Scope if each in scope)
     print(f"{name} of {_holder(before)} is for {now}")
@@ -138,7 +138,7 @@ def change_scopes(name: Which, access: File, scope: Scopes) -> None:
 @app.command("revoke")
 @clear_errors()
 def revoke(name: Which, access: File) -> None:
-    """Revoke a credential; a running service notices within a second."""
+    """Revoke a credential; takes effect in a running service within a second."""
     print(f"{name} acts for {_holder(remove(access, name))} no longer")
 
 

@@ -17,8 +17,8 @@ ConfigFile = Annotated[
         "--config",
         metavar="FILE",
         rich_help_panel="Settings",
-        help="Settings in TOML, `name = value`, weaker than the environment and flags. Default: "
-        f"the file that {FILE_VARIABLE} names, if it does.",
+        help="Settings in TOML, `name = value`; the environment and flags override them. Default: "
+        f"the file that {FILE_VARIABLE} names, if set.",
     ),
 ]
 
@@ -30,7 +30,7 @@ def show_settings(
 ) -> None:
     """Show the settings that `serve` would have, and where each comes from.
 
-    What is printed is TOML for `serve --config`. Nothing is opened.
+    The output is TOML for `serve --config`. Nothing is opened.
     """
     resolved = resolve(Settings, flags, os.environ, config)
     print(to_json(resolved) if as_json else as_toml(resolved))

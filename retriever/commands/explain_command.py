@@ -1,4 +1,4 @@
-"""The command that explains a draft, as a tree for people."""
+"""The command that explains a draft, as a readable tree."""
 
 import json
 from collections import Counter
@@ -30,7 +30,7 @@ from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, Nod
 
 _SHOWN_POSITIONS: Final = 3
 _SHOWN_PATHS: Final = 5
-"""As many as fit a screen with their sources; `--full` shows the others."""
+"""Number of paths that fit a screen with their sources; `--full` shows the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class DraftPath:
     """A path of a draft from the context to a leaf.
 
     Attributes:
-        nodes: of the tree, from the root downwards.
-        probability: that all of it comes true.
-        expected: tokens of it that come true on average.
+        nodes: nodes of the tree, from the root down.
+        probability: probability that the whole path is accepted.
+        expected: expected number of accepted tokens.
     """
 
     nodes: list[int]
@@ -49,7 +49,7 @@ class DraftPath:
 
 
 def paths_of(tree: DraftTree) -> list[DraftPath]:
-    """Return a path for each leaf of a tree, those that bring most tokens first."""
+    """Return a path for each leaf of a tree, those with the most expected tokens first."""
     parents = tree.parents.tolist()
     probabilities = tree.probabilities.tolist()
     paths = []
@@ -64,19 +64,19 @@ def paths_of(tree: DraftTree) -> list[DraftPath]:
 
 
 def shown_paths(explanation: Explanation, text_of: Callable[[list[int]], str] | None) -> list[str]:
-    """Return lines with the best paths as text, and what they come from, each source once.
+    """Return lines with the best paths as text and their sources, each source listed once.
 
     Args:
-        explanation: what to show.
-        text_of: gives the text of tokens; without it ids are shown.
+        explanation: explanation to show.
+        text_of: returns the text of tokens; without it, ids are shown.
     """
     tree = explanation.tree
     if not len(tree):
-        return ["no draft: nothing that is known goes on from this context"]
+        return ["no draft: nothing known continues this context"]
     paths = paths_of(tree)
     lines = [
-        f"nodes: {len(tree)}, paths: {len(paths)}, those first that bring most tokens",
-        "first the probability that a path comes true; below, tokens of it by database",
+        f"nodes: {len(tree)}, paths: {len(paths)}, most expected tokens first",
+        "first the probability that a path is accepted; below, its tokens by database",
     ]
     numbers: dict[str, int] = {}
     for path in paths[:_SHOWN_PATHS]:
@@ -101,16 +101,16 @@ def shown_paths(explanation: Explanation, text_of: Callable[[list[int]], str] | 
 
 
 def _named(document: DocumentOccurrence) -> str:
-    """Return a document's name with its licence."""
+    """Return a document's name and its licence."""
     return f"{document.index}: {document.name}" + (document.licence and f", {document.licence}")
 
 
 def rendered(explanation: Explanation, text_of: Callable[[int], str] | None) -> Tree:
-    """Return a tree with a line for each node, and one below it for each document.
+    """Return a tree with a line for each node, and below it a line for each document.
 
     Args:
-        explanation: what to show.
-        text_of: gives the text of a token; without it ids alone are shown.
+        explanation: explanation to show.
+        text_of: returns the text of a token; without it, only ids are shown.
     """
     tree = explanation.tree
     root = Tree(f"{len(tree)} nodes")
@@ -134,7 +134,7 @@ def rendered(explanation: Explanation, text_of: Callable[[int], str] | None) -> 
 
 
 def _evidence(provenance: NodeProvenance) -> str:
-    """Say after how long a match a token was found, how often, and where in the context."""
+    """Describe the match before a token: its length, how often, and where in the context."""
     if provenance.count == 0:
         return ""
     text = f", {provenance.count} x after a match of {provenance.match_length}"
@@ -198,7 +198,7 @@ def explain_draft(
 
 def _remote(source: DraftSettings, vocabulary: Vocabulary | None) -> RemoteDrafter:
     if len(source.server) > 1:
-        raise InvalidRequestError("one service explains at a time: give one --server")
+        raise InvalidRequestError("explain asks one service: give one --server")
     return RemoteDrafter(
         source.server[0],
         timeout_s=_PATIENCE_S,
@@ -210,7 +210,7 @@ def _remote(source: DraftSettings, vocabulary: Vocabulary | None) -> RemoteDraft
 def _tokens(
     encoder: ChatEncoder, text: str | None, file: Path | None, ids: str | None
 ) -> list[int]:
-    """Return the context, which is given in one of three ways."""
+    """Return the context, given in one of three ways."""
     if sum(given is not None for given in (text, file, ids)) != 1:
         raise InvalidRequestError("give one of --context, --context-file and --context-ids")
     if ids is not None:
@@ -221,7 +221,7 @@ def _tokens(
 
 
 def _prediction(encoder: ChatEncoder, file: Path) -> Prediction:
-    """Return the text of a file as a prediction of its name."""
+    """Return the text of a file as a prediction labelled with its name."""
     return Prediction(np.array(encoder.encode_output(_read(file)), np.int32), file.name)
 
 
@@ -245,5 +245,5 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequestError("the context is no text: it is not UTF-8") from error
+        raise InvalidRequestError("the context is not text: it is not UTF-8") from error
     return text

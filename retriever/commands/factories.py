@@ -1,4 +1,4 @@
-"""Which drafter a replay is made with: our own, or one that another module names."""
+"""The drafter of a replay: our own, or one that another module names."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,24 +17,25 @@ from retriever.predict.phrases import ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
 
 DrafterFactory = Callable[[Sequence[Index], Sequence[TokenIds], int], Drafter]
-"""Makes a drafter of open indexes, outputs (int32[n] each) that count as recent generations, and
-the most nodes that it will be asked for."""
+"""Makes a drafter from open indexes, outputs (int32[n] each) that count as recent generations, and
+the largest budget that it will be asked for, in nodes."""
 
 _PATIENCE_S: Final = 1.0
-"""A replay waits for late services as no decoder would: it measures drafts, not networks."""
+"""A replay waits longer for services than a decoder would, since it measures drafts, not
+networks."""
 
 OWN: Final = "foredraft"
-"""The name of our own drafter."""
+"""Name of our own drafter."""
 
 RULES: Final = ("decoder.plugins.contenders.drafting_rules", "benchmarks.papers")
-"""Modules whose drafters are known by their names alone; the latter is there in a checkout."""
+"""Modules whose drafters can be named without the module; the second exists only in a checkout."""
 
 _CHECKOUT: Final = Path(__file__).parents[2]
-"""The folder that these packages lie in: one of installed packages if it is no checkout."""
+"""The folder of these packages: a checkout, or the folder of installed packages."""
 
 
 class UnknownDrafterError(RetrieverError):
-    """No drafter of this name is to be had."""
+    """There is no drafter of this name."""
 
 
 def own_drafter(
@@ -46,10 +47,10 @@ def own_drafter(
     phrases: ListedPhrases | None = None,
     tokenizer: Callable[[], Any] | None = None,
 ) -> EmbeddedDrafter:
-    """Return the embedded drafter, compiled, with the outputs as recent generations.
+    """Return the compiled embedded drafter, with the outputs as recent generations.
 
     Raises:
-        InvalidRequestError: the indexes are of different vocabularies.
+        InvalidRequestError: the indexes have different vocabularies.
     """
     drafter = EmbeddedDrafter(indexes, vocabulary=vocabulary, phrases=phrases, tokenizer=tokenizer)
     drafter.warm()
@@ -86,27 +87,27 @@ def find_factory(name: str) -> DrafterFactory:
     """Return the factory of a name; see `find_drafter`.
 
     Raises:
-        UnknownDrafterError: the name stands for none.
+        UnknownDrafterError: there is no such drafter.
     """
     factory: DrafterFactory = find_drafter(name)
     if not callable(factory):
         raise UnknownDrafterError(
-            f"{name} drafts with a model, so that no recording can be replayed with it: decode "
-            "with it by `foredraft bench --contender`"
+            f"{name} drafts with a model, so recordings cannot be replayed with it: decode "
+            "with it using `foredraft bench --contender`"
         )
     return factory
 
 
 def find_drafter(name: str, modules: Sequence[str] = RULES) -> Any:
-    """Return what a name stands for in the mapping `DRAFTERS` of a module.
+    """Return the entry of a name in the mapping `DRAFTERS` of a module.
 
     Args:
-        name: `MODULE:NAME`, where the module may lie in the current folder; or our own, or the name
-            alone where one of `modules` has it.
-        modules: dotted names; see `known_drafters`.
+        name: `MODULE:NAME`, where the module may be in the current folder; or the name of our own;
+            or a bare `NAME` that one of `modules` has.
+        modules: dotted names of modules; see `known_drafters`.
 
     Raises:
-        UnknownDrafterError: the module cannot be imported, or none has such a drafter.
+        UnknownDrafterError: the module cannot be imported, or there is no such drafter.
     """
     if name == OWN:
         return own_drafter
@@ -119,10 +120,10 @@ def find_drafter(name: str, modules: Sequence[str] = RULES) -> Any:
 
 
 def known_drafters(modules: Sequence[str] = RULES) -> tuple[dict[str, Any], list[str]]:
-    """Return drafters by name, our own first, and why those of a module are not here.
+    """Return drafters by name, our own first, and why those of a module are unavailable.
 
     Args:
-        modules: dotted names, of this package or of the checkout that it lies in.
+        modules: dotted names of modules of this package or of its checkout.
     """
     known: dict[str, Any] = {OWN: own_drafter}
     missing = []
@@ -135,10 +136,10 @@ def known_drafters(modules: Sequence[str] = RULES) -> tuple[dict[str, Any], list
 
 
 def _drafters_of(module: str, folder: Path) -> Mapping[str, Any]:
-    """Return the mapping `DRAFTERS` of a module, which may lie in a folder.
+    """Return the mapping `DRAFTERS` of a module, which may be in a folder.
 
     Raises:
-        UnknownDrafterError: it cannot be imported, or has none.
+        UnknownDrafterError: the module cannot be imported, or has no such mapping.
     """
     sys.path.append(str(folder))
     try:

@@ -15,19 +15,19 @@ from retriever.operations.settings import CredentialSettings
 @with_flags
 def health(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Of the service: HOST:PORT or unix:PATH.")
+        str, typer.Argument(metavar="ADDRESS", help="The service: HOST:PORT or unix:PATH.")
     ],
     *,
     client: CredentialSettings,
     timeout_s: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="How long it may take to answer.")
+        float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for the answer.")
     ] = TIMEOUT_S,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Whether it answers at all, also while it starts or drains."),
+        typer.Option("--live", help="Only check that it answers, even while it starts or drains."),
     ] = False,
 ) -> None:
-    """Print `ready` and end with 0 if the service takes calls, else with 1 and the reason.
+    """Print `ready` and exit with 0 if the service takes calls, else with 1 and the reason.
 
     With --live it prints `alive`.
     """

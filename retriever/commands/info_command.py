@@ -1,4 +1,4 @@
-"""`foredraft info`: what a service is."""
+"""`foredraft info`: describe a running service."""
 
 from typing import Annotated
 
@@ -14,12 +14,12 @@ from retriever.operations.settings import CredentialSettings
 @with_flags
 def info(
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="Of the service: HOST:PORT or unix:PATH.")
+        str, typer.Argument(metavar="ADDRESS", help="The service: HOST:PORT or unix:PATH.")
     ],
     *,
     client: CredentialSettings,
     timeout_s: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="How long it may take to answer.")
+        float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for the answer.")
     ] = 4.0,
 ) -> None:
     """Show the version, phase, models, vocabulary and limits of a service."""

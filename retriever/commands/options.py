@@ -1,4 +1,4 @@
-"""What the commands share: errors in one line, and progress."""
+"""Shared parts of the commands: one-line errors and progress."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -9,18 +9,18 @@ from indexer.launch import errors_in_one_line
 from retriever.errors import RetrieverError
 
 clear_errors = partial(errors_in_one_line, RetrieverError, IndexerError)
-"""Prints an error of ours as one line and ends with status 1; for a block or a command."""
+"""Prints an error of ours as one line and exits with status 1; wraps a block or a command."""
 
 
 def progress(items: Iterable[Any], doing: str, total: int | None = None) -> Iterator[Any]:
-    """Show progress on a terminal's standard error.
+    """Show progress on standard error if it is a terminal.
 
     Args:
-        items: are passed through.
-        doing: what is done with them.
-        total: how many there are, where they come one by one.
+        items: items to pass through.
+        doing: description of the work on them.
+        total: number of items, if they come from an iterator.
     """
-    from rich.console import Console  # noqa: PLC0415  (help needs none)
+    from rich.console import Console  # noqa: PLC0415  (not needed for help)
     from rich.progress import track  # noqa: PLC0415  (the same)
 
     console = Console(stderr=True)

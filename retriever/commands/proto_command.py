@@ -1,4 +1,4 @@
-"""`foredraft proto`: the contract of this installation, for clients in any language."""
+"""`foredraft proto`: write the contract of this installation, for clients in any language."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ _FILES: Final = {
     "google/rpc/status.proto": "google.rpc",
     "google/rpc/error_details.proto": "google.rpc",
 }
-"""Names of files under a folder of contracts, and the packages that have them."""
+"""Names of files under a contract folder, and the packages that have them."""
 
 
 @clear_errors()
@@ -23,13 +23,12 @@ _FILES: Final = {
 def proto(
     *,
     output: Annotated[
-        Path, typer.Option(metavar="DIR", help="A folder; it is made if it is not there.")
+        Path, typer.Option(metavar="DIR", help="A folder; created if it does not exist.")
     ],
 ) -> None:
     """Write the contract, from which protoc makes a client in any language.
 
-    Beside it come the messages of google.rpc in which a refusal says why. Prints the names of the
-    files.
+    Also writes the google.rpc messages that describe a refusal. Prints the names of the files.
     """
     for name, package in _FILES.items():
         written = output / name

@@ -68,7 +68,7 @@ def serve_drafts(config: Path | None, flags: Given[Settings]) -> None:
 
 
 def _tracing(settings: Settings) -> Tracing | None:
-    """Return what makes spans of a share of calls; None where none are wanted."""
+    """Return the tracer for a share of calls; None if tracing is off."""
     if settings.trace_ratio <= 0:
         return None
     endpoint = settings.trace_endpoint
@@ -81,14 +81,14 @@ async def _administered(
     plane: AbstractAsyncContextManager[object],
     serve_drafts: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    """Answer operators as long as drafts are served."""
+    """Run the admin service while drafts are served."""
     async with plane:
         await serve_drafts()
 
 
 @contextmanager
 def _shown(settings: Settings, service: Service) -> Iterator[None]:
-    """Serve metrics and the status page during the block, where that is wanted."""
+    """Serve metrics and the status page during the block, if enabled."""
     if settings.metrics_address is None:
         yield
         return
@@ -102,7 +102,7 @@ def _shown(settings: Settings, service: Service) -> Iterator[None]:
 
 
 def _protection(settings: Settings) -> Protection:
-    """Return what protects the service, having checked that it may listen where it is to."""
+    """Return the protection of the service, after checking that it may listen on its address."""
     protection = Protection.of(
         ProtectionFiles(
             settings.certificate,
@@ -119,7 +119,7 @@ def _protection(settings: Settings) -> Protection:
 
 
 def _open_for(service: Service, settings: Settings) -> EmbeddedDrafter:
-    """Open what a service drafts with, and show it in its reports from then on."""
+    """Open the drafter of a service, and include it in reports from then on."""
     service.drafter = _open(settings)
     return service.drafter
 
@@ -159,7 +159,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
 
 
 def _plugins(settings: Settings) -> list[PluginOptions]:
-    """Return the options of plugins that keep data of the drafter."""
+    """Return the options of plugins that keep the drafter's data."""
     if settings.redis is None:
         return []
     options = plugged("retriever.plugins.replication.options", "--redis").ReplicationOptions

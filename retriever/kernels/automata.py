@@ -1,11 +1,11 @@
 """Suffix automata of documents: the smallest graph whose paths are all their substrings.
 
-Documents stand one after the other with a separator, -1, behind each. No substring spans one: the
-automaton goes back to its root there, as for several texts (Mohri, Moreno and Weinstein, "General
+Documents are concatenated, each followed by a separator, -1. No substring spans a separator: the
+automaton returns to its root there, as for several texts (Mohri, Moreno and Weinstein, "General
 suffix automaton construction algorithm", 2009, after Blumer et al., 1985).
 
-Edges are found through a hash table with open addressing, so that states with many of them, the
-root above all, cost no more than others; for a state that is copied they are linked as well.
+Edges are found through a hash table with open addressing, so states with many edges, the root above
+all, cost no more than others. The edges of a state are also linked, for when it is cloned.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Graph(NamedTuple):
 
 @kernel()
 def _slot_of(graph: Graph, state: int, token: int) -> int:
-    """Return the slot of an edge, or the free one where it would stand."""
+    """Return the slot of an edge, or the free slot where it would go."""
     mask = len(graph.slots) - 1
     mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(
         0xC2B2AE3D27D4EB4F
@@ -87,7 +87,7 @@ def _add_edge(graph: Graph, slot: int, state: int, token: int, target: int) -> N
 
 @kernel()
 def _split(graph: Graph, state: int, token: int, target: int) -> int:
-    """Give the substrings of `target` that end a shorter match a state of their own."""
+    """Clone `target` for those of its substrings that end a shorter match; return the clone."""
     clone = _add_state(graph, graph.lengths[state] + 1, graph.ends[target])
     graph.links[clone] = graph.links[target]
     edge = graph.first_edges[target]
@@ -107,7 +107,7 @@ def _split(graph: Graph, state: int, token: int, target: int) -> int:
 
 @kernel()
 def _extend(graph: Graph, last: int, token: int, position: int) -> int:
-    """Append a token to the document; return the state of all of it."""
+    """Append a token to the document; return the state of the whole document so far."""
     edge = graph.slots[_slot_of(graph, last, token)]
     if edge >= 0:  # it occurred in an earlier document
         target = graph.targets[edge]
@@ -137,7 +137,7 @@ def build_automaton(graph: Graph, tokens: _Ints) -> None:
 
     Args:
         graph: with room for 2n states, 3n edges and 6n slots; all slots -1.
-        tokens: int32[n], documents with a separator behind each.
+        tokens: int32[n], documents with a separator after each.
     """
     graph.counts[:] = 0
     root = _add_state(graph, 0, 0x7FFFFFFF)

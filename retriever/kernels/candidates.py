@@ -9,7 +9,7 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import MAX_SUCCESSORS, Evidence, Traits
 
 UNKNOWN: Final = -2
-"""Marks an entry of the phrase tables that was not searched yet."""
+"""Marks an entry of the phrase tables that has not been looked up yet."""
 
 _SLOT_MULTIPLIER: Final = 40503
 _FEWEST_SLOTS: Final = 256
@@ -17,9 +17,9 @@ _FEWEST_SLOTS: Final = 256
 
 @kernel()
 def slots_for(num_rows: int) -> int:
-    """Return the slots of a table of siblings that has room for a node's candidates.
+    """Return the number of slots of a sibling table that has room for a node's candidates.
 
-    Mostly there are few rows, and a table that stays in the first cache.
+    Usually there are few rows, and the table stays in the L1 cache.
     """
     num_slots = _FEWEST_SLOTS
     while num_slots < 2 * (num_rows + MAX_SUCCESSORS):
@@ -78,7 +78,7 @@ def child_with(
 ) -> tuple[int, int]:
     """Return the parent's child with this token, created if missing, and the node count.
 
-    The child is -1 where there is no room left.
+    The child is -1 if there is no room left.
     """
     mask = slots.shape[0] - 1
     slot = (token * _SLOT_MULTIPLIER) & mask

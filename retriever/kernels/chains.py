@@ -3,16 +3,16 @@
 A store holds tokens at absolute positions 0, 1, 2, … in a ring whose capacity is a power of two.
 For each indexed n-gram order it keeps the newest position of every hash bucket (`heads`) and, for
 every position, the distance back to the previous position of the same bucket (`links`, 0 for
-none). A `SEPARATOR` stands after each document; no match and no continuation spans one.
+none). A `SEPARATOR` follows each document; no match and no continuation spans one.
 
 A head keeps the low 31 bits of its position. A bucket without entries for 2^31 tokens may appear to
-point into the ring again; such positions do not match, so it costs probes only.
+point into the ring again. Such positions do not match, so this costs only probes.
 
-Lanes are texts that are written side by side, each a few tokens at a time, and are found in the
-same way. Each fills blocks of one ring, which know the one before and the one after; a match and a
-continuation go from block to block. An n-gram is linked twice: in a bucket of its group, at once,
-and in one of all groups once its block is full. Links follow the order in which they were made, so
-they may lead to a later position.
+Lanes are texts that are written concurrently, a few tokens at a time, and searched in the same way.
+Each lane fills blocks of one shared ring. A block links to the lane's previous and next blocks, and
+matches and continuations follow these links. An n-gram is linked twice: immediately in a bucket of
+its group, and in a bucket of all groups once its block is full. Links follow the order in which
+they were made, so they may lead to a later position.
 """
 
 from typing import Any, Final
@@ -32,7 +32,7 @@ _SHIFT: Final = np.uint64(29)
 _PROBES_PER_ROW: Final = 4  # bounds the time spent on hash collisions
 _HEAD_BITS: Final = 0x7FFFFFFF
 _BLOCK: Final = 4096
-"""Tokens whose buckets are found together."""
+"""Tokens whose buckets are computed together."""
 _AHEAD: Final = 16
 
 
@@ -84,8 +84,8 @@ def _write_buckets(
 ) -> None:
     """Write the buckets, int32[n], of the n-grams that end at `first` and the positions after it.
 
-    N-grams that span documents are included, so that the loop has no branches and is vectorized:
-    loading many tokens is several times faster.
+    N-grams that span documents are included. This keeps the loop free of branches and vectorized,
+    which makes bulk loading several times faster.
     """
     mask = tokens.shape[0] - 1
     for offset in range(buckets.shape[0]):
@@ -95,14 +95,14 @@ def _write_buckets(
 
 @kernel(inline="always")
 def _link(chains: Chains, order: int, row: int, first: int, document: int) -> None:
-    """Link the n-grams that end at the positions from `first` on, whose buckets are written.
+    """Link the n-grams that end at `first` and after it; their buckets are already written.
 
     Args:
         chains: the store.
-        order: of the n-grams.
-        row: of the order.
-        first: a position.
-        document: position where the document begins that goes on there.
+        order: length of the n-grams.
+        row: row of this order in `heads` and `links`.
+        first: position where the first n-gram ends.
+        document: position where the document that contains `first` begins.
     """
     tokens, heads, links = chains.tokens, chains.heads, chains.links
     mask = tokens.shape[0] - 1
@@ -122,15 +122,15 @@ def _link(chains: Chains, order: int, row: int, first: int, document: int) -> No
 
 @kernel()
 def withdraw_tokens(chains: Chains, orders: NDArray[np.int64], count: int) -> None:
-    """Take back the last tokens of a sequence's store: no n-gram that ends at one is found again.
+    """Remove the last tokens of a sequence's store and unlink the n-grams that end at them.
 
-    Each head goes back to the position that its token was linked to. `last` stays as it is: which
-    position a token had before is not known here.
+    Each head returns to the position that its token was linked to. `last` does not change, because
+    a token's earlier position is not known here.
 
     Args:
         chains: the store, a ring that has not wrapped; updated.
         orders: int64[orders], the indexed n-gram orders, longest first.
-        count: how many tokens; all of the current document.
+        count: number of tokens to remove; all belong to the current document.
     """
     tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
     mask = tokens.shape[0] - 1
@@ -149,7 +149,7 @@ def withdraw_tokens(chains: Chains, orders: NDArray[np.int64], count: int) -> No
 def call_heads(
     heads: NDArray[np.int32], orders: NDArray[np.int64], query: NDArray[np.int32]
 ) -> None:
-    """Prefetch where `collect_chains` begins to read: all orders at once, not one after another.
+    """Prefetch the heads that `collect_chains` reads first, for all orders at once.
 
     Args:
         heads: int32[orders, buckets], of a store.
@@ -181,8 +181,8 @@ def collect_chains(
         indexed: the n-grams that it indexes.
         query: int32[q], the last tokens of the context.
         source: database that the rows are marked with.
-        wrap: whether the store is the context itself: its end is then no occurrence, and a
-            continuation that reaches the end starts over, so that a loop goes on as a loop.
+        wrap: whether the store is the context itself. Its end then is not an occurrence, and a
+            continuation that reaches the end starts over, so that loops are predicted to repeat.
         depth: most tokens to copy for each occurrence.
         found: rows and continuations are written from `row` on.
         row: first free row.
@@ -230,7 +230,7 @@ def collect_chains(
 
 @kernel(inline="always")
 def faded(written_by: int, lane: NDArray[np.int64]) -> float:
-    """Return what an occurrence counts that a version has written, for a lane; see `FADING`."""
+    """Return the weight, for a lane, of an occurrence that a version wrote; see `FADING`."""
     weight = np.float64(1.0)
     if lane[VERSION] >= 0:
         if written_by < lane[OLDEST]:
@@ -246,19 +246,19 @@ def faded(written_by: int, lane: NDArray[np.int64]) -> float:
 def fade_rows(
     found: Found, first: int, end: int, versions: NDArray[np.int64], lane: NDArray[np.int64]
 ) -> int:
-    """Set what rows of generations count by the versions that have written them.
+    """Set the counts of rows from generations by the versions that wrote them.
 
     Args:
-        found: rows and continuations, of which those from `first` to `end` are of generations;
-            updated. Rows that do not count are dropped, and later ones take their places.
+        found: rows and continuations, updated; those from `first` to `end` are from generations.
+            Rows with a count of 0 are dropped, and later ones move up.
         first: first row.
-        end: after the last one.
-        versions: int64[n, 2], positions from which on outputs are of a version, rising, and it.
-            What stands before the first one is of version 0.
-        lane: int64[6], of the sequence that asks.
+        end: end of the rows, exclusive.
+        versions: int64[n, 2], pairs of the first position that a version wrote and the version, by
+            ascending position. Positions before the first pair belong to version 0.
+        lane: int64[6], of the querying sequence.
 
     Returns:
-        The end of the rows that are left.
+        The end of the remaining rows.
     """
     rows, continuations, kept = found.rows, found.continuations, first
     for index in range(first, end):
@@ -276,7 +276,7 @@ def fade_rows(
 
 @kernel()
 def version_at(versions: NDArray[np.int64], position: int) -> int:
-    """Return the version that has written a position; arguments as for `fade_rows`."""
+    """Return the version that wrote a position; arguments as for `fade_rows`."""
     low, high = 0, versions.shape[0]
     while low < high:
         middle = (low + high) >> 1
@@ -289,7 +289,7 @@ def version_at(versions: NDArray[np.int64], position: int) -> int:
 
 @kernel()
 def head_position(head: int, total: int) -> int:
-    """Return the position that a head stands for in a store of `total` tokens, -1 for none."""
+    """Return the position of a head in a store of `total` tokens, -1 for none."""
     if head < 0:
         return np.int64(-1)
     return total - ((total - head) & _HEAD_BITS)
@@ -297,7 +297,7 @@ def head_position(head: int, total: int) -> int:
 
 @kernel(inline="always")
 def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
-    """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are not rings."""
+    """Hash the `order` tokens from `begin` on; for arrays that are not rings, the mask is -1."""
     return salted_bucket_of(ring, begin, mask, order, num_buckets, 0)
 
 
@@ -305,7 +305,7 @@ def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_bu
 def salted_bucket_of(
     ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int, salt: int
 ) -> int:
-    """Do as `bucket_of` does, with other buckets for each salt."""
+    """Do as `bucket_of` does, with different buckets for each salt."""
     key = np.uint64(order) ^ np.uint64(salt)
     for offset in range(order):
         token = ring[(begin + offset) & mask]
@@ -358,14 +358,14 @@ def _write(row: Any, length: int, match: int, source: int) -> None:
 NUMBER, GROUP, LAST_BLOCK, IS_SHARED, VERSION, OLDEST = 0, 1, 2, 3, 4, 5
 """Fields of a lane, int64[6]: its number (-1 for a reader that writes none), its group (0 for
 none), its last block (-1 for none), whether all groups may see it, the version of the model that
-writes it (-1 if it is not stated: it counts as 0, and for it evidence of all versions counts in
-full), and the oldest version whose evidence counts."""
+writes it (-1 if not stated: its own evidence then counts as version 0, and it counts evidence of
+all versions in full), and the oldest version whose evidence counts."""
 
 FADING: Final = 0.5
-"""What evidence counts of that of the next version. Versions are as far apart as their numbers."""
+"""Factor on the weight of evidence per version of distance, the difference of version numbers."""
 
 LEAST_FADED: Final = 0.125
-"""What evidence counts at least: texts of long ago tell of a prompt where nothing else does."""
+"""Smallest weight of evidence: for some prompts, only old texts offer any."""
 
 _SHIFT_OF_BLOCK: Final = LANE_BLOCK.bit_length() - 1
 
@@ -385,11 +385,11 @@ def append_lane(
     Args:
         lanes: updated.
         orders: int64[orders], the indexed n-gram orders, longest first.
-        lane: int64[6], updated. It has all tokens of the sequence from its first one to `first`.
+        lane: int64[6], updated. It holds the sequence's tokens from where it began up to `first`.
         sequence: int32[n], all tokens of the sequence.
         first: position in the sequence of the first token to append.
         end: position after the last one.
-        linked_from: n-grams that end before this position are not linked: they are of the prompt.
+        linked_from: n-grams that end before this position are in the prompt and are not linked.
     """
     blocks = lanes.blocks
     mask, block_mask = lanes.tokens.shape[0] - 1, blocks.shape[0] - 1
@@ -414,7 +414,7 @@ def append_lane(
 
 @kernel()
 def _begin_block(lanes: Lanes, lane: NDArray[np.int64]) -> int:
-    """Have a lane go on in the next block of the ring, whatever stood there; return its number."""
+    """Give a lane the next block of the ring, overwriting it; return the block's number."""
     block, previous = lanes.state[0], lane[LAST_BLOCK]
     blocks, size = lanes.blocks, lanes.blocks.shape[0]
     lanes.state[0] = block + 1
@@ -445,7 +445,7 @@ def _link_lane(
     place: int,
     position: int,
 ) -> None:
-    """Link the n-grams that end at a place of a sequence, which stands at a position of a lane."""
+    """Link the n-grams that end at `place` in a sequence, which is `position` in the lanes."""
     heads, links, mask = lanes.heads, lanes.links, lanes.tokens.shape[0] - 1
     for index in range(orders.shape[0]):
         begin, row = place - orders[index] + 1, first_row + index
@@ -459,7 +459,7 @@ def _link_lane(
 
 @kernel()
 def withdraw_lane(lanes: Lanes, lane: NDArray[np.int64]) -> None:
-    """Overwrite the tokens of a lane, which then begins again. Links stay, and match nothing."""
+    """Overwrite the tokens of a lane, which starts over. Links stay but match nothing."""
     blocks, block_mask = lanes.blocks, lanes.blocks.shape[0] - 1
     block = lane[LAST_BLOCK]
     while block >= lanes.state[1]:
@@ -473,13 +473,13 @@ def withdraw_lane(lanes: Lanes, lane: NDArray[np.int64]) -> None:
 
 @kernel(allocates=True)
 def move_lanes(lanes: Lanes, grown: Lanes, orders: NDArray[np.int64]) -> None:
-    """Move all lanes to an empty ring of more blocks, under the numbers that they have.
+    """Move all lanes to an empty ring of more blocks; lanes and blocks keep their numbers.
 
-    N-grams are linked by position then, and those that begin before their lane are not.
+    N-grams are then linked in order of position, except those that begin before their lane.
 
     Args:
-        lanes: as they are.
-        grown: written.
+        lanes: the current lanes.
+        grown: the empty ring; written.
         orders: int64[orders], the indexed n-gram orders, longest first.
     """
     grown.state[:] = lanes.state
@@ -516,12 +516,12 @@ def collect_lanes(
     found: Found,
     row: int,
 ) -> int:
-    """Write what followed the query's end in other lanes: first of its group, then of others.
+    """Write what followed the query's end in other lanes: first in its group, then in others.
 
     Args:
-        lanes: of one tenant.
-        indexed: the n-grams by which they are found.
-        lane: int64[6], of the sequence that asks.
+        lanes: the lanes of one tenant.
+        indexed: the n-grams that they are indexed by.
+        lane: int64[6], of the querying sequence.
         query: int32[q], the last tokens of the context.
         source: database that the rows are marked with.
         depth: most tokens to copy for each occurrence.
@@ -549,7 +549,7 @@ def _collect_in(
     found: Found,
     row: int,
 ) -> int:
-    """Write what followed in lanes of the same group, or in those of others."""
+    """Write what followed in lanes of the same group, or in those of other groups."""
     heads, links, blocks, rows = lanes.heads, lanes.links, lanes.blocks, found.rows
     mask, block_mask = lanes.tokens.shape[0] - 1, blocks.shape[0] - 1
     total, oldest = lanes.state[0] << _SHIFT_OF_BLOCK, lanes.state[1] << _SHIFT_OF_BLOCK
@@ -610,7 +610,7 @@ def _position_after(lanes: Lanes, position: int) -> int:
 
 @kernel(inline="always")
 def _match_lane(lanes: Lanes, position: int, query: NDArray[np.int32]) -> tuple[int, int]:
-    """Count equal tokens backwards from a position and the query's end; also where that ends."""
+    """Count tokens up to a position that match the query's end; return the position before too."""
     tokens, mask, length = lanes.tokens, lanes.tokens.shape[0] - 1, 0
     while (
         position >= 0

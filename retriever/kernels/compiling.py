@@ -1,4 +1,4 @@
-"""Compilation of kernels, with fast arithmetic and prefetching of a few instructions each.
+"""Compilation of kernels; fast arithmetic and prefetching in a few instructions each.
 
 Logarithms and powers of two are accurate enough for scores, and loops over them vectorize.
 """
@@ -38,23 +38,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def kernel(
     *, allocates: bool = False, **options: Any
 ) -> "Callable[[_Function], Dispatcher[_Function]]":
-    """Compile a function at its first call; the result is kept on disk and runs without the GIL.
+    """Compile a function at its first call; the result is cached on disk and releases the GIL.
 
-    Where nothing can be kept, functions are compiled again in each process.
+    If nothing can be cached, each process compiles the functions again.
 
     Unless a kernel `allocates`, reference counting is off: the arrays' owners outlive the call.
     Counting took a third of the time of short loops.
 
-    Nothing is compiled to hand a kernel to another one as a value (`no_cfunc_wrapper`).
+    No wrapper for passing a kernel as a value to another one is compiled (`no_cfunc_wrapper`).
 
-    What sums with `fastmath` is inlined (`forceinline`), and so are its callers up to those that
-    Python calls. A callee that is not inlined is optimized once by itself and again within each
-    caller, which may order its sums anew, and both copies have one name: a process that compiled
-    runs the former, one that loads the caller from disk the latter. Their last bits differ.
+    Functions that sum with `fastmath` are inlined (`forceinline`), and so are their callers up to
+    those that Python calls. Otherwise a callee would be optimized once by itself and again within
+    each caller, possibly with its sums in another order, and both copies would have the same name.
+    A process that compiled would run the first copy, one that loads the caller from disk the
+    second, and their results would differ in the last bits.
 
     Args:
         allocates: whether the kernel creates arrays.
-        options: further options of numba.
+        options: further numba options.
     """
     compiled: Any = njit  # its stubs lack these options
     decorate: Callable[[_Function], Dispatcher[_Function]] = compiled(
@@ -72,7 +73,7 @@ def kernel(
 
 
 class NotKeptError(Exception):
-    """A kernel would have to be compiled, and nobody may wait for that here."""
+    """A kernel would have to be compiled where waiting for compilation is not allowed."""
 
 
 _loads_only: ContextVar[bool] = ContextVar("loads_only", default=False)
@@ -80,10 +81,10 @@ _loads_only: ContextVar[bool] = ContextVar("loads_only", default=False)
 
 @contextmanager
 def only_kept() -> Iterator[None]:
-    """Have kernels that are called in the block loaded from disk, and none compiled.
+    """Load kernels that are called in the block from disk, and compile none.
 
     Raises:
-        NotKeptError: one is not kept.
+        NotKeptError: a kernel is not in the cache.
     """
     before = _loads_only.set(True)
     try:
@@ -98,10 +99,10 @@ def _check_may_compile() -> None:
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
-    """Return numba's cache of a kernel; one that keeps nothing where no folder can be written."""
+    """Return numba's cache of a kernel, or a no-op cache if no folder is writable."""
     try:
         return _Cache(function)
-    except (RuntimeError, OSError):  # as numba says that it found none; a limit on open files
+    except (RuntimeError, OSError):  # numba found no folder; a limit on open files
         _not_kept.append(function.__name__)
         return _NoCache()
 
@@ -110,27 +111,28 @@ _not_kept: Final[list[str]] = []
 
 
 def can_keep() -> bool:
-    """Return whether all kernels of this process have a folder to be kept in."""
+    """Return whether all kernels of this process have a cache folder."""
     return not _not_kept
 
 
 class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
-    """Keeps nothing, and says once what that costs."""
+    """Caches nothing, and logs once what that costs."""
 
     def load_overload(self, *_: object) -> None:
-        """Find nothing; the kernel will be compiled."""
+        """Return nothing: the kernel will be compiled."""
         _check_may_compile()
         _tell_compiling(is_kept=False)
         _tell_no_cache("no folder for them can be written")
 
 
 class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
-    """Numba's cache on disk; what cannot be read or kept is compiled, and is no error.
+    """Numba's cache on disk; a kernel that cannot be read or saved is compiled, without an error.
 
-    Numba looks at the file of the kernel alone, and keeps it by the file's place; but a kernel is
-    compiled with all that it calls, and the same in each environment. So kernels are kept in the
-    user's folder for caches by what they are made of (`_made_of`). Where `NUMBA_CACHE_DIR` names
-    another folder, or that one cannot be written, they are kept where numba does.
+    Numba's own cache keys a kernel by the path and stamp of its file alone. But a kernel is
+    compiled together with everything that it calls, and is the same in each environment. So this
+    cache is in the user's cache folder, keyed by a digest of all sources (`_made_of`). If
+    `NUMBA_CACHE_DIR` names another folder, or the user's folder is not writable, kernels are cached
+    where numba does it.
     """
 
     _cache_file: Any
@@ -148,21 +150,21 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
             self._cache_file = type(kept)(self._cache_path, self._impl.filename_base, made_of)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a kept kernel; None if there is none, and then it is told that it is compiled."""
+        """Return a cached kernel, or None after logging that it will be compiled."""
         kept = None
         try:
             kept = super().load_overload(sig, target_context)
         except Exception as error:  # noqa: BLE001  (unpickling damaged files raises anything)
-            _log.debug("a kept kernel cannot be read: %s", type(error).__name__)
+            _log.debug("a cached kernel cannot be read: %s", type(error).__name__)
             with suppress(OSError):
-                self.flush()  # or nothing could be kept in its place
+                self.flush()  # otherwise nothing could be saved in its place
         if kept is None:
             _check_may_compile()
             _tell_compiling(is_kept=True)
         return kept
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a kernel."""
+        """Save a kernel."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -173,16 +175,16 @@ _VERSIONS: Final = (
     f"{sys.version} numba {numba.__version__} {llvmlite.__version__} {np.__version__}"
 )
 _UNUSED_S: Final = 60 * 24 * 3600.0
-"""Kernels of sources or versions that nobody has started for so long are removed."""
+"""Kernels of sources or versions that were not used for this long are removed."""
 
 
 @cache
 def _made_of(folder: Path) -> str:
-    """Return a digest of what kernels are made of: sources, and the versions of the compiler.
+    """Return a digest of what kernels are compiled from: sources and compiler versions.
 
     Args:
-        folder: of a kernel; those of this folder, of that one and of `retriever.tree` may be called
-            or named.
+        folder: the folder of a kernel's source. The kernel may use this folder, the folder of this
+            module and `retriever.tree`.
     """
     here, files = Path(__file__).parent, sorted(folder.glob("*.py"))
     if folder == here:
@@ -196,15 +198,15 @@ def _made_of(folder: Path) -> str:
 
 @cache
 def _folder_of(made_of: str) -> Path | None:
-    """Return where kernels of a digest are kept, None where there is no place for them.
+    """Return the cache folder for kernels of a digest, None if there is no usable one.
 
-    That of another user is not read, but for the administrator's: kernels are code.
+    Kernels are code, so a folder that belongs to another user, except root, is not used.
     """
     kept = Path(platformdirs.user_cache_dir("foredraft", appauthor=False)) / "kernels"
     folder = kept / made_of[:32]
-    with suppress(OSError):  # one that is there can be read without
+    with suppress(OSError):  # an existing folder can be read without write access
         folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)  # it is in use
+        os.utime(folder)  # marks it as in use
     try:
         owner = folder.stat().st_uid
     except OSError:
@@ -217,8 +219,8 @@ def _folder_of(made_of: str) -> Path | None:
 
 @cache
 def _remove_unused(kept: Path) -> None:
-    """Remove kernels that nobody has used for long; looked for once in a process."""
-    with suppress(OSError):  # it cannot be listed, or another process is at it
+    """Remove kernels that were not used for a long time; runs once per process."""
+    with suppress(OSError):  # it cannot be listed, or another process removes it too
         for folder in kept.iterdir():
             if time.time() - folder.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -226,7 +228,7 @@ def _remove_unused(kept: Path) -> None:
 
 @cache
 def _tell_no_cache(reason: str) -> None:
-    """Log, once for each reason, that kernels cannot be kept."""
+    """Log, once for each reason, that kernels cannot be cached."""
     _log.warning(
         "compiled kernels cannot be kept (%s): each start compiles them again, which takes "
         "half a minute; set NUMBA_CACHE_DIR to a folder that this user can write",
@@ -236,23 +238,22 @@ def _tell_no_cache(reason: str) -> None:
 
 @cache
 def _tell_compiling(*, is_kept: bool) -> None:
-    """Log, once in a process, that the kernels that follow are compiled: all wait for it.
+    """Log, once per process, that kernels are being compiled, which callers wait for.
 
-    As a warning, so that it is seen where a program has set up no logging, too.
+    It is a warning so that programs that set up no logging show it too.
     """
     once = ", once on this machine" if is_kept else ""
-    _log.warning("compiling kernels%s: up to a minute of processor", once)
+    _log.warning("compiling kernels%s: up to a minute of CPU time", once)
 
 
 class RareKernels:
-    """The kernels of one kind of evidence, which few sequences ask for.
+    """The kernels of one kind of evidence that few sequences use.
 
-    Where nothing is said, the first call compiles or loads them and waits. A service has them
-    compiled in a process beside when they are asked for first: what they would find is left out
-    until that is done.
+    By default the first call compiles or loads them and waits. A service compiles them in a
+    separate process when they are first wanted, and leaves out their evidence until that is done.
 
     Args:
-        name: of the kind.
+        name: name of the kind.
 
     Attributes:
         is_ready: whether they can be called.
@@ -264,11 +265,11 @@ class RareKernels:
         self._ask: Callable[[RareKernels], None] | None = None
 
     def defer(self, ask: "Callable[[RareKernels], None]") -> None:
-        """Have them not called until `is_ready` is set; `ask` is called once they are wanted."""
+        """Hold back calls until `is_ready` is set; `ask` is called when they are first wanted."""
         self.is_ready, self._ask = False, ask
 
     def are_wanted(self) -> bool:
-        """Return whether they can be called; where they cannot, they will be later."""
+        """Return whether they can be called now; if not, request them."""
         if not self.is_ready and self._ask is not None:
             ask, self._ask = self._ask, None
             ask(self)
@@ -279,7 +280,7 @@ GROUPS: Final = RareKernels("groups")
 PREDICTIONS: Final = RareKernels("predictions")
 PHRASES: Final = RareKernels("phrases")
 AHEAD: Final = RareKernels("ahead")
-"""Of drafts after what may come."""
+"""Kernels for drafts ahead: drafts after tokens that may come next."""
 
 RARE: Final = {each.name: each for each in (GROUPS, PREDICTIONS, PHRASES, AHEAD)}
 
@@ -292,10 +293,10 @@ _LOWEST: Final = np.float32(-126.0)
 
 @kernel()
 def fast_log2(value: float) -> float:
-    """Return log2 of a positive float32: exact at powers of two, straight lines between them.
+    """Return log2 of a positive float32: exact at powers of two, linear between them.
 
-    The error is at most 0.09. As a feature of a learned score it need only be monotonic and cheap:
-    two instructions.
+    The error is at most 0.09. As a feature of a learned score, it only needs to be monotonic and
+    cheap: two instructions.
     """
     bits = np.float32(value).view(np.int32)
     return np.float32(bits) * _ONE - np.float32(_BIAS)
@@ -307,7 +308,7 @@ def fast_exp2(value: float) -> float:
     bounded = max(np.float32(value), _LOWEST)
     whole = np.floor(bounded)
     part = np.float32(bounded - whole)
-    # A cubic through 2^0 and 2^1 with the slopes that make the error smallest between them.
+    # A cubic through 2^0 and 2^1 with the slopes that minimize the error between them.
     fitted = np.float32(1.0) + part * (
         np.float32(0.6954) + part * (np.float32(0.2264) + part * np.float32(0.0782))
     )
@@ -317,7 +318,7 @@ def fast_exp2(value: float) -> float:
 
 @kernel()
 def octaves_below_one(probability: float) -> int:
-    """Return the number of halvings of 1 until it is at most a probability; 31 at most."""
+    """Return how many times 1 must be halved to be at most a probability; 31 at most."""
     exponent = np.int64(np.float32(probability).view(np.int32) >> _MANTISSA_BITS) - _BIAS
     return min(31, max(0, -exponent))
 

@@ -2,16 +2,16 @@
 
 A cursor is the position whose token is expected next. It moves while the text agrees. At an edit (a
 token replaced, inserted or left out) it stays, and positions shortly after it where the last token
-occurs are candidates for resuming the copy: near the cursor one equal token is stronger evidence
+occurs are candidates for resuming the copy: near the cursor, one equal token is stronger evidence
 than elsewhere.
 
 A sequence has one cursor in itself, and one in each text that it is predicted to follow. The latter
-begin at the start of their texts, before a token has agreed, as if a long match had set them there.
+begin at the start of their texts before any token has agreed, as if a long match had set them.
 
-A *trail* also follows what a sequence copies of itself, and notes the edits: which tokens of the
-source became which. Where the source has the same tokens again, what follows is offered with the
-edit made again, wherever it applies. So text that is written once more in a JSON string, with
-escapes that it did not have, or with a name replaced, is copied past every such place.
+A *trail* also follows what a sequence copies from itself, and records the edits: which tokens of
+the source became which. If the source has the same tokens again, the continuation is offered with
+the edit repeated wherever it applies. So text that is repeated in a JSON string with new escapes,
+or with a name replaced, is copied past every such place.
 """
 
 from typing import Any, Final
@@ -29,47 +29,47 @@ POSITION, MISSES = 0, 1
 the last agreement."""
 
 AGREED: Final = 2
-"""Further field of a cursor in another text, int64[3]: tokens that have agreed up to the last one,
-counted from the match that set it."""
+"""Further field of a cursor in another text, int64[3]: number of tokens that have agreed, including
+the match that set it."""
 
 LONG: Final = 8
-"""Length of a match that sets a cursor, in tokens."""
+"""Shortest match that sets a cursor, in tokens."""
 
 _REACH: Final = 96  # tokens after the cursor in which a copy may resume
 _LOST: Final = 64  # tokens without agreement after which the cursor is given up
-_MOST: Final = 4  # places that are offered
-_NEAR: Final = 8.0  # occurrences that one near the cursor counts for
-_BLIND: Final = 0.5  # and those for which no token speaks
+_MOST: Final = 4  # most matching places that are offered
+_NEAR: Final = 8.0  # count of an occurrence near the cursor
+_BLIND: Final = 0.5  # count of a place where no token agrees
 _EXPECTED: Final = 1.0
-"""Occurrences that a place counts for which a cursor in another text expects: its match is long.
-With 8, drafts were too sure: predictions cost 1.3% of the tokens a step where they added none."""
+"""Count of a place that a cursor in another text expects: its match is already long. With 8, drafts
+were overconfident: predictions that added no tokens cost 1.3% of the tokens per step."""
 
 NOTED, BEGINNINGS = 3, 4
-"""Further fields of a trail, int64[5]: edits noted so far, of which new ones take the place of the
-oldest; and a bit for each token, by its id modulo 64, with which the old tokens of an edit begin:
-most tokens begin none, and need not be compared."""
+"""Further fields of a trail, int64[5]: the number of edits noted so far (new ones replace the
+oldest); and a bit mask, by token id modulo 64, of the tokens with which the old tokens of an edit
+begin. Most tokens are not in the mask and need not be compared."""
 
 OLD, OLD_LENGTH, NEW, NEW_LENGTH, TRUST = 0, 1, 2, 3, 4
-"""Fields of an edit, int64[5]: where the edited tokens stand in the sequence and how many they are,
-where those that took their place stand and how many, and how often it was made rather than not."""
+"""Fields of an edit, int64[5]: position in the sequence and number of the edited tokens, position
+and number of the tokens that replaced them, and how often the edit was made minus how often not."""
 
 TRAIL_SIZE: Final = BEGINNINGS + 1
 EDIT_SIZE: Final = TRUST + 1
 
-# Chosen on agents and edits that are in no reported result. Agents, tokens per step at 32 nodes:
+# Chosen on agent and edit data outside all reported results. Agents, tokens per step at 32 nodes:
 # 4.74 (4.50 without trails). With 3 or 6 tokens to resume: 4.70 and 4.72; rows that count 1 or 6:
 # 4.72 and 4.73; 64 edits, all trusted: 4.69, and 32: 4.74; edits of 16 tokens: 4.73.
 MOST_EDITS: Final = 16
 LONGEST_EDIT: Final = 8
-"""Tokens on either side of an edit that is noted."""
+"""Most old or new tokens of an edit that is noted."""
 
 RESUMED: Final = 4
-"""Tokens that must agree after an edit, near the source, for the trail to go on there."""
+"""Tokens that must agree after an edit, near the source, for the trail to resume there."""
 
 _LAST_BIT: Final = 63
-_LONG_ROW: Final = 0  # where chains of order `LONG` stand in a sequence's store
-_TRUSTED: Final = 2  # most trust of an edit, so that one that is no longer made is soon dropped
-_EDITED: Final = 2.0  # occurrences that an edited continuation counts for
+_LONG_ROW: Final = 0  # row of the chains of order `LONG` in a sequence's store
+_TRUSTED: Final = 2  # maximum trust, so that an edit that is no longer made is soon dropped
+_EDITED: Final = 2.0  # count of an edited continuation
 
 CONTEXT: Final = int(Source.CONTEXT)
 """Marks rows of the sequence itself."""
@@ -77,7 +77,7 @@ CONTEXT: Final = int(Source.CONTEXT)
 
 @kernel()
 def begin_cursor(of: Cursor) -> None:
-    """Have a cursor and a trail stand nowhere."""
+    """Reset a cursor and a trail to no position."""
     of.cursor[POSITION], of.cursor[MISSES] = -1, 0
     for field in range(of.trail.shape[0]):
         of.trail[field] = -1 if field == POSITION else 0
@@ -89,7 +89,7 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
 
     Args:
         cursor: int64[2], updated.
-        chains: of the sequence, which never wraps.
+        chains: chains of the sequence, whose ring never wraps.
         begin: position of the first new token.
     """
     tokens = chains.tokens
@@ -106,13 +106,13 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
 
 @kernel()
 def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
-    """Move a cursor to the longest match, if that is long; among equals it prefers its position.
+    """Move a cursor to the longest match of at least `LONG` tokens; it prefers its own position.
 
     Args:
         cursor: int64[2], updated.
-        rows: ROW[max_rows], of which the first `num_rows` are the sequence's, in any order; of
-            equally long matches the first is taken.
-        num_rows: how many.
+        rows: ROW[max_rows]; the first `num_rows` are the sequence's, in any order. Of equally long
+            matches, the expected one is taken, otherwise the first.
+        num_rows: number of rows.
     """
     longest, place = 0, -1
     for index in range(num_rows):
@@ -138,11 +138,11 @@ def collect_cursor(
 
     Args:
         cursor: int64[2].
-        chains: of the sequence.
+        chains: chains of the sequence.
         query: int32[q], its last tokens.
         depth: most tokens to copy for each place.
         rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], written too.
+        continuations: int32[max_rows, max_depth], written likewise.
         row: first free row.
 
     Returns:
@@ -177,14 +177,15 @@ def move_trail(
 ) -> None:
     """Compare tokens appended from `begin` on with the source, across edits.
 
-    After tokens that do not agree, the trail goes on where an edit that was noted before ends, once
-    all of it was made, at the nearest place where the last tokens agree, or wherever more of them
-    do; without a source, at the latter.
+    After tokens that do not agree, the trail resumes in one of three places: after a known edit,
+    once the sequence has repeated all of it; wherever the last `LONG` tokens occurred before; or at
+    the nearest place after the source where the last `RESUMED` tokens agree. Without a source, only
+    the second applies.
 
     Args:
         trail: int64[5], updated.
         edits: int64[MOST_EDITS, 5], updated.
-        chains: of the sequence, which never wraps.
+        chains: chains of the sequence, whose ring never wraps.
         begin: position of the first new token.
     """
     tokens = chains.tokens
@@ -204,7 +205,7 @@ def move_trail(
 def _search_on(
     trail: NDArray[np.int64], edits: NDArray[np.int64], chains: Chains, position: int
 ) -> None:
-    """Look for where a trail goes on after a token that it did not expect; see `move_trail`."""
+    """Look for a place where a trail resumes after an unexpected token; see `move_trail`."""
     tokens, source, end = chains.tokens, trail[POSITION], position + 1
     if source >= 0:
         trail[MISSES] += 1
@@ -234,17 +235,18 @@ def set_trail(
     rows: NDArray[Any],
     num_rows: int,
 ) -> None:
-    """Move a trail to the longest match, if that is long.
+    """Move a trail to the longest match of at least `LONG` tokens.
 
-    One that still agrees stays unless the match is longer than what has agreed, edits left out.
+    A trail that still agrees stays unless the match is longer than its agreed tokens, not counting
+    edits.
 
     Args:
         trail: int64[5], updated.
         edits: int64[MOST_EDITS, 5], updated.
-        chains: of the sequence.
-        rows: ROW[max_rows], of which the first `num_rows` are the sequence's, in any order; of
-            equally long matches the first is taken.
-        num_rows: how many.
+        chains: chains of the sequence.
+        rows: ROW[max_rows]; the first `num_rows` are the sequence's, in any order. Of equally long
+            matches, the first is taken.
+        num_rows: number of rows.
     """
     longest, place = np.int64(0), np.int64(-1)
     for index in range(num_rows):
@@ -264,12 +266,12 @@ def collect_trail(
     found: Found,
     row: int,
 ) -> int:
-    """Write a row for what the source goes on with, where that has an edit to be made again.
+    """Write a row for the source's continuation, if a known edit applies to it.
 
     Args:
         trail: int64[5].
         edits: int64[MOST_EDITS, 5].
-        chains: of the sequence.
+        chains: chains of the sequence.
         depth: most tokens to write.
         found: the row and its continuation are written at `row`.
         row: first free row.
@@ -309,9 +311,9 @@ def collect_trail(
 
 @kernel()
 def _earlier(chains: Chains, position: int) -> int:
-    """Return the place after the last tokens' newest earlier occurrence, -1 if none is found.
+    """Return the place after the newest earlier occurrence of the last tokens, -1 for none.
 
-    `LONG` tokens are looked for, which end at a position.
+    The `LONG` tokens that end at `position` are searched.
     """
     distance = chains.links[_LONG_ROW, position]
     first = position - distance - LONG + 1
@@ -329,7 +331,7 @@ def _take(
     end: int,
     match: int,
 ) -> None:
-    """Follow another place of the sequence; if that is near, what stands between was edited."""
+    """Move the trail to another place; if it is near, the tokens in between were edited."""
     source = trail[POSITION]
     if source >= 0 and trail[MISSES] > 0 and source < place <= source + _REACH:
         _resume(trail, edits, tokens, place, end, match)
@@ -346,15 +348,15 @@ def _resume(
     end: int,
     match: int,
 ) -> None:
-    """Go on at a place of the source, and note how what stands before it was edited.
+    """Resume at a later place of the source, and note the edit of the tokens before it.
 
     Args:
-        trail: int64[5], behind which tokens did not agree; updated.
+        trail: int64[5], after which tokens did not agree; updated.
         edits: int64[MOST_EDITS, 5], updated.
         tokens: int32[capacity], of the sequence.
-        place: where to go on, behind the trail.
-        end: of the sequence.
-        match: tokens that agree before both.
+        place: where to resume, after the trail.
+        end: end of the sequence.
+        match: number of tokens that agree before both `place` and `end`.
     """
     source, misses = trail[POSITION], trail[MISSES]
     match = min(match, place - source, misses)
@@ -375,7 +377,7 @@ def _note_edit(
     new: int,
     new_length: int,
 ) -> None:
-    """Note an edit, or trust it more if it is known."""
+    """Note an edit, or raise its trust if it is known."""
     for index in range(min(trail[NOTED], edits.shape[0])):
         known = edits[index]
         if (
@@ -403,9 +405,9 @@ def _edit_at(
     place: int,
     end: int,
 ) -> int:
-    """Return the newest trusted edit of the tokens from a place on, or -1.
+    """Return the newest trusted edit of the tokens from `place` on, or -1.
 
-    These tokens stand before `end`.
+    The edited tokens must lie before `end`.
     """
     if (trail[BEGINNINGS] >> (tokens[place] & _LAST_BIT)) & 1 == 0:
         return -1
@@ -430,9 +432,9 @@ def _begun_edit(
     place: int,
     end: int,
 ) -> int:
-    """Return the newest edit of the tokens from a place on that was begun, or -1.
+    """Return the newest edit of the tokens from `place` on that has been started, or -1.
 
-    Its first tokens are those before `end` that did not agree.
+    Its first new tokens equal the tokens before `end` that did not agree.
     """
     misses = trail[MISSES]
     if misses > LONGEST_EDIT:
@@ -465,7 +467,7 @@ def move_text_cursors(
     """Compare tokens of a sequence with those expected by its cursors in other texts.
 
     Args:
-        texts: of the store; cursors are updated.
+        texts: texts of the store; cursors are updated.
         tokens: int32[capacity], the store, which never wraps; a separator ends each text.
         new_tokens: int32[n], appended to the sequence.
     """
@@ -485,17 +487,17 @@ def move_text_cursors(
 
 @kernel()
 def set_text_cursors(texts: TextCursors, rows: NDArray[Any], first: int, end: int) -> None:
-    """Move each cursor to the longest match in its text, if that is long.
+    """Move each cursor to the longest match in its text of at least `LONG` tokens.
 
-    One that still agrees stays unless the match is longer than what has agreed: among many equal
-    places, matches cannot tell its own.
+    A cursor that still agrees stays unless the match is longer than its agreed tokens: if many
+    places are equal, matches cannot tell which one it follows.
 
     Args:
-        texts: of the store; cursors are updated.
-        rows: ROW[max_rows], of which those from `first` to `end` are of the store, in any order; of
-            equally long matches the first is taken.
+        texts: texts of the store; cursors are updated.
+        rows: ROW[max_rows]; those from `first` to `end` are of the store, in any order. Of equally
+            long matches, the first is taken.
         first: first row.
-        end: after the last one.
+        end: end of the rows, exclusive.
     """
     for text in range(texts.cursors.shape[0]):
         cursor = texts.cursors[text]
@@ -523,11 +525,12 @@ def collect_text_cursors(
 ) -> int:
     """Write rows for what cursors in other texts expect next.
 
-    One that agrees expects its position; a row of that position is made to stand for it. Of others,
-    positions are offered where the copy may resume, as `collect_cursor` does.
+    A cursor that agrees expects its position; if there already is a row for that position, it gets
+    the cursor's match length. For other cursors, positions where the copy may resume are offered,
+    as in `collect_cursor`.
 
     Args:
-        texts: of the store.
+        texts: texts of the store.
         tokens: int32[capacity], the store.
         source: database that the rows are marked with.
         query: int32[q], the last tokens of the sequence.
@@ -567,7 +570,7 @@ def collect_text_cursors(
 
 @kernel()
 def _mark_expected(rows: NDArray[Any], first: int, end: int, position: int, match: int) -> bool:
-    """Have the row of a position stand for a cursor there; return whether there is one."""
+    """Raise the match of the row at a position to the cursor's; return whether there is one."""
     for index in range(first, end):
         row = rows[index]
         if row.position == position:
@@ -588,7 +591,7 @@ def _offer(
     found: Found,
     row: int,
 ) -> int:
-    """Write a row for what stands at a place, if anything does; return the first free row."""
+    """Write a row for the text at a place, if there is any; return the first free row."""
     if row == found.rows.shape[0]:
         return row
     length = copy_tokens(tokens, place, total, False, depth, found.continuations[row])

@@ -1,8 +1,8 @@
 """The kernels that Python calls.
 
 A call from Python often costs more than the work in it, so `step_sequences` does a whole step of
-any number of sequences: it checks, counts, learns, commits, looks up and grows. The others are for
-what is asked rarely.
+any number of sequences: it checks, counts, learns, commits, looks up and grows. The other kernels
+are called rarely.
 """
 
 from typing import Any, Final
@@ -56,18 +56,18 @@ from retriever.kernels.succession import call_root, call_root_entries, call_root
 from retriever.tree import MAX_SOURCES, Source
 
 CHECK, OUTCOME, APPEND, CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8, 16, 32, 64
-"""Stages of a step, to be added up, in their order: check what is asked; count what came of the
-last tree, and learn from it; append the tokens; what each database finds; and the tree of all rows.
-That of generations asks the sequences that are running, too."""
+"""Stages of a step, to be added up, in their order: check the request; count the last tree's
+outcome and learn from it; append the tokens; search each database; and grow the tree from all rows.
+`GENERATIONS` also searches running sequences."""
 
 DRAFT: Final = CONTEXT + GENERATIONS + CORPUS + TREE
 """All stages of a draft."""
 
 FITS, BUDGET, PROBABILITY, LENGTH, ROOM, TOKEN = 0, 1, 2, 3, 4, 5
-"""Why a step is refused: a budget or a probability out of bounds, a length that is too much or not
-that of the sequence, no room for the tokens in memory, a token outside the vocabulary."""
+"""Why a step is refused: a budget or a probability out of bounds, a length that is too large or not
+the sequence's, no room for the tokens in memory, a token outside the vocabulary."""
 
-# No literals: a kernel is compiled once for each that it is called with.
+# No literals: a kernel is compiled separately for each literal that it is called with.
 _OWN, _GENERATIONS, _SIBLINGS = (
     np.int64(each) for each in (Source.CONTEXT, Source.GENERATIONS, Source.SIBLINGS)
 )
@@ -81,18 +81,18 @@ def step_sequences(
     steps: NDArray[np.int64],
     turn: NDArray[np.int64],
 ) -> int:
-    """Do the steps of those of n sequences that no other thread takes.
+    """Do the steps of n sequences, except those that other threads take.
 
-    One that is refused changes nothing; see `STEP` for what is asked and answered.
+    A step that is refused changes nothing. `STEP` holds the request and the answer.
 
     Args:
         shared: `Shared`, packed.
         scratch: address of this thread's packed scratch memory.
-        steps: int64[n], the addresses of `STEP` of each sequence.
-        turn: int64[1], the next sequence to be taken by any thread, of several; 0 at first.
+        steps: int64[n], the address of each sequence's `STEP`.
+        turn: int64[1], the next sequence for any of several threads to take; 0 at first.
 
     Returns:
-        The last sequence that was taken, -1 if there was none.
+        The last sequence that was taken, -1 for none.
     """
     of, last, is_alone = unpack(shared[0], Shared), np.int64(-1), steps.shape[0] == 1
     while True:
@@ -105,7 +105,7 @@ def step_sequences(
 
 @kernel()
 def check_steps(bounds: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
-    """Return the first of n steps that is refused, -1 if none is; arguments as above."""
+    """Return the first of n steps that is refused, -1 for none; arguments as above."""
     for index in range(steps.shape[0]):
         if refusal_of(bounds, record_at(steps[index], STEP)) != FITS:
             return index
@@ -114,7 +114,7 @@ def check_steps(bounds: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
 
 @kernel()
 def first_outside(tokens: NDArray[np.int32], bound: int) -> int:
-    """Return the place of the first token below 0 or not below a bound, -1 if there is none."""
+    """Return the place of the first token below 0 or not below a bound, -1 for none."""
     for place in range(tokens.shape[0]):
         if tokens[place] < 0 or tokens[place] >= bound:
             return place
@@ -174,9 +174,9 @@ def count_outcome(
     """Count the nodes of a tree by source, and those on the longest accepted path.
 
     Args:
-        nodes: of the tree.
-        size: how many.
-        tokens: int32[n], what followed it.
+        nodes: nodes of the tree.
+        size: number of nodes.
+        tokens: int32[n], what followed the tree's root.
         counted: int64[2, MAX_SOURCES], nodes and accepted nodes; written.
 
     Returns:
@@ -200,7 +200,7 @@ def count_outcome(
 def count(
     counted: NDArray[np.int64], by_source: NDArray[np.int64], by_index: NDArray[np.int64]
 ) -> None:
-    """Add int64[2, MAX_SOURCES] to two others, to which other threads add as well."""
+    """Add int64[2, MAX_SOURCES] to two other arrays, which other threads may add to as well."""
     for kind in range(2):
         for source in range(MAX_SOURCES):
             number = counted[kind, source]
@@ -211,7 +211,7 @@ def count(
 
 @kernel()
 def tree_nodes(address: int, budget: int) -> Grown:
-    """Return the arrays of a tree of at most `budget` nodes, one after the other."""
+    """Return the arrays of a tree of at most `budget` nodes; they follow one another in memory."""
     return Grown(
         array_at(address, budget, INT32),
         array_at(address + 4 * budget, budget, INT32),
@@ -331,7 +331,7 @@ def collect_corpus(
     found: Found,
     row: int,
 ) -> tuple[int, int]:
-    """Write continuations in all segments; return the free row, and how long a match can be."""
+    """Write continuations in all segments; return the free row and the longest possible match."""
     match, shortest, least = np.int64(0), np.int64(0), np.int64(0)
     for index in range(segments.shape[0]):
         segment = unpack(segments[index], SegmentArrays)
@@ -350,8 +350,8 @@ def begin_store(
 
     Args:
         store: address of the block.
-        record: int64[n], the packed store, written at its beginning; of a block at address 0.
-        is_inside: int64[n], 1 for an address within the block.
+        record: int64[n], the packed store for a block at address 0; written at the block's start.
+        is_inside: int64[n], 1 for each word that is an address within the block.
         start: position of the first token.
     """
     words = array_at(store, record.shape[0], INT64)
@@ -375,8 +375,8 @@ def begin_filled_store(
 ) -> None:
     """Begin a store as `begin_store` does, and append tokens, int32[n].
 
-    An empty one has a kernel of its own, as a drafter that opens has no other: this one takes three
-    times as long to compile.
+    Empty stores have a separate kernel, because opening a drafter needs only that, and this one
+    takes three times as long to compile.
     """
     begin_store(store, record, is_inside, start)
     append_tokens(store, tokens)
@@ -408,17 +408,18 @@ def add_tokens(
 ) -> int:
     """Append tokens to a store that may wrap, and count them in its live table.
 
-    What is overwritten is uncounted before, in parts of at most half of the ring.
+    Tokens are appended in parts of at most half of the ring; tokens that a part overwrites are
+    uncounted first.
 
     Args:
         store: address of the store.
         live: int64[sets, WAYS], updated.
         tokens: int32[n].
         counted_from: position of the first token that is counted.
-        margin: tokens that are uncounted ahead of being overwritten.
+        margin: how many tokens ahead of being overwritten tokens are uncounted.
 
     Returns:
-        The position of the first token that is counted then.
+        The new position of the first token that is counted.
     """
     chains = unpack_at(store, STORE_LAYOUT, Chains)
     orders = unpack_at(store, STORE_LAYOUT, Orders).orders
@@ -439,14 +440,14 @@ def add_tokens(
 
 @kernel()
 def suppose_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
-    """Append tokens to a sequence's store as `extend_sequence` does, to be taken back.
+    """Append tokens tentatively to a sequence's store; `withdraw_tokens` removes them.
 
-    The cursor and the trail move with them, and are not put back.
+    The cursor and the trail move too, as in `extend_sequence`, and are not restored.
 
     Args:
-        store: address of a sequence's, with room for them.
+        store: address of a sequence's store, with room for the tokens.
         tokens: int32[n].
-        before: int64[n], written: where each token stood last.
+        before: int64[n], written: each token's last position before this call.
     """
     last = unpack_at(store, STORE_LAYOUT, Chains).last
     for index in range(tokens.shape[0]):
@@ -456,7 +457,7 @@ def suppose_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int
 
 @kernel()
 def withdraw_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
-    """Take back what `suppose_tokens` appended; arguments as there."""
+    """Remove the tokens that `suppose_tokens` appended; arguments as there."""
     sequence, orders = (
         unpack_at(store, STORE_LAYOUT, Chains),
         unpack_at(store, STORE_LAYOUT, Orders),
@@ -503,7 +504,7 @@ def move_lanes(running: NDArray[Any], grown: NDArray[Any]) -> None:
 
 @kernel()
 def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Move a sequence's cursors in predicted texts by tokens that were appended to it."""
+    """Move a sequence's cursors in predicted texts past the tokens that were appended to it."""
     cursors.move_text_cursors(
         unpack(store[0], TextCursors), unpack(store[0], Chains).tokens, new_tokens
     )

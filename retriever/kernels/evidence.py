@@ -1,10 +1,10 @@
 """The evidence at a node: all candidates for its next token, with features of each.
 
 Four kinds of evidence are added up in one pass. The rows that agree with the path give weights.
-The phrase tables, the live table and the chains of the sequence each give counts for the last one
-to three tokens; they are interpolated from the shortest context to the longest, each estimate
-leaning on the one before with a fixed strength (Dirichlet smoothing; MacKay and Peto 1995). As that
-is linear, each count is added once with its coefficient.
+The phrase tables, the live table and the chains of the sequence each give counts for contexts of up
+to three tokens. These are interpolated from the shortest context to the longest, each estimate
+backing off to the previous one with a fixed strength (Dirichlet smoothing; MacKay and Peto 1995).
+As that is linear, each count is added once with its coefficient.
 """
 
 from typing import Any, Final
@@ -58,13 +58,13 @@ def gather(
     Args:
         rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
         continuations: int32[max_rows, max_depth].
-        tables: phrase tables; what is beyond the vocabulary is left out.
-        live: int64[sets, WAYS], of generations.
-        context: of the sequence.
+        tables: phrase tables; tokens beyond the vocabulary are left out.
+        live: int64[sets, WAYS], live table of generations.
+        context: chains of the sequence.
         escape: weight of tokens that no row predicts.
-        work: scratch; children and their evidence are written from `num_nodes` on, and the node's
-            traits.
-        num_slots: of the table of siblings, a power of two: `slots_for` the rows.
+        work: scratch; the node's traits are written, and the children and their evidence from
+            `num_nodes` on.
+        num_slots: size of the table of siblings, a power of two: `slots_for` the rows.
         current: the node.
         num_nodes: candidates so far.
     """
@@ -93,11 +93,11 @@ def gather(
         tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, _SECOND, known,
         left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
-    for child in range(num_nodes, end):  # most of them: read by `_estimate`
+    for child in range(num_nodes, end):  # most of the candidates: read by `_estimate`
         prefetch(shares, nodes[child].token)
         prefetch(context.last, nodes[child].token & (context.last.shape[0] - 1))  # by `_date`
     left = np.float32(1.0)
-    # No token that shares its place in the table has come yet: so it is mostly.
+    # Usually no token that shares its entry of `last` has occurred yet.
     occurs = context.last[node.token & (context.last.shape[0] - 1)] >= 0
     for order in (2, 1):
         end, left = add_followers(
@@ -160,7 +160,7 @@ def _date(
     mask = last.shape[0] - 1
     for child in range(first, end):
         position = last[nodes[child].token & mask]
-        # Branchless: which candidates have occurred varies.
+        # Branchless, because a branch here would be unpredictable.
         has_occurred = (position >= 0) & (tokens[max(position, 0)] == nodes[child].token)
         distance = np.float32(now - position) if has_occurred else np.float32(_NEVER)
         evidence[child, Evidence.RECENCY] = distance

@@ -1,8 +1,8 @@
 """Records shared by kernels, the scratch memory of a draft, and packing of arrays for calls.
 
-Passing an array from Python takes up to 0.2 microseconds, and a draft uses about fifty. So the
-arrays of named tuples are packed into one record of their addresses, and a kernel unpacks those
-that it needs by a named tuple. The packing side must keep the arrays alive and in place while the
+Passing an array from Python takes up to 0.2 microseconds, and a draft uses about fifty arrays. So
+the arrays of named tuples are packed into one record of their addresses, and a kernel unpacks the
+named tuples that it needs. The packing side must keep the arrays alive and in place while the
 record is in use.
 """
 
@@ -28,13 +28,13 @@ _Arrays = TypeVar("_Arrays", bound=NamedTuple)
 def pack(*tuples: NamedTuple) -> NDArray[Any]:
     """Return one record: the address and shape of each C-contiguous array.
 
-    It also has an unset field of the elements' type, which tells `unpack` the type.
+    For each array, it also has an unset field of the element type, from which `unpack` takes it.
 
     Args:
         tuples: named tuples of arrays; no two arrays have the same name.
 
     Raises:
-        ValueError: an array has gaps between its elements, or the name of another.
+        ValueError: an array is not contiguous, or has the same name as another.
     """
     named = [(name, each) for of in tuples for name, each in zip(of._fields, of, strict=True)]
     dtype, places = _layout(tuple((name, each.ndim, each.dtype) for name, each in named))
@@ -47,10 +47,10 @@ def pack(*tuples: NamedTuple) -> NDArray[Any]:
 
 
 def address_of(of: NDArray[Any]) -> int:
-    """Return the address of an array; by numpy's own way it takes three times as long."""
+    """Return the address of an array, three times faster than numpy's own attribute."""
     try:
         return addressof(_exported(of))
-    except (TypeError, ValueError):  # it cannot be written to, or has no elements
+    except (TypeError, ValueError):  # it is read-only or empty
         return of.ctypes.data
 
 
@@ -61,11 +61,11 @@ _exported: Final = c_char.from_buffer
 def _layout(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> tuple[np.dtype[Any], list[int]]:
     """Return the type of the record for arrays of these names, dimensions and elements.
 
-    Also the place of each array in it, in words of eight bytes. Of equal types there is one object:
-    a kernel that meets another takes a microsecond to compare.
+    Also returns the place of each array in it, in words of eight bytes. Equal types share one
+    object, because a kernel that is called with a different object takes a microsecond to compare.
 
     Raises:
-        ValueError: two arrays have one name.
+        ValueError: two arrays have the same name.
     """
     names = [name for name, _, _ in kinds]
     twice = [name for name in names if names.count(name) > 1]
@@ -83,26 +83,26 @@ def _layout(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> tuple[np.dtype
 if TYPE_CHECKING:
 
     def unpack(record: Any, kind: type[_Arrays]) -> _Arrays:
-        """Return the arrays of a record that a named tuple names."""
+        """Return those arrays of a record that are fields of a named tuple."""
         ...
 
     def unpack_at(address: int, layout: np.dtype[Any], kind: type[_Arrays]) -> _Arrays:
-        """Return the arrays that a named tuple names of a record of a layout, at an address."""
+        """Unpack as `unpack` does, from a record of this layout at an address."""
         ...
 
     def record_at(address: int, layout: np.dtype[Any]) -> Any:
-        """Return the record of a type that stands at an address."""
+        """Return the record of this layout at an address."""
         ...
 
     def array_at(address: int, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return the array of `length` elements that stands at an address."""
+        """Return the array of `length` elements at an address."""
         ...
 
 else:
 
     @intrinsic
     def unpack(_context: Any, record: types.Record, kind: types.NamedTupleClass) -> Any:
-        """Return the arrays of a record that a named tuple names."""
+        """Return those arrays of a record that are fields of a named tuple."""
         result, generate = _unpacking(record, kind)
         return result(record, kind), generate
 
@@ -110,7 +110,7 @@ else:
     def unpack_at(
         _context: Any, address: types.Integer, layout: types.DType, kind: types.NamedTupleClass
     ) -> Any:
-        """Return the arrays that a named tuple names of a record of a layout, at an address."""
+        """Unpack as `unpack` does, from a record of this layout at an address."""
         result, at_record = _unpacking(layout.dtype, kind)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -121,7 +121,7 @@ else:
 
     @intrinsic
     def record_at(_context: Any, address: types.Integer, layout: types.DType) -> Any:
-        """Return the record of a type that stands at an address."""
+        """Return the record of this layout at an address."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             place = context.get_value_type(signature.return_type)
@@ -133,7 +133,7 @@ else:
     def array_at(
         _context: Any, address: types.Integer, length: types.Integer, dtype: types.DType
     ) -> Any:
-        """Return the array of `length` elements that stands at an address."""
+        """Return the array of `length` elements at an address."""
         kind = types.Array(dtype.dtype, 1, "C")
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -148,10 +148,10 @@ else:
 
 
 def _unpacking(record: Any, kind: Any) -> tuple[Any, Any]:
-    """Return the type of what is unpacked, and what emits code for it."""
+    """Return the unpacked type, and the function that emits code for unpacking."""
     names = kind.instance_class._fields
     packed = [record.typeof(name) for name in names]
-    array_type: Any = types.Array  # numba's types of both are wrong
+    array_type: Any = types.Array  # numba's type hints for both are wrong
     named_tuple: Any = types.NamedTuple
     kinds = [array_type(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed]
     result = named_tuple(kinds, kind.instance_class)
@@ -191,13 +191,13 @@ def _array_at(
 
 
 CACHE_LINE: Final = 64
-"""Bytes that memory moves at once."""
+"""Bytes that memory transfers at once."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
-    """Return zeros that begin at a cache line, so that records of its size lie in one line each.
+    """Return zeros aligned to a cache line, so that records of its size occupy one line each.
 
-    Numpy's own arrays begin at multiples of 16 bytes: their records would lie in two.
+    Numpy aligns its own arrays to 16 bytes, where such records would span two lines.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + CACHE_LINE, np.uint8)
@@ -209,8 +209,9 @@ MAX_MATCH: Final = 32
 """Match lengths are counted up to this many tokens."""
 
 FEW: Final = 128
-"""Most occurrences in a segment that are all read, to tell those of longer matches. Their reads
-overlap, while a search waits for one after the other: 32 and 64 are slower, 256 is no faster."""
+"""Up to this many occurrences in a segment are all read to find those of longer matches. These
+reads overlap, while the reads of a search wait for each other: 32 and 64 are slower, 256 is no
+faster."""
 
 RECENT_SIZE: Final = 1 << 12
 """Entries in the table of recent tokens, by token id modulo the size."""
@@ -219,14 +220,14 @@ MAX_FOLLOWERS: Final = 8
 """Most occurrences in the sequence that are read for one node."""
 
 NUM_RANKS: Final = 256
-"""Ranks that probabilities are sorted into, a sixteenth of an octave each."""
+"""Number of ranks that probabilities are sorted into, each a sixteenth of an octave."""
 
 MAX_SUCCESSORS: Final = 92
-"""Most candidates for a node that no row predicts: 64 from the phrase tables, 12 from the sequence
+"""Most candidates of a node that no row predicts: 64 from the phrase tables, 12 from the sequence
 and 16 from generations."""
 
 NUM_TABLE_ORDERS: Final = 3
-"""Phrase tables know contexts of up to this many tokens."""
+"""Longest context in the phrase tables, in tokens."""
 
 ROW: Final = np.dtype(
     [
@@ -237,11 +238,11 @@ ROW: Final = np.dtype(
         ("position", np.int64),  # of the continuation in its store; set by chains and cursors only
         ("count", np.float64),  # occurrences that the row stands for
         ("weight", np.float64),  # its share in the prediction
-        ("similarity", np.float64),  # 1 and more, the more words before it are those of the context
+        ("similarity", np.float64),  # 1 or more: how similar the text before it is to the context
     ],
     align=True,
 )
-"""One occurrence of the context's end; what followed it stands in `continuations`."""
+"""One occurrence of the context's end; what followed it is in `continuations`."""
 
 NODE: Final = np.dtype(
     [
@@ -254,14 +255,14 @@ NODE: Final = np.dtype(
         ("depth", np.int32),
         ("first_row", np.int32),
         ("last_row", np.int32),
-        ("slot", np.int16),  # where the token stands in the table of siblings
-        ("is_called", np.int16),  # whether what is read of it was prefetched
-        ("place", np.int32),  # index in the tree, -1 for the root and for what is not in it
+        ("slot", np.int16),  # the token's slot in the table of siblings
+        ("is_called", np.int16),  # whether its data has been prefetched
+        ("place", np.int32),  # index in the tree, -1 for the root and for nodes outside it
         ("source", np.int16),
         ("dominant", np.int16),  # database of the longest match that agrees with the path
         ("first_child", np.int32),  # its candidates are first_child to end_child
-        ("end_child", np.int32),  # 0 while none were considered
-        ("heaviest", np.float32),  # weight of its heaviest row, whose source it has
+        ("end_child", np.int32),  # 0 until they are considered
+        ("heaviest", np.float32),  # weight of its heaviest row, which gives its source
         ("probability", np.float32),
     ],
     align=True,
@@ -272,14 +273,14 @@ NODE: Final = np.dtype(
 class _EvidenceColumns(NamedTuple):
     """Columns of the evidence about candidates: sums at first, features once a node is complete."""
 
-    ROWS: int = 0  # weight of the candidate's rows; then how probable they make it
+    ROWS: int = 0  # weight of the candidate's rows, later the probability that they give it
     LIVE: int = 1  # the tables' estimate, corrected by generations and the sequence
     CORPUS: int = 2  # the phrase tables' estimate
-    SIMILAR: int = 3  # as ROWS, occurrences in similar text counting more
+    SIMILAR: int = 3  # like ROWS, but occurrences in similar text count more
     RECENCY: int = 4  # distance to the candidate's last occurrence in the sequence
     UNIGRAM: int = 5  # its share in the corpus
     SIZE: int = 6
-    WIDTH: int = 8  # of a row, so that one is half a cache line
+    WIDTH: int = 8  # padded, so that a row is half a cache line
 
 
 Evidence: Final = _EvidenceColumns()
@@ -320,9 +321,9 @@ WEIGHTS: Final = np.dtype(
         ("escape", np.float32, (MAX_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
     ]
 )
-"""How evidence is mixed: one hidden layer that scores a candidate, one that scores "none of
-these", the escape, and what the dominant source, the length of its match and the depth add to the
-latter. Scores are logarithms to the base 2. `retriever.predict.weights` defines the stored form."""
+"""How evidence is mixed: one hidden layer scores a candidate, another scores the escape, "none of
+these"; `escape` adds a bias to the latter by dominant source, length of its match and depth. Scores
+are logarithms to the base 2. `retriever.predict.weights` defines the stored form."""
 
 PRIOR: Final = np.dtype(
     [
@@ -336,11 +337,11 @@ PRIOR: Final = np.dtype(
 SEGMENT_LIMITS: Final = np.dtype(
     [
         ("source", np.int64),  # database that rows are marked with
-        ("shortest", np.int64),  # matches shorter than this are not looked for; 1 or more
+        ("shortest", np.int64),  # shortest match to look for; 1 or more
         ("samples", np.int64),  # most occurrences to read for each match length
-        ("enough", np.int64),  # shorter matches are not looked for once a length occurs this often
-        ("key_stride", np.int64),  # suffixes from one that has a key to the next
-        ("key_bits", np.int64),  # of each token in a key
+        ("enough", np.int64),  # no shorter matches are searched once a length occurs this often
+        ("key_stride", np.int64),  # distance between suffixes that have a key
+        ("key_bits", np.int64),  # bits of each token in a key
     ]
 )
 """How a segment of the corpus is searched."""
@@ -359,7 +360,7 @@ class Tables(NamedTuple):
     counts2: NDArray[np.uint8]
     counts3: NDArray[np.uint8]
     counts4: NDArray[np.uint8]
-    values: NDArray[np.float32]  # float32[256], what a code of a count stands for
+    values: NDArray[np.float32]  # float32[256], the count that each code stands for
     shares: NDArray[np.float32]  # float32[vocabulary], share of each token in the corpus
     rarity: NDArray[np.float32]  # float32[vocabulary], 0 for frequent tokens to 1 for rare ones
 
@@ -398,18 +399,18 @@ class Orders(NamedTuple):
 
 
 LANE_BLOCK: Final = 16
-"""Tokens of a block of a lane: a power of two. A lane serves its tenant by whole blocks."""
+"""Tokens in a block of a lane: a power of two. Other groups of a tenant see only whole blocks."""
 
 BLOCK: Final = np.dtype(
     [
-        ("number", np.int64),  # which block stands here, counted from 0
-        ("previous", np.int64),  # number of its lane's block before it, -1 for none
-        ("next", np.int64),  # number of the one after it, -1 for none
+        ("number", np.int64),  # number of the block stored here, from 0
+        ("previous", np.int64),  # number of its lane's previous block, -1 for none
+        ("next", np.int64),  # number of its lane's next block, -1 for none
         ("lane", np.int64),  # number of its lane, -1 once that is withdrawn
         ("group", np.int64),  # of its lane, more than 0
-        ("version", np.int64),  # of the model that writes its lane, -1 if it is not stated
+        ("version", np.int64),  # of the model that writes its lane, -1 if not stated
         ("used", np.int32),  # tokens in it
-        ("skipped", np.int32),  # of these, of the prompt: no n-gram that ends there is linked
+        ("skipped", np.int32),  # tokens in it from the prompt: no n-gram that ends there is linked
         ("is_shared", np.int32),  # whether all groups may see it once it is full
     ],
     align=True,
@@ -418,21 +419,21 @@ BLOCK: Final = np.dtype(
 
 
 class Lanes(NamedTuple):
-    """Texts that are written side by side, in blocks of one ring; see `kernels.chains`.
+    """Texts that are written concurrently, in blocks of one ring; see `kernels.chains`.
 
-    Positions are counted on: block n begins at n * LANE_BLOCK, and stands in the ring by that
-    modulo its capacity. With n orders of n-grams (`Orders`), rows below n link those of one group,
-    the n rows behind them what all groups may see.
+    Positions are absolute: block n begins at n * LANE_BLOCK, and its place in the ring is that
+    modulo the capacity. With n orders of n-grams (`Orders`), the first n rows link n-grams of one
+    group, and the next n rows those that all groups may see.
 
     Attributes:
         tokens: int32[capacity], the ring; the capacity is a power of two.
         heads: int32[2 * orders, buckets], low 31 bits of the position that was linked last in each
             bucket, -1 for none.
-        links: int32[2 * orders, capacity], how far back the position before it in its bucket is;
-            negative where that is further on, 0 for none.
+        links: int32[2 * orders, capacity], distance back to the previously linked position of the
+            bucket; negative if that position is later, 0 for none.
         blocks: BLOCK[capacity / LANE_BLOCK].
-        state: int64[3], the number of the next block, of the oldest that may be read, and how many
-            belong to a lane.
+        state: int64[3], the number of the next block, the number of the oldest that may be read,
+            and how many blocks belong to a lane.
     """
 
     tokens: NDArray[np.int32]
@@ -443,13 +444,13 @@ class Lanes(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A lane: int64[6], by the fields in `kernels.chains`."""
+    """A lane: int64[6], with the fields in `kernels.chains`."""
 
     lane: NDArray[np.int64]
 
 
 class Cursor(NamedTuple):
-    """Where a sequence is being copied from, and how it is edited; see `kernels.cursors`.
+    """Where a sequence is being copied from, and how the copy is edited; see `kernels.cursors`.
 
     Attributes:
         cursor: int64[2].
@@ -463,7 +464,7 @@ class Cursor(NamedTuple):
 
 
 class TextCursors(NamedTuple):
-    """Where a sequence follows other texts, which stand in one store; see `kernels.cursors`.
+    """Where a sequence follows other texts, which are in one store; see `kernels.cursors`.
 
     Attributes:
         cursors: int64[texts, 3].
@@ -475,20 +476,20 @@ class TextCursors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the sequences of a tenant are drafted from, but for databases without a stage.
+    """The data that a tenant's sequences are drafted from, except databases without a stage.
 
     Attributes:
         bounds: int64[3], by the fields of `BOUNDS`.
         by_source: int64[2, MAX_SOURCES], nodes and accepted nodes of all drafts.
-        by_accepted: int64[MAX_POSITIONS + 2], drafts by how many of their tokens came, of which the
-            last but one holds all with more; and the tokens that came.
-        by_index: int64[2, MAX_SOURCES], as `by_source`, of drafts from these indexes.
-        outputs: of generations, packed: one record of `STORE_LAYOUT`.
-        live: int64[sets, WAYS], of generations.
-        versions: int64[n, 2], by which versions of a model generations are; see
+        by_accepted: int64[MAX_POSITIONS + 2], drafts by number of accepted tokens, where the last
+            but one counts drafts with MAX_POSITIONS or more; then the tokens that followed.
+        by_index: int64[2, MAX_SOURCES], like `by_source`, for drafts from these indexes.
+        outputs: the store of generations, packed: one record of `STORE_LAYOUT`.
+        live: int64[sets, WAYS], live table of generations.
+        versions: int64[n, 2], the model versions that wrote the generations; see
             `chains.fade_rows`.
-        running: `Lanes` and their `Orders`, packed: outputs of sequences that are not at their end.
-            No record where none has a group.
+        running: `Lanes` and their `Orders`, packed: outputs of running sequences. No record if no
+            sequence has a group.
         segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
         tables: `Tables`, packed.
         weights: WEIGHTS[1].
@@ -508,7 +509,7 @@ class Shared(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Columns of what a step is checked against."""
+    """Columns of the bounds that a step is checked against."""
 
     NODES: int = 0  # most nodes of a tree
     TOKENS: int = 1  # most tokens of a sequence
@@ -519,34 +520,34 @@ class _Bounds(NamedTuple):
 BOUNDS: Final = _Bounds()
 
 MAX_POSITIONS: Final = 16
-"""Positions of drafts that are counted apart: engines verify about as many tokens at most."""
+"""Draft positions that are counted separately: engines verify at most about this many tokens."""
 
 STEP: Final = np.dtype(
     [
-        # Asked, anew in each call.
+        # Request, set for each call.
         ("sequence", np.int64),  # address of the sequence's packed store
         ("lane", np.int64),  # address of its packed lane
         ("stages", np.int64),  # what to do; see `entries`
         ("row", np.int64),  # first free row
-        ("tokens", np.int64),  # address of int32[num_tokens], those that followed
+        ("tokens", np.int64),  # address of int32[num_tokens], the tokens that followed
         ("num_tokens", np.int64),
-        ("length", np.int64),  # of the whole sequence, with them
+        ("length", np.int64),  # of the whole sequence, including them
         ("budget", np.int64),  # most nodes of the tree, and most tokens to copy
         ("min_probability", np.float64),  # less probable nodes are not considered
-        ("rate", np.float64),  # of learning from what followed; 0 to learn nothing
-        # Kept from one call to the next; drafts ahead have a record of their own.
+        ("rate", np.float64),  # learning rate; 0 to learn nothing
+        # Kept between calls; drafts ahead have a separate record.
         ("longest", np.int64),  # no match in the corpus is longer than this
         ("tree", np.int64),  # address of the last tree; see `tree_nodes`
-        ("tree_size", np.int64),  # its nodes; -1 once what came of it is known
+        ("tree_size", np.int64),  # its nodes; -1 once its outcome was counted
         ("tree_budget", np.int64),  # its budget
-        # Answered.
-        ("refusal", np.int64),  # why nothing was done, 0 for nothing
+        # Answer.
+        ("refusal", np.int64),  # why nothing was done, 0 if not refused
         ("size", np.int64),  # nodes of the tree
         ("num_rows", np.int64),  # first free row afterwards
         ("learned", np.int64),  # nodes that were learned from
     ]
 )
-"""What a sequence asks of a kernel, and its answer: kept for each, so that a call has few
+"""A sequence's request to a kernel and the answer; kept per sequence, so that calls have few
 arguments."""
 
 INT32: Final = np.dtype(np.int32)
@@ -577,7 +578,7 @@ class PhraseArrays(NamedTuple):
     Attributes:
         tokens: int32[tokens of all phrases].
         starts: int64[phrases + 1], where in `tokens` each phrase begins.
-        first_phrases: int32[beginnings], the first phrase that goes on from each.
+        first_phrases: int32[beginnings], the first phrase that starts with each.
         last_phrases: int32[beginnings], the last one that does.
         lengths: int32[beginnings], in tokens.
         shorter: int32[beginnings].
@@ -592,12 +593,12 @@ class PhraseArrays(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The rows of evidence that a draft grows from, and what they are found with."""
+    """The rows of evidence that a draft grows from, and the scratch used to find them."""
 
     rows: NDArray[Any]  # ROW[max_rows]
     continuations: NDArray[np.int32]  # int32[max_rows, max_depth], what followed each occurrence
     recent: NDArray[np.float32]  # float32[RECENT_SIZE], rarity of the last tokens, 0 for others
-    marked: NDArray[np.int32]  # int32[MAX_MATCH], the tokens that are marked there
+    marked: NDArray[np.int32]  # int32[MAX_MATCH], the tokens that are marked in `recent`
     counts: NDArray[np.float64]  # float64[MAX_MATCH + 1], evidence by match length
     matches: NDArray[np.int32]  # int32[FEW], lengths of matches in a segment
 
@@ -620,7 +621,7 @@ class Work(NamedTuple):
     traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
     heap: NDArray[np.int64]  # int64[max_nodes], candidates that are not in the tree yet
     ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
-    slots: NDArray[np.int32]  # int32[power of two], never full, all -1 between calls
+    slots: NDArray[np.int32]  # int32[power of two], never full; all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
     followers: NDArray[np.int32]  # int32[MAX_FOLLOWERS], what followed them in the sequence
     sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
@@ -628,7 +629,7 @@ class Work(NamedTuple):
 
 
 class Scratch:
-    """Memory for one draft at a time, made once.
+    """Memory for one draft at a time, allocated once.
 
     Args:
         max_depth: most nodes of a tree, and tokens of a continuation.
@@ -638,9 +639,9 @@ class Scratch:
 
     Attributes:
         found: rows of evidence.
-        work: where the tree grows.
-        packed: all of these, packed for kernels: one record of `SCRATCH_LAYOUT`.
-        address: of that.
+        work: the arrays in which the tree grows.
+        packed: `found`, `work` and the prior, packed for kernels: one record of `SCRATCH_LAYOUT`.
+        address: address of `packed`.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """The live table: counts of successors of the last two and three tokens in the ring.
 
-Sets of eight entries, one set to a cache line. A context's hash chooses its set; an entry packs a
-check of the context (15 bits), a count (15 bits) and the token that followed (32 bits); 0 is free.
-Where a set is full, a newcomer costs its least entry one count and takes its place at zero: the
-rule of Misra and Gries, so counts are never too high, and stale entries fade.
+The table has sets of eight entries, one set per cache line. A context's hash chooses its set. An
+entry packs a check of the context (15 bits), a count (15 bits) and the token that followed (32
+bits); 0 is free. If a set is full, a new entry lowers the smallest count by one and replaces that
+entry once the count reaches zero. With this rule of Misra and Gries, counts are never too high and
+stale entries fade.
 """
 
 from typing import Final
@@ -17,7 +18,7 @@ WAYS: Final = 8
 """Entries in a set."""
 
 SHORTEST, LONGEST = 2, 3
-"""Lengths of the contexts that are kept."""
+"""Lengths of the contexts in the table."""
 
 _ORDERS: Final = LONGEST - SHORTEST + 1
 _BLOCK: Final = 64
@@ -49,9 +50,9 @@ def count_tokens(
         table: int64[sets, WAYS], sets a power of two; updated.
         tokens: int32[capacity], a ring with a separator (-1) after each document; capacity a power
             of two.
-        begin: position of the first successor. What precedes it in its document is its context.
+        begin: position of the first successor. Its context is what precedes it in its document.
         end: position after the last one.
-        step: 1 to count, -1 to take back.
+        step: 1 to count, -1 to uncount.
     """
     keys = np.empty((_BLOCK, _ORDERS), np.int64)
     tail = np.empty(LONGEST, np.int32)
@@ -74,9 +75,9 @@ def _ask(
     tail: NDArray[np.int32],
     keys: NDArray[np.int64],
 ) -> None:
-    """Write the hashes of the contexts before each successor, -1 for none, and ask for their sets.
+    """Write the hashes of the contexts before each successor, -1 for none, and prefetch their sets.
 
-    So a large table waits for memory once a block.
+    A large table then waits for memory only once per block.
     """
     mask = tokens.shape[0] - 1
     for position in range(begin, end):
@@ -115,9 +116,9 @@ def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
 
 @kernel(inline="always")
 def _place_of(ways: NDArray[np.int64], uncounted: int) -> int:
-    """Return where an entry is, given without its count; -1 if it is in none of the ways.
+    """Return the way that holds an entry, given without its count; -1 if there is none.
 
-    Without branches, which would be mispredicted: that took half of the time to add an output.
+    There are no branches, because mispredictions took half of the time to add an output.
     """
     place = np.int64(-1)
     for way in range(WAYS):
@@ -129,7 +130,7 @@ def _place_of(ways: NDArray[np.int64], uncounted: int) -> int:
 
 @kernel(inline="always")
 def _least_of(ways: NDArray[np.int64]) -> int:
-    """Return the first of the ways with the least count."""
+    """Return the first way with the smallest count."""
     least = np.int64(_MAX_COUNT * WAYS + WAYS)
     for way in range(WAYS):
         least = min(least, ((ways[way] >> _COUNT_SHIFT) & _MAX_COUNT) * WAYS + way)
@@ -138,7 +139,7 @@ def _least_of(ways: NDArray[np.int64]) -> int:
 
 @kernel()
 def check_of(key: int) -> int:
-    """Return the 15 bits by which contexts of one set are told apart."""
+    """Return the 15 bits that distinguish contexts of one set."""
     return (key >> 40) & _MAX_CHECK
 
 
@@ -150,7 +151,7 @@ def _entry(check: int, count: int, token: int) -> int:
 @kernel()
 def entry_count(entry: int, check: int) -> int:
     """Return the count of an entry, or 0 if it is free or of another context."""
-    is_counted = (entry != 0) & (entry >> _CHECK_SHIFT == check)  # branchless: it varies
+    is_counted = (entry != 0) & (entry >> _CHECK_SHIFT == check)  # branchless: unpredictable
     return ((entry >> _COUNT_SHIFT) & _MAX_COUNT) * is_counted
 
 

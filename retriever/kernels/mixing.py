@@ -1,11 +1,11 @@
 """The mixer: a small network scores candidates from their evidence, and learns online.
 
-A candidate's score is a hidden layer over the logarithms of its evidence and of how much evidence
-its node has; "none of these" has a score as well, from the latter alone. A softmax (to the base 2)
-makes probabilities of them. That is the log-linear mixing of context-mixing compressors (Mahoney
-2005) with one hidden layer, which models interactions between kinds of evidence. Each outcome moves
-the weights one step down the gradient of its surprise, which calibrates the probabilities to the
-current text.
+One hidden layer computes a candidate's score from the logarithms of its evidence and of its node's
+amount of evidence. The escape, "none of these", also has a score, computed from the latter alone. A
+softmax (to the base 2) turns the scores into probabilities. This is the log-linear mixing of
+context-mixing compressors (Mahoney 2005) with a hidden layer, which models interactions between
+kinds of evidence. Each outcome moves the weights one gradient step on its log loss, which
+calibrates the probabilities to the current text.
 """
 
 from typing import Any, Final
@@ -17,12 +17,12 @@ from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.layout import DEPTH_BUCKETS, HIDDEN, MATCH_BUCKETS, Evidence, Traits, Work
 
 _FAST: Final = {"contract", "reassoc", "nsz"}
-"""What may be done to sums: they become vector code, rounded as the compiler comes to order them.
-See `kernel` for why such functions and their callers are inlined."""
+"""Allowed optimizations of sums: they are vectorized, in an order of the compiler's choice. See
+`kernel` for why such functions and their callers are inlined."""
 
 _LEAST_GRADIENT: Final = np.float32(0.002)  # smaller ones are skipped: saves time
 
-# Of evidence by its kind: what is added to it, and how its logarithm is moved and scaled.
+# By kind of evidence: the constant added to it, and the shift and scale of its logarithm.
 _LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)
 _SHIFT: Final = np.array([8, 8, 8, 5, -10, 12, 0, 0], np.float32)
 _SCALE: Final = np.array([0.25, 0.25, 0.25, 0.3, 0.15, 0.25, 0, 0], np.float32)
@@ -30,7 +30,7 @@ _SCALE: Final = np.array([0.25, 0.25, 0.25, 0.3, 0.15, 0.25, 0, 0], np.float32)
 
 @kernel(forceinline=True, fastmath=_FAST)
 def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
-    """Replace evidence by its logarithms, moved and scaled to about -2 to 2.
+    """Replace evidence by its logarithms, shifted and scaled to about -2 to 2.
 
     Args:
         evidence: float32[max_nodes, Evidence.WIDTH]; rows `first` to `end` are written.
@@ -65,7 +65,7 @@ def score(
 ) -> None:
     """Write the scores of candidates `first` to `end`, float32[end - first].
 
-    Loops over the hidden units become vector code; `sums`, float32[HIDDEN], is scratch.
+    Loops over the hidden units are vectorized; `sums`, float32[HIDDEN], is scratch.
     """
     bias, of_traits, of_evidence = weights.bias, weights.traits, weights.evidence
     output = weights.output
@@ -112,7 +112,7 @@ def depth_bucket(traits: NDArray[np.float32]) -> int:
 
 @kernel(forceinline=True, fastmath=_FAST)
 def to_shares(shares: NDArray[np.float32], escape: float) -> None:
-    """Replace scores by probabilities; the rest to one is "none of these"."""
+    """Replace scores by probabilities; the remainder to one is the escape, "none of these"."""
     highest = np.float32(escape)
     for index in range(shares.shape[0]):
         highest = max(highest, shares[index])
@@ -131,7 +131,7 @@ def mix(weights: Any, work: Work, current: int) -> None:
 
     Args:
         weights: one record of WEIGHTS.
-        work: as `gather` left it: traits and evidence become features, shares are written.
+        work: as `gather` left it; traits and evidence become features, and shares are written.
         current: the node.
     """
     node = work.nodes[current]
@@ -147,13 +147,13 @@ def mix(weights: Any, work: Work, current: int) -> None:
 def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Update the weights by the tokens that followed; return the number of updated nodes.
 
-    Follows the tokens down the last draft's tree, through considered nodes.
+    Follows the tokens down the last draft's tree, through nodes whose children were considered.
 
     Args:
         weights: WEIGHTS[1], updated.
         work: as the draft left it.
         tokens: int32[n], what came next.
-        rate: size of a step.
+        rate: learning rate.
     """
     nodes, evidence, traits, shares = work.nodes, work.evidence, work.traits, work.shares
     current = 0
@@ -161,7 +161,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
         node = nodes[current]
         if node.end_child == 0:
             return depth
-        outcome = np.int64(-1)  # no literal: it would be compiled for one, too
+        outcome = np.int64(-1)  # a literal would be compiled separately
         for child in range(node.first_child, node.end_child):
             if nodes[child].token == tokens[depth]:
                 outcome = child
@@ -184,7 +184,7 @@ def _descend(
     outcome: int,
     rate: float,
 ) -> None:
-    """Take one step down the gradient of the surprise at a node."""
+    """Take one gradient step on the log loss at a node."""
     left = np.float32(1.0)
     for child in range(node.first_child, node.end_child):
         left -= shares[child]

@@ -1,9 +1,9 @@
 """Listed phrases that continue the end of the context.
 
-The phrases stand one after the other in `tokens`, in lexicographic order, so that those with a
-common beginning are neighbours. A *beginning* is a proper prefix of a phrase, of at least one
-token. Beginnings are numbered. For each one, arrays hold the phrases that continue it, its length,
-and the longest shorter beginning that is its suffix (`shorter`, `NO_BEGINNING` for none).
+The phrases are concatenated in `tokens`, in lexicographic order, so that phrases with a common
+beginning are adjacent. A *beginning* is a proper prefix of a phrase, of at least one token.
+Beginnings are numbered. For each one, arrays hold the phrases that continue it, its length, and the
+longest shorter beginning that is its suffix (`shorter`, `NO_BEGINNING` for none).
 """
 
 from typing import Final
@@ -15,10 +15,10 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import MAX_MATCH, Found, PhraseArrays
 
 NO_BEGINNING: Final = -1
-"""The number that no beginning has."""
+"""The number for no beginning."""
 
 MAX_BEGINNINGS: Final = 32
-"""Beginnings that one draft looks at, the longest first."""
+"""Most beginnings that one draft looks at, longest first."""
 
 
 @kernel()
@@ -34,11 +34,11 @@ def collect_phrases(
     """Write continuations of phrases whose beginnings end the context, longest beginnings first.
 
     Every phrase is written once, for its longest beginning. A beginning counts as one occurrence
-    however many phrases share it: they divide the count. Where there are more than fit, an even
-    sample is taken.
+    however many phrases share it: they divide the count. If more exist than fit, an even sample is
+    taken.
 
     Args:
-        phrases: what is listed.
+        phrases: the listed phrases.
         source: database that the rows are marked with.
         longest: the longest beginning that the context ends with, or `NO_BEGINNING`.
         max_rows: most rows to write.

@@ -9,7 +9,7 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import RECENT_SIZE
 
 WINDOW: Final = 16
-"""Tokens before an occurrence that are compared."""
+"""Number of tokens before an occurrence that are compared."""
 
 
 @kernel()
@@ -19,13 +19,13 @@ def mark_recent(
     recent: NDArray[np.float32],
     marked: NDArray[np.int32],
 ) -> None:
-    """Note the rarity of the context's last tokens, in place of those noted before.
+    """Write the rarity of the context's last tokens, replacing those of the previous call.
 
     Args:
         query: int32[q], the last tokens, at most MAX_MATCH.
-        rarity: float32[vocabulary]; tokens beyond it count a half.
+        rarity: float32[vocabulary]; tokens beyond it get 0.5.
         recent: float32[RECENT_SIZE], updated.
-        marked: int32[MAX_MATCH], the tokens noted before; updated.
+        marked: int32[MAX_MATCH], the tokens of the previous call; updated.
     """
     for token in marked:
         recent[token & (RECENT_SIZE - 1)] = 0.0
@@ -46,18 +46,19 @@ def similarity_of(
 ) -> float:
     """Return the similarity of the text before an occurrence to the recent context.
 
-    Adds up the rarity of those of the last 16 tokens before it that the context has as well.
+    Sums the rarity of those of the last 16 tokens before the occurrence that are also in the
+    context.
 
     Args:
         tokens: integers[capacity], a ring or, with a mask of -1, an array.
         mask: capacity less one, or -1.
         end: position after the last token to look at.
         oldest: position of the first token that may be read.
-        separator: what stands between documents.
+        separator: token between documents.
         recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
 
     Returns:
-        1 or more; the square of one plus the sum, so that a few rare words weigh heavily.
+        1 or more: the square of one plus the sum, so that a few rare tokens weigh heavily.
     """
     overlap = np.float32(1.0)
     for position in range(end - 1, max(oldest, end - WINDOW) - 1, -1):

@@ -1,7 +1,7 @@
 """Successors of the last one to three tokens: in the corpus, the sequence and generations.
 
-Each function adds the successors of one context to a node's candidates, and returns what share of
-the estimate is left for the next shorter context.
+The `add_` functions add the successors of one context to a node's candidates, and return the share
+of the estimate that is left for the next shorter context.
 """
 
 from typing import Any, Final
@@ -19,24 +19,24 @@ from retriever.tree import Source
 MOST_SUCCESSORS: Final = (32, 16, 16)
 """Successors to read in the phrase tables for contexts of one, two and three tokens, at the root.
 
-Elsewhere half of them are read for every octave that the node is less probable: the n-th most
-frequent has at most an n-th of a probability that must be large to matter.
+Elsewhere the number is halved for every octave of the node's probability below one. The n-th most
+frequent successor has at most 1/n of that probability, and improbable candidates do not matter.
 """
 
 LEAST_SUCCESSORS: Final = (4, 2, 2)
-"""Successors to read however improbable the node is."""
+"""Fewest successors to read, however improbable the node is."""
 
 MOST_FOLLOWERS: Final = (8, 4)
-"""Occurrences to read in the sequence for contexts of one and two tokens."""
+"""Most occurrences to read in the sequence for contexts of one and two tokens."""
 
-_CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # what the shorter context counts, by order
+_CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # pseudo-count of the shorter context, by order
 _LIVE_STRENGTH: Final = (3.0, 1.5)  # orders 2 and 3
 _CONTEXT_STRENGTH: Final = (4.0, 1.0)  # orders 1 and 2
-_CONTEXT_ROWS: Final = (3, 2)  # where chains of orders 1 and 2 stand in a context's store
+_CONTEXT_ROWS: Final = (3, 2)  # rows of the chains of orders 1 and 2 in a context's store
 _PROBES: Final = 4  # for each wanted successor: bounds the time spent on hash collisions
 _BLOCK: Final = 64  # successors that are compared at once
 
-# No literals: a kernel is compiled once for each that it is called with.
+# No literals: a kernel is compiled separately for each literal that it is called with.
 _CONTEXT, _GENERATIONS, _PHRASES = (
     np.int64(each) for each in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES)
 )
@@ -51,7 +51,7 @@ def set_states(
     nodes: NDArray[Any],
     current: int,
 ) -> None:
-    """Find the entries of the last two and three tokens, where they are not known yet."""
+    """Find the entries of the last two and three tokens, unless they are already known."""
     node = nodes[current]
     if node.pair == UNKNOWN:
         node.pair = find_successor(starts1, tokens2, np.int64(node.before), node.token)
@@ -72,7 +72,7 @@ def call_from_memory(
 ) -> None:
     """Prefetch what the functions below read first, if the node is considered.
 
-    Where the successors of its pair and triple stand has been prefetched with its siblings.
+    The places of its pair's and triple's successors were prefetched with its siblings.
     """
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     heads = context.heads
@@ -105,11 +105,11 @@ def call_root(
     query: NDArray[np.int32],
     tail: NDArray[np.int32],
 ) -> None:
-    """Prefetch what is read first for the root of a tree, before its rows are looked for.
+    """Prefetch what is read first for the root of a tree, before its rows are searched.
 
     Args:
-        starts1: of the phrase tables.
-        live: int64[sets, WAYS], of generations.
+        starts1: `starts1` of the phrase tables.
+        live: int64[sets, WAYS], live table of generations.
         query: int32[q], the last tokens of the context.
         tail: int32[3], scratch.
     """
@@ -128,7 +128,7 @@ def call_root_successors(
     counts2: NDArray[np.uint8],
     query: NDArray[np.int32],
 ) -> None:
-    """Prefetch the first successors of the last three tokens, whose places `call_root` called."""
+    """Prefetch the first successors of the last three tokens; `call_root` fetched their places."""
     for back in range(min(3, query.shape[0])):
         token = query[query.shape[0] - 1 - back]
         if 0 <= token < starts1.shape[0]:
@@ -147,13 +147,14 @@ def call_root_entries(
     counts3: NDArray[np.uint8],
     query: NDArray[np.int32],
 ) -> None:
-    """Prefetch what follows the pairs in the last three tokens, which were called before.
+    """Prefetch what follows the pairs in the last three tokens; the pairs were prefetched before.
 
-    In tables of gigabytes each look-up waits for memory: these arrive while the corpus is searched.
+    In tables of gigabytes, each look-up waits for memory. These arrive while the corpus is
+    searched.
     """
     last = query.shape[0] - 1
     for back in range(min(2, last)):
-        before = np.int64(query[last - back - 1])  # as others call it: compiled once
+        before = np.int64(query[last - back - 1])  # same type as other calls: compiled once
         entry = find_successor(starts1, tokens2, before, query[last - back])
         if entry >= 0:
             begin = np.int64(starts2[entry])
@@ -165,9 +166,9 @@ def call_root_entries(
 
 @kernel()
 def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
-    """Return the entry of a token among an entry's successors, one level further, or -1.
+    """Return the entry of a token among an entry's successors, in the next level, or -1.
 
-    Frequent tokens have thousands of successors: whole blocks are compared at once.
+    Frequent tokens have thousands of successors, so whole blocks are compared at once.
     """
     if entry < 0 or entry + 1 >= starts.shape[0]:
         return -1
@@ -204,7 +205,7 @@ def add_successors(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add the most frequent successors of an entry, which stand in `level`.
+    """Add the most frequent successors of an entry; they are in `level` of the tables.
 
     Returns the node count and the coefficient of the next shorter context.
     """
@@ -254,7 +255,7 @@ def add_followers(
 ) -> tuple[int, np.float32]:
     """Add successors of the last one or two tokens in the sequence itself.
 
-    None are looked for where it is known that the last one does not occur there.
+    Nothing is searched if `occurs` says that the last one does not occur there.
 
     Returns the node count and the coefficient of the next shorter context.
     """
@@ -283,7 +284,7 @@ def _follow(
     tail: NDArray[np.int32],
     followers: NDArray[np.int32],
 ) -> int:
-    """Write what followed the last occurrences of the tail's end; return how many were found."""
+    """Write what followed the newest occurrences of the tail's end; return how many were found."""
     mask, row, most = tokens.shape[0] - 1, _CONTEXT_ROWS[order - 1], MOST_FOLLOWERS[order - 1]
     bucket = bucket_of(tail, 3 - order, -1, order, heads.shape[1])
     position = head_position(heads[row, bucket], total)
@@ -326,7 +327,7 @@ def add_live(
     traits[trait] = total
     strength = np.float32(_LIVE_STRENGTH[order - 2])
     share = left / (np.float32(total) + strength)
-    if total == 0:  # so it is mostly
+    if total == 0:  # the usual case
         return num_nodes, share * strength
     for way in range(WAYS):
         count = entry_count(ways[way], check)

@@ -1,9 +1,10 @@
 """Suffix arrays: occurrences of the longest ends of the context in a segment.
 
 Arrays of a segment, as the indexer writes them: `tokens` unsigned[n] with the dtype's maximum after
-each document, `suffixes` unsigned[m] positions in the order of what stands there, and `starts`
-unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin. `keys`
-uint64[m / stride, rounded up], of every so many suffixes the tokens behind the first, or none.
+each document; `suffixes` unsigned[m], positions sorted by the text that begins there; `starts`
+unsigned[vocabulary + 1], where in `suffixes` the suffixes that begin with each token begin; and
+`keys` uint64[m / stride, rounded up], the tokens after the first of every `stride`-th suffix, or
+empty.
 """
 
 from typing import Any, Final, NamedTuple
@@ -19,20 +20,20 @@ KEY_SIZE: Final = 64
 """Bits of a key."""
 
 PROBES: Final = 8
-"""What a search prefetches side by side. One random read of a segment of gigabytes takes up to a
-microsecond, page tables included, eight take hardly longer, and 16 twice as long."""
+"""Reads that a search prefetches concurrently. One random read of a segment of gigabytes takes up
+to a microsecond, page tables included; eight take hardly longer, and 16 twice as long."""
 
 
 _AT, _BEHIND = np.int64(0), np.int64(1)
-"""Bounds of a search: the first suffix that begins with a pattern, and the first behind those. No
-literals: a kernel is compiled once for each that it is called with."""
+"""Bounds of a search: the first suffix that begins with a pattern, and the first after those. No
+literals: a kernel is compiled separately for each literal that it is called with."""
 
 
 class Interval(NamedTuple):
-    """The occurrences of an end of the query.
+    """The occurrences of an end (a suffix) of the query.
 
     Attributes:
-        length: of the end, in tokens.
+        length: length of the end, in tokens.
         begin: the first one's place in `suffixes`.
         end: the place after the last one.
     """
@@ -54,22 +55,22 @@ def collect_suffixes(
 ) -> tuple[int, int, int]:
     """Write continuations of the longest ends of the query, sampled evenly over occurrences.
 
-    Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
-    What occurs often is bisected; longer ends occur where it does, and there in the same order.
+    Occurrences are sorted by their continuations, so an even sample keeps the proportions. Only
+    frequent ends need a bisection: longer ends occur among their occurrences, in the same order.
 
     Args:
-        segment: what to search, and how.
+        segment: the segment to search, and how.
         query: int32[q], the last tokens of the context, ids inside the vocabulary.
-        shortest: shorter ends are not looked for: those of this length occur often enough in
-            segments before this one; 0 in the first.
+        shortest: shorter ends are not searched, because ends of this length occur often enough in
+            earlier segments; 0 in the first.
         longest: ends of the query longer than this are known not to occur.
         depth: most tokens to copy for each occurrence.
         found: rows and continuations are written from `row` on.
         row: first free row.
 
     Returns:
-        The first free row afterwards, the length of the longest match, and what is `shortest` for
-        the next segment.
+        The first free row afterwards, the length of the longest match, and `shortest` for the next
+        segment.
     """
     shortest, longest = max(shortest, segment.limits[0].shortest), min(longest, query.shape[0])
     if longest < shortest:
@@ -77,7 +78,7 @@ def collect_suffixes(
     few = found.matches.shape[0]
     often, seldom = _find_ends(segment, query, shortest, longest, few)
     if often.begin == often.end:
-        return row, 0, shortest  # nor does any longer end occur
+        return row, 0, shortest  # no longer end occurs either
     if often.end - often.begin <= few:
         return _collect_few(segment, query, often, longest, depth, found, row)
     longest_match = often.length
@@ -91,12 +92,12 @@ def collect_suffixes(
 def _find_ends(
     segment: SegmentArrays, query: NDArray[np.int32], shortest: int, longest: int, few: int
 ) -> tuple[Interval, Interval]:
-    """Find an end of the query that says where all longer ones occur that are looked for.
+    """Find an end of the query whose occurrences include all longer ends that are searched.
 
     Returns:
-        The shortest end, or a longer one that has enough occurrences; of more than `few`, the first
-        ones. And the end that has one token more and not enough occurrences, empty where the first
-        end has few or is the longest.
+        The shortest end, or a longer one that has enough occurrences; if it has more than `few`,
+        the interval covers only the first ones. Second, the end that is one token longer and has
+        too few occurrences; it is empty if the first end has few occurrences or is the longest.
     """
     enough, last = segment.limits[0].enough, query.shape[0]
     begin, end = find_interval(segment, query[last - shortest :], few + 1)
@@ -115,7 +116,7 @@ def _find_ends(
 
 @kernel()
 def _whole(segment: SegmentArrays, query: NDArray[np.int32], of: Interval) -> Interval:
-    """Return an interval of which the first occurrences are known with all of them."""
+    """Extend an interval of which only the first occurrences are known to all occurrences."""
     pattern = query[query.shape[0] - of.length :]
     low, high = _narrow(segment, pattern, _BEHIND)
     last = max(of.end, low) - 1
@@ -135,8 +136,8 @@ def _collect_few(
     """Write continuations of an end of at most FEW occurrences, and of longer ones.
 
     Returns:
-        The first free row, the length of the longest match, and that of the last end that was
-        looked for.
+        The first free row, the length of the longest match, and the length of the last end that was
+        searched.
     """
     tokens, suffixes, matches = segment.tokens, segment.suffixes, found.matches
     limits = segment.limits[0]
@@ -153,7 +154,7 @@ def _collect_few(
             if number <= count * sample // read:
                 continue
             sample += 1
-            if matches[index] == length:  # or it is among the occurrences of the longer end
+            if matches[index] == length:  # longer matches were written with the longer end
                 position = np.int64(suffixes[of.begin + index]) - (length - of.length)
                 row = _write(segment, position, length, count / read, depth, found, row)
         if count >= limits.enough or length == of.length:
@@ -169,7 +170,7 @@ def _match_occurrences(
     of: Interval,
     matches: NDArray[np.int32],
 ) -> int:
-    """Write how long a match each occurrence is the end of; return the longest."""
+    """Write the length of the match that ends at each occurrence; return the longest."""
     for place in range(of.begin, of.end):
         _prefetch_around(tokens, np.int64(suffixes[place]))
     longest_match = 0
@@ -185,7 +186,7 @@ def _match_occurrences(
 
 @kernel(inline="always")
 def _count_matches(matches: NDArray[np.int32], of: Interval, length: int) -> tuple[int, int]:
-    """Return how many matches are so long, and the length of the longest that is shorter."""
+    """Return how many matches have at least this length, and the longest shorter length."""
     count, shorter = 0, of.length
     for index in range(of.end - of.begin):
         if matches[index] >= length:
@@ -221,7 +222,7 @@ def _collect_many(
 
 @kernel(inline="always")
 def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
-    """Prefetch what is read of an occurrence, and what stands around it."""
+    """Prefetch the tokens that are read before and after an occurrence."""
     prefetch(tokens, position - WINDOW)
     prefetch(tokens, position + WINDOW)
 
@@ -230,7 +231,7 @@ def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
 def find_interval(segment: SegmentArrays, pattern: NDArray[np.int32], most: int) -> tuple[int, int]:
     """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1).
 
-    Of more than `most` occurrences, the first ones.
+    If there are more than `most` occurrences, the range covers the first ones.
     """
     low, high = _narrow(segment, pattern, _AT)
     begin, end = _bisect(segment, pattern, low, high, _AT), _bucket(segment, pattern)[1]
@@ -248,20 +249,20 @@ def _bucket(segment: SegmentArrays, pattern: NDArray[np.int32]) -> tuple[int, in
 
 @kernel()
 def _narrow(segment: SegmentArrays, pattern: NDArray[np.int32], bound: int) -> tuple[int, int]:
-    """Return the part of the pattern's bucket that is left to `_bisect`: it finds the same there.
+    """Return the part of the pattern's bucket that `_bisect` still has to search.
 
-    With keys that is less than a stride, unless the pattern has more tokens than a key tells.
+    With keys this is less than a stride, unless the pattern has more tokens than a key holds.
     """
     keys, stride = segment.keys, segment.limits[0].key_stride
     bits = segment.limits[0].key_bits
     low, high = _bucket(segment, pattern)
     if keys.shape[0] == 0 or pattern.shape[0] == 1:
         return low, high
-    first = (low + stride - 1) // stride  # keys of the bucket: from here to `behind`
+    first = (low + stride - 1) // stride  # the bucket's keys are from here to `behind`
     behind = min((high + stride - 1) // stride, keys.shape[0])
     is_told = pattern.shape[0] - 1 <= KEY_SIZE // bits
     least, greatest = _keys_of(pattern, bits)
-    below = above = first  # suffixes with keys before `below` are too small, from `above` on not
+    below = above = first  # keys before `below` are too small, those from `above` on are not
     if bound == 0 or not is_told:
         below = above = _bisect_keys(keys, least, first, behind)
     if bound == 1 or not is_told:
@@ -277,7 +278,7 @@ def _narrow(segment: SegmentArrays, pattern: NDArray[np.int32], bound: int) -> t
 
 @kernel(inline="always")
 def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
-    """Return the least and the greatest key of suffixes that start with the pattern."""
+    """Return the smallest and the greatest key of suffixes that start with the pattern."""
     least = greatest = np.uint64(0)
     width = np.uint64(bits)
     for offset in range(1, KEY_SIZE // bits + 1):
@@ -292,7 +293,7 @@ def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
 
 @kernel()
 def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int:
-    """Return the first index of a key that is not less, reading some keys side by side."""
+    """Return the index of the first key that is not less, reading several keys at once."""
     while low < high:
         width = (high - low + PROBES - 1) // PROBES
         less = 0
@@ -304,9 +305,10 @@ def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int
 
 @kernel()
 def _find_end(segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, end: int) -> int:
-    """Return the first place behind `begin` whose suffix does not start with the pattern, or `end`.
+    """Return the first place after `begin` whose suffix does not start with the pattern, or `end`.
 
-    Most patterns have few occurrences in a large bucket: it gallops, reading some side by side.
+    Most patterns have few occurrences in a large bucket, so this is a galloping search that reads
+    several suffixes at once.
     """
     tokens, suffixes = segment.tokens, segment.suffixes
     width = 1
@@ -345,8 +347,8 @@ def _bisect(
 
 @kernel(inline="always")
 def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) -> int:
-    """Order the suffix at `position` against the pattern: -1, 0 where it starts so, or 1."""
-    for offset in range(1, pattern.shape[0]):  # the first token is equal: `starts` says so
+    """Compare the suffix at `position` with the pattern: -1, 0 if it starts with it, or 1."""
+    for offset in range(1, pattern.shape[0]):  # the first token is equal by `starts`
         if position + offset >= tokens.shape[0]:
             return -1
         token, wanted = np.int64(tokens[position + offset]), np.int64(pattern[offset])
@@ -357,7 +359,7 @@ def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) ->
 
 @kernel(inline="always")
 def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], length: int) -> bool:
-    """Whether the match is longer than `length`: the token before it fits too."""
+    """Return whether the match is longer than `length`: the token before it agrees too."""
     if position == 0 or position > tokens.shape[0] or length >= query.shape[0]:
         return False
     return np.int64(tokens[position - 1]) == np.int64(query[query.shape[0] - length - 1])
@@ -367,11 +369,11 @@ def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], leng
 def _copy(
     tokens: NDArray[Any], begin: int, vocabulary_size: int, depth: int, out: NDArray[np.int32]
 ) -> int:
-    """Copy tokens up to the end of the document, or to what is damaged."""
+    """Copy tokens up to the end of the document or to a damaged token."""
     length = 0
     while length < depth and begin + length < tokens.shape[0]:
         token = np.int64(tokens[begin + length])
-        if token >= vocabulary_size:  # separators are as well
+        if token >= vocabulary_size:  # a separator or damaged
             break
         out[length] = token
         length += 1
@@ -388,7 +390,7 @@ def _write(
     found: Found,
     row: int,
 ) -> int:
-    """Write what follows a match at a position, if there is room; return the first free row."""
+    """Write what follows a match at a position if there is room; return the first free row."""
     if row == found.rows.shape[0]:
         return row
     tokens, vocabulary_size = segment.tokens, segment.starts.shape[0] - 1

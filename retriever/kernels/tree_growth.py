@@ -2,7 +2,7 @@
 
 The frontier of a tree is a heap of candidates, the most probable first. A key is the bits of the
 probability, then the candidate's number, so that of equals the earlier one is taken. The candidates
-of each rank (a sixteenth of an octave of probability) are counted: candidates below the rank at
+of each rank (a sixteenth of an octave of probability) are counted. Candidates below the rank at
 which the count reaches the remaining budget can never be taken.
 """
 
@@ -35,7 +35,7 @@ def least_of(rank: int) -> float:
         return np.float32(0.0)
     octaves = np.float32(rank + 1) / np.float32(16.0)
     whole = np.ceil(octaves)
-    # As `fast_log2` has it: straight between powers of two.
+    # As in `fast_log2`: linear between powers of two.
     return fast_exp2(-whole) * (np.float32(1.0) + whole - octaves)
 
 
@@ -48,7 +48,7 @@ def key_of(probability: float, candidate: int) -> int:
 
 @kernel(inline="always")
 def candidate_of(key: int) -> int:
-    """Return whose key it is."""
+    """Return the candidate that a key belongs to."""
     return _LAST - (key & _LAST)
 
 
@@ -79,9 +79,9 @@ def pop(heap: NDArray[np.int64], size: int) -> int:
     return best
 
 
-_NEXT: Final = 3  # candidates on top of the heap that are prefetched
-LIKELY_CHILD_BOUND: Final = 0.33  # children are rarely more probable than this, where it matters
-_LEAST: Final = 1e-6  # candidates below it are never worth their place
+_NEXT: Final = 3  # candidates at the top of the heap that are prefetched
+LIKELY_CHILD_BOUND: Final = 0.33  # children are rarely more probable than this where it matters
+_LEAST: Final = 1e-6  # candidates below this are never considered
 
 
 @kernel()
@@ -94,14 +94,14 @@ def weigh_rows(
 ) -> None:
     """Set the rows' weights by interpolating match lengths, the longest first.
 
-    A length k with the trusted count N takes the share N / (N + backoff / k) of what longer matches
-    left, and divides it among its rows: Witten-Bell's back-off with an escape that shrinks as
-    matches grow.
+    Matches of length k with the trusted count N take the share N / (N + backoff / k) of what longer
+    matches left, divided among their rows. This is Witten-Bell back-off with an escape probability
+    that shrinks with the match length.
 
     Args:
         rows: ROW[max_rows], the evidence.
         num_rows: rows in use.
-        trust: float64[MAX_SOURCES], what one occurrence in each database counts.
+        trust: float64[MAX_SOURCES], weight of one occurrence in each database.
         backoff: count at which a match of one token takes half of what is left.
         counts: float64[longest match + 1], scratch.
     """
@@ -136,21 +136,21 @@ def grow_tree(
 ) -> int:
     """Grow a tree best-first: take the most probable candidate, then consider its children.
 
-    What is probable is mixed at every node from all evidence for the path so far. Of equals the
+    The probabilities at each node are mixed from all evidence for the path so far. Of equals, the
     candidate that was considered first is taken.
 
     Args:
         found: weighed evidence; `next` of the rows is overwritten.
         num_rows: rows in use.
-        sequence: of at least one token.
-        live: int64[sets, WAYS], of generations.
+        sequence: chains of the sequence, of at least one token.
+        live: int64[sets, WAYS], live table of generations.
         tables: phrase tables.
         weights: WEIGHTS[1].
         escape: weight of tokens that no row predicts.
-        work: scratch; when its nodes are used up no further candidates are considered. Holds the
-            data to learn from until the next call.
-        grown: the tree; written.
-        budget: most nodes to take; there is room for them.
+        work: scratch; when its nodes are used up, no further candidates are considered. It holds
+            the data to learn from until the next call.
+        grown: the tree; written. It has room for `budget` nodes.
+        budget: most nodes to take.
         min_probability: candidates below it are not considered.
 
     Returns:
@@ -206,7 +206,7 @@ def _offer_children(
 ) -> int:
     """Push those candidates of a node that can still be taken; return how many.
 
-    Ranks after `lowest` are skipped: enough others are more probable.
+    Ranks after `lowest` are skipped, because enough other candidates are more probable.
     """
     nodes, shares, heap, ranks = work.nodes, work.shares, work.heap, work.ranks
     parent, num_offered = nodes[current], 0
@@ -228,9 +228,9 @@ def _offer_children(
 def _call_next(
     tables: Tables, live: NDArray[np.int64], context: Chains, work: Work, heap_size: int
 ) -> None:
-    """Prefetch what is read of the candidates that are next.
+    """Prefetch the data of the candidates that are next on the heap.
 
-    Of all candidates whose children may be taken that would be more than memory can deliver.
+    Doing so for all candidates whose children may be taken would exceed the memory bandwidth.
     """
     nodes, heap = work.nodes, work.heap
     size = min(heap_size, _NEXT)

@@ -1,1 +1,1 @@
-"""The log of generations on disk, and the pools of tenants that it fills."""
+"""The log of generations on disk, and the pools of tenants that are loaded from it."""

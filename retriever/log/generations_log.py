@@ -1,9 +1,9 @@
 """The log of generations: outputs of every tenant on disk, which survive the process.
 
 An output whose `commit` has returned survives a kill of the process. With the durability "disk" it
-also survives a power failure: every commit syncs. With "process", the default, a thread syncs once
-a second, so that a power failure can lose the last outputs or damage the log: a damaged one is set
-aside when it is opened, and drafts start cold.
+also survives a power failure, because every commit syncs. With "process", the default, a thread
+syncs once a second, so a power failure can lose the last outputs or damage the log. A damaged log
+is set aside when it is opened, and drafts start cold.
 """
 
 import atexit
@@ -35,8 +35,8 @@ from retriever.predict.pool import Entry
 _Result = TypeVar("_Result")
 
 _LOGGER: Final = logging.getLogger(__name__)
-_BETWEEN_TOLD_S: Final = 60.0  # of a disk that refuses and takes in turn
-_SYNC_EVERY_S: Final = 1.0  # outputs lost by a power failure, against disk writes
+_BETWEEN_TOLD_S: Final = 60.0  # limits warnings if a disk alternately refuses and accepts
+_SYNC_EVERY_S: Final = 1.0  # trade-off of outputs lost by a power failure against disk writes
 _SYNCS_PER_SWEEP: Final = 60
 _REWRITE_EVERY_S: Final = 3600.0  # removed bytes stay this long at most; a rewrite copies the file
 
@@ -49,16 +49,16 @@ class GenerationsLog:
 
     Args:
         directory: created if missing; for one drafter at a time.
-        fingerprint: of the sequences' tokenizer; empty if unknown.
-        options: of the log.
-        clock: seconds since 1970.
+        fingerprint: fingerprint of the sequences' tokenizer; empty if unknown.
+        options: options of the log.
+        clock: returns seconds since 1970.
 
     Attributes:
-        fingerprint: of the tokenizer whose tokens the log holds; empty while unknown.
+        fingerprint: fingerprint of the tokenizer whose tokens the log has; empty while unknown.
         failures: outputs that could not be written.
 
     Raises:
-        StateError: the directory cannot be used, or its log is of another format version.
+        StateError: the directory cannot be used, or its log has another format version.
         VocabularyMismatchError: it holds outputs of another tokenizer.
     """
 
@@ -95,9 +95,9 @@ class GenerationsLog:
         atexit.register(self.close)
 
     def load(self, tenant: str) -> Remembered:
-        """Return a tenant's records; those that cannot be read are missing.
+        """Return a tenant's records, without those that cannot be read.
 
-        Outputs that are committed meanwhile may be missing, too: the caller holds them off.
+        Outputs that are committed meanwhile may be missing, too, so the caller must prevent that.
         """
         self.commit()
         found = Remembered()
@@ -106,7 +106,7 @@ class GenerationsLog:
             return self._store.read(tenant, self._clock(), found, first)
 
         number: int | None = 0
-        while number is not None:  # others commit in between; an error ends the reading
+        while number is not None:  # others can commit in between; an error ends the loop
             number = self._attempt(partial(read, number))
         self._warn_of_damaged(found.num_damaged, "the log of generations")
         return found
@@ -122,7 +122,7 @@ class GenerationsLog:
     def commit(self) -> None:
         """Write all queued outputs of all threads, in order; durable once this returns.
 
-        What is noted of each, `Entry.saving`, tells whether the disk took it.
+        `Entry.saving` of each then says whether the disk took it.
         """
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
@@ -155,7 +155,7 @@ class GenerationsLog:
         return found
 
     def found(self, tenant: str, number: int) -> FoundRecord | None:
-        """Return a tenant's findings of a number; None where they cannot be read."""
+        """Return the tenant's findings with a number; None if they cannot be read."""
         return self._attempt(lambda: self._store.found(tenant, number))
 
     def put_findings(
@@ -174,8 +174,8 @@ class GenerationsLog:
             except REFUSALS as error:
                 self._refuse(error)
                 raise StorageError(
-                    f"what decoders found likely is not kept in {self._directory.name}, as its "
-                    "disk refuses: drafts go on; free space, and it is kept again"
+                    f"findings of decoders cannot be written to {self._directory.name}, because "
+                    "the disk refuses: drafts continue; free space on it"
                 ) from error
 
     def delete(self, tenant: str) -> None:
@@ -201,20 +201,20 @@ class GenerationsLog:
             try:
                 self._check_usable()
                 num_removed = self._store.delete(tenant, origin)
-                # Of a tenant without records free pages may have what expired before the start.
+                # Even without records, free pages may hold outputs that expired before the start.
                 self._has_removed_bytes |= num_removed > 0 or not origin
                 if self._has_removed_bytes:  # of this deletion, or of one that the disk refused
                     self._rewrite()
             except REFUSALS as error:
                 _LOGGER.warning(
-                    "what %s has of the tenant %r cannot be removed: %s; free space and ask again",
+                    "%s has data of the tenant %r that cannot be removed: %s; free space and retry",
                     self._directory,
                     tenant,
                     error,
                 )
                 raise StorageError(
-                    "the data is deleted in memory, and the disk refuses to remove it: ask again "
-                    "once the operator of the service has made room on it"
+                    "the data is deleted in memory, but the disk refuses to remove it: ask again "
+                    "once the operator of the service has freed space on it"
                 ) from error
 
     def _rewrite(self) -> None:
@@ -235,7 +235,7 @@ class GenerationsLog:
     def snapshot(self, directory: Path) -> int:
         """Copy the log to a new directory, which a drafter can open; return its bytes.
 
-        Commits wait until the copy is written (0.5 s for 400 MB), and not until it is synced.
+        Commits wait until the copy is written (0.5 s for 400 MB), but not until it is synced.
 
         Raises:
             StateError: the disk refuses.
@@ -254,7 +254,7 @@ class GenerationsLog:
             return data.stat().st_size
         except REFUSALS as error:
             raise StateError(
-                f"{self._directory} cannot be copied to {directory}: {error}; free space and "
+                f"{self._directory} cannot be copied to {directory}: {error}; check free space and "
                 "permissions, and ask again"
             ) from error
 
@@ -300,7 +300,7 @@ class GenerationsLog:
             self._files.release()
 
     def _attempt(self, action: Callable[[], _Result], num_outputs: int = 0) -> _Result | None:
-        """Run an action of the disk; on an error count the lost outputs, and return None."""
+        """Run a disk action; on an error, count the lost outputs and return None."""
         with self._lock:
             try:
                 self._check_usable()
@@ -326,18 +326,18 @@ class GenerationsLog:
             self._refused = self._is_refusing = True
             self._told_s = time.monotonic()
             _LOGGER.warning(
-                "outputs cannot be kept in %s: %s; drafts go on from memory, and a restart loses "
-                "them: make room, or mend the disk",
+                "outputs cannot be kept in %s: %s; drafts continue from memory, but a restart "
+                "loses these outputs: free space, or repair the disk",
                 self._directory,
                 error,
             )
 
     def _recover(self) -> None:
-        """Note that the disk takes outputs again; one that is almost full does so now and then."""
+        """Note that the disk takes outputs again; a nearly full disk does so intermittently."""
         if self._is_refusing and time.monotonic() - self._told_s > _BETWEEN_TOLD_S:
             lost, self._refused_now, self._is_refusing = self._refused_now, 0, False
             _LOGGER.warning(
-                "outputs are kept in %s again; %d that came meanwhile are in memory alone",
+                "outputs are kept in %s again; %d that were refused are only in memory",
                 self._directory,
                 lost,
             )
@@ -352,7 +352,7 @@ class GenerationsLog:
             )
 
     def _keep(self) -> None:
-        """Sync once a second and remove what has expired, until the log is closed."""
+        """Sync once a second and remove expired outputs, until the log is closed."""
         turn = 0
         while not self._stopped.wait(_SYNC_EVERY_S):
             if turn % _SYNCS_PER_SWEEP == 0:

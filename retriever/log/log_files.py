@@ -1,4 +1,4 @@
-"""The files of a log of generations: who may use them, and whether they are whole."""
+"""The files of a log of generations: locking, and checks for damage."""
 
 import errno
 import fcntl
@@ -26,11 +26,11 @@ from retriever.log.options import LogOptions
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
-_READ_BYTES_PER_S: Final = 5e6  # a slow disk; faster ones never reach the limit
+_READ_BYTES_PER_S: Final = 5e6  # of a slow disk; faster ones never reach the timeout
 _CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 READING_S: Final = 60.0
-"""A reader that hangs on damage is killed after this, and the time for the bytes of the log."""
+"""A reader that hangs on damage is killed after this, plus the time to read the log's bytes."""
 
 DATA_NAME: Final = "generations.mdb"
 SEAL_NAME: Final = "generations.seal"
@@ -62,7 +62,7 @@ class LogFiles:
         """Lock the directory for this process; create it if missing.
 
         Raises:
-            StateError: another drafter uses it, it cannot be created, or it is a folder of copies.
+            StateError: another drafter uses it, it cannot be created, or it only holds copies.
         """
         _check_holds_no_copies(directory)
         self.data = directory / DATA_NAME
@@ -75,15 +75,15 @@ class LogFiles:
             _LOCKED.add(self._key)
 
     def make_safe(self) -> None:
-        """Let another process read the data first, unless the last one has sealed it.
+        """Let a separate process read the data first, unless the last process sealed it.
 
-        Whole data is replaced by a copy of its records; damaged data is set aside.
+        Intact data is replaced by a copy of its records; damaged data is set aside.
 
         Raises:
-            StateError: the disk refuses, nothing can read the data, or it cannot be set aside.
+            StateError: the disk refuses, the data cannot be checked, or it cannot be set aside.
         """
         if self.writable:
-            for path in self.data.parent.glob(f"{self._copies}*"):  # of processes that were killed
+            for path in self.data.parent.glob(f"{self._copies}*"):  # left by killed processes
                 path.unlink()
         if self.data.exists() and not self._is_sealed():
             copy = self.new_copy() if self.writable else None
@@ -96,7 +96,7 @@ class LogFiles:
             self._seal.unlink(missing_ok=True)
 
     def set_aside(self, damage: str) -> None:
-        """Rename damaged data, to a name that nothing has, and say so.
+        """Rename damaged data to an unused name, and log it.
 
         Raises:
             StateError: the directory is read-only.
@@ -112,23 +112,23 @@ class LogFiles:
         self.data.rename(aside)
         _LOGGER.warning(
             "the log of generations %s is damaged (%s) and was set aside as %s; drafts start cold. "
-            "Check the disk. To have the outputs back, stop the drafter and put a copy of the "
-            "state directory in its place; remove %s once nobody needs it",
+            "Check the disk. To recover the outputs, stop the drafter and put a copy of the "
+            "state directory in its place; remove %s once it is not needed",
             *(self.data, damage, aside.name, aside.name),
         )
 
     def replace(self, copy: Path) -> None:
-        """Replace the data by a copy, and sync both; raises OSError where the disk refuses."""
+        """Replace the data by a copy and sync both; raises OSError if the disk refuses."""
         sync_path(copy)
         copy.replace(self.data)
         sync_path(self.data.parent)
 
     def new_copy(self) -> Path:
-        """Return an unused name for a copy of the data; the next start removes what has one."""
+        """Return an unused name for a copy of the data; the next start removes such copies."""
         return self.data.with_name(f"{self._copies}{secrets.token_hex(4)}")
 
     def seal(self) -> None:
-        """Store the checksum of the data after the last write: the next start trusts it."""
+        """Store the checksum of the data after the last write; the next start trusts it."""
         with suppress(OSError):
             write_seal(self.data, self._seal)
 
@@ -178,10 +178,10 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _check_holds_no_copies(directory: Path) -> None:
-    """Check that a directory without a log has no directories with one.
+    """Check that a directory without a log has no subdirectories with one.
 
     Raises:
-        StateError: it has: a drafter would start empty beside what it is meant to start from.
+        StateError: it has some: a drafter would start empty instead of from one of these copies.
     """
     with _refusals(directory):
         if (directory / DATA_NAME).exists():
@@ -189,7 +189,7 @@ def _check_holds_no_copies(directory: Path) -> None:
         copies = sorted(path.parent.name for path in directory.glob(f"*/{DATA_NAME}"))
     if copies:
         raise StateError(
-            f"{directory} is no state directory, it holds {len(copies)}: name one of them, the "
+            f"{directory} is not a state directory, it holds {len(copies)}: name one of them, the "
             f"last is {copies[-1]}, or an empty directory"
         )
 
@@ -202,14 +202,14 @@ def _in_use(directory: Path) -> StateError:
 
 
 def damage_in(data: Path, copy: Path | None) -> str:
-    """Read a log in a child process, which may crash; return what is wrong, or nothing.
+    """Read a log in a child process, which may crash; return the damage, or "" if there is none.
 
     Args:
         data: the log.
-        copy: where its records are written, if all can be read and there is room.
+        copy: path for a copy of its records, written if all can be read and there is room.
 
     Raises:
-        StateError: the process did not do its work.
+        StateError: the process could not check the log.
     """
     command = [sys.executable or "python3", "-P", log_reader.__file__, str(data)]
     timeout_s = READING_S + data.stat().st_size / _READ_BYTES_PER_S
@@ -239,14 +239,14 @@ def damage_in(data: Path, copy: Path | None) -> str:
 
 def _unread(data: Path, reason: str) -> StateError:
     return StateError(
-        f"the log of generations {data} was not closed in order, and the process that reads it "
-        f"first {reason}; see to memory and permissions and start again, or choose another state "
+        f"the log of generations {data} was not closed properly, and the process that reads it "
+        f"first {reason}; check memory and permissions and start again, or choose another state "
         "directory"
     )
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file or a directory; raises OSError where the disk refuses."""
+    """Sync a file or a directory; raises OSError if the disk refuses."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -255,7 +255,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_seal(data: Path, seal: Path) -> None:
-    """Store the checksum of a file that nobody writes; raises OSError where the disk refuses."""
+    """Store the checksum of a file that does not change; raises OSError if the disk refuses."""
     temporary = seal.with_suffix(".new")
     temporary.write_text(json.dumps(_checksum(data)))
     temporary.replace(seal)
@@ -271,7 +271,7 @@ def _checksum(path: Path) -> dict[str, int]:
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Raise StateError where the disk or LMDB refuse to have a state directory used."""
+    """Turn errors of the disk and LMDB with a state directory into StateError."""
     try:
         yield
     except REFUSALS as error:
@@ -283,18 +283,18 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[LogStore, str]:
-    """Open the store in locked files; a damaged one is set aside and a new one created.
+    """Open the store in locked files; a damaged store is set aside and a new one created.
 
     Args:
-        files: of the store.
-        fingerprint: of the tokenizer whose tokens will come; empty if it is not known.
-        options: how the log is kept.
+        files: files of the store.
+        fingerprint: fingerprint of the tokenizer that will be used; empty if unknown.
+        options: options of the log.
 
     Returns:
         The store, and the fingerprint of its tokenizer; empty if unknown.
 
     Raises:
-        StateError: the disk refuses, or the log is of another format version.
+        StateError: the disk refuses, or the log has another format version.
         VocabularyMismatchError: it holds outputs of another tokenizer.
     """
     with _refusals(files.data.parent):
@@ -311,8 +311,8 @@ def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[
 
 
 def _opened(files: LogFiles, options: LogOptions) -> LogStore:
-    """Return the store; what LMDB or its first records show to be none of ours is set aside."""
-    store, damage = None, "it does not say of what tokenizer it is"
+    """Return the store; files that LMDB rejects or without our first records are set aside."""
+    store, damage = None, "it does not name its tokenizer"
     try:
         store = LogStore(files.data, options, writable=files.writable)
         introduced = (store.record(key) is not None for key in (FORMAT_KEY, FINGERPRINT_KEY))

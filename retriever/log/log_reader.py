@@ -1,9 +1,10 @@
 """Reads an LMDB file to its end, and copies its records to a new file.
 
-A separate program, `log_reader.py SOURCE [TARGET]`, because LMDB can crash on a damaged file. It
-loads only lmdb, to start quickly. The copy matters: free pages and the room in pages are trusted by
-whoever writes and seen by nobody who reads. Of 1,425 damaged files that could be read to the end, 1
-crashed the process that wrote to it and 1 had other contents afterwards; of their copies none did.
+This is a separate program, `log_reader.py SOURCE [TARGET]`, because LMDB can crash on a damaged
+file. It loads only lmdb, to start quickly. The copy is necessary because writers trust free pages
+and the free room in pages, which reading does not check. Of 1,425 damaged files that could be read
+to the end, 1 crashed the process that wrote to it and 1 had other contents afterwards; none of
+their copies did.
 """
 
 import sys
@@ -19,9 +20,9 @@ DAMAGED: Final = 10
 """Exit status for a file that cannot be read to its end; Python itself does not use it."""
 
 NO_COPY: Final = 11
-"""Exit status for a file that was read, and that there is no room to copy."""
+"""Exit status for a file that was read but could not be copied for lack of room."""
 
-_AT_ONCE: Final = 1000  # records in a transaction: those of outputs have about a kilobyte
+_AT_ONCE: Final = 1000  # records in a transaction: an output has about a kilobyte
 _MIN_MAP_BYTES: Final = 1 << 24
 
 
@@ -29,8 +30,8 @@ def read_whole(source: Path, target: Path | None) -> int:
     """Read all records of `source`, and write them to the new file `target`; return the status.
 
     Raises:
-        OSError: the source cannot be opened, which says nothing of what is in it.
-        lmdb.MemoryError: there is too little memory, which says nothing either.
+        OSError: the source cannot be opened, which is no sign of damage.
+        lmdb.MemoryError: there is too little memory, which is no sign of damage either.
     """
     source.open("rb").close()
     try:
@@ -53,7 +54,7 @@ def _open(source: Path) -> Any:
 
 
 def _check(records: Iterable[tuple[bytes, bytes]], num_entries: int) -> None:
-    """Read all records; raise an error of LMDB where they are not in order, or not all there."""
+    """Read all records; raise an LMDB error if they are out of order or incomplete."""
     last, num_read = b"", 0
     for key, _ in records:
         if key <= last:
@@ -64,7 +65,7 @@ def _check(records: Iterable[tuple[bytes, bytes]], num_entries: int) -> None:
 
 
 def _is_copied(records: Iterable[tuple[bytes, bytes]], target: Path, num_bytes: int) -> bool:
-    """Write records to a new file and sync it; where there is no room, remove it again."""
+    """Write records to a new file and sync it; if there is no room, remove it and return False."""
     try:
         with closing(_new_file(target, num_bytes)) as copy:
             rest = iter(records)

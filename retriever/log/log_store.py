@@ -1,6 +1,6 @@
 """The records of a log of generations in LMDB: outputs and statistics by tenant.
 
-Every value begins with the CRC-32 (u32, little-endian) of its key and of the rest of the value.
+Every value begins with the CRC-32 (u32, little-endian) of its key and the rest of the value.
 
 | key | rest of the value |
 |---|---|
@@ -11,11 +11,12 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and of the re
 | `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
 | `r`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | findings |
 
-An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, and 128 more
-where an origin follows, and 64 more where a version follows), the origin that it is deleted by (16
-bytes), the version of the model that wrote it (u64) and its tokens (u16 or u32), little-endian. A
-tenant's outputs are numbered upwards, the oldest goes first. Findings are a time (f64), the length
-of their model's fingerprint (u8), it, and what a model found likely, opaque here.
+An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, plus 128 if an
+origin follows, plus 64 if a version follows), the origin that it is deleted by (16 bytes), the
+version of the model that wrote it (u64) and its tokens (u16 or u32), little-endian. A tenant's
+outputs are numbered in ascending order, and the oldest is removed first. Findings are a time (f64),
+the length of their model's fingerprint (u8), the fingerprint, and the findings themselves, opaque
+here.
 """
 
 import math
@@ -58,16 +59,16 @@ _MAX_U16: Final = 0xFFFF
 
 
 def tenant_key(kind: bytes, tenant: str) -> bytes:
-    """Return the key of a tenant's statistics, or the prefix of those of its outputs or findings.
+    """Return the key of a tenant's statistics, or the key prefix of its outputs or findings.
 
-    No other tenant's keys begin like this.
+    No other tenant's keys begin with it.
     """
     name = tenant.encode()
     return kind + _NAME_LENGTH.pack(len(name)) + name
 
 
 def numbered_key(prefix: bytes, number: int) -> bytes:
-    """Return the key of an output or of findings, from that of their tenant."""
+    """Return the key of an output or of findings, given the key prefix of their tenant."""
     return prefix + _NUMBER.pack(number)
 
 
@@ -81,10 +82,10 @@ class FoundRecord:
     """Findings of a model.
 
     Attributes:
-        number: higher than those of older ones of the tenant.
-        time_s: when they were kept, in seconds since 1970.
-        model: its fingerprint.
-        content: opaque here.
+        number: number within the tenant; newer findings have higher numbers.
+        time_s: when they were stored, in seconds since 1970.
+        model: fingerprint of the model.
+        content: the findings, opaque here.
     """
 
     number: int
@@ -99,7 +100,7 @@ class FoundRecord:
 
     @classmethod
     def decode(cls, number: int, content: bytes | None) -> "FoundRecord | None":
-        """Return findings from the content of their record; None where its form is unknown."""
+        """Return findings from the content of their record; None if its format is unknown."""
         if content is None or len(content) < _FINDINGS_HEAD.size:
             return None
         time_s, length = _FINDINGS_HEAD.unpack_from(content)
@@ -114,7 +115,7 @@ def seal(key: bytes, content: bytes) -> bytes:
 
 
 def unseal(key: bytes, value: bytes) -> bytes | None:
-    """Return the content of a sealed value, or None where key or value are damaged."""
+    """Return the content of a sealed value, or None if key or value are damaged."""
     content = value[_CHECKSUM.size :]
     if len(value) < _CHECKSUM.size:
         return None
@@ -133,7 +134,7 @@ def encode_output(output: Output) -> bytes:
 
 
 def decode_output(content: bytes) -> Output | None:
-    """Return an output from its content; None where the form is unknown."""
+    """Return an output from its content; None if the format is unknown."""
     head = _head(content)
     if head is None:
         return None
@@ -153,20 +154,20 @@ def measure_output(value: bytes) -> tuple[float, int]:
 
 
 def origin_of(value: bytes) -> bytes:
-    """Return an output's origin from a sealed value; empty where it has none."""
+    """Return an output's origin from a sealed value; empty if it has none."""
     head = _head(value[_CHECKSUM.size :])
     return b"" if head is None else head.origin
 
 
 class _Head(NamedTuple):
-    """What stands before an output's tokens.
+    """The header before an output's tokens.
 
     Attributes:
         time_s: see `Output`.
         width: bytes of a token.
         origin: see `Output`.
         version: see `Output`.
-        size: where the tokens begin.
+        size: offset of the tokens.
     """
 
     time_s: float
@@ -177,7 +178,7 @@ class _Head(NamedTuple):
 
 
 def _head(content: bytes) -> _Head | None:
-    """Return what stands before an output's tokens; None where it is cut off."""
+    """Return the header before an output's tokens; None if it is truncated."""
     if len(content) < _OUTPUT_HEAD.size:
         return None
     time_s, form = _OUTPUT_HEAD.unpack_from(content)
@@ -193,7 +194,7 @@ def _head(content: bytes) -> _Head | None:
 
 
 _INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles when full
-_READ_AT_ONCE: Final = 1 << 20  # bytes read in one go, about 2 ms: commits wait for it
+_READ_AT_ONCE: Final = 1 << 20  # bytes read at a time, about 2 ms, during which commits wait
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # prompts and outputs are private
 _NO_NUMBER: Final = 1 << 63  # only damaged keys have it or a higher one
@@ -205,9 +206,9 @@ class Remembered:
     """A tenant's records in the log.
 
     Attributes:
-        outputs: oldest first.
-        statistics: the last ones stored.
-        num_damaged: damaged records, which are skipped.
+        outputs: the outputs, oldest first.
+        statistics: the last statistics stored.
+        num_damaged: number of damaged records, which are skipped.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -228,7 +229,7 @@ class LogStore:
 
     Args:
         path: the LMDB file.
-        options: of the log.
+        options: options of the log.
         writable: whether to create it and write to it.
     """
 
@@ -276,10 +277,10 @@ class LogStore:
         """Read a tenant's records in parts of about `_READ_AT_ONCE` bytes.
 
         Args:
-            tenant: whose records.
+            tenant: the tenant whose records are read.
             now_s: seconds since 1970.
-            found: gets the outputs of this part, and the statistics with the last part.
-            first: number of the output to go on with.
+            found: receives the outputs of this part, and the statistics with the last part.
+            first: number of the first output of this part.
 
         Returns:
             Number of the next part's first output; None after the last part.
@@ -305,7 +306,7 @@ class LogStore:
         """Write entries, and remove outputs beyond the capacity, in one transaction.
 
         Returns:
-            How many entries it has written: all of them.
+            The number of written entries: all of them.
         """
         extents: dict[str, _Extent] = {}
 
@@ -316,7 +317,7 @@ class LogStore:
                 extents[entry.tenant] = self._append(transaction, entry, known, now_s)
 
         self._write(append_all)
-        if len(self._extents) > _MAX_EXTENTS:  # of tenants evicted while their sessions are open
+        if len(self._extents) > _MAX_EXTENTS:  # includes tenants that were evicted
             self._extents.clear()
         self._extents.update(extents)
         return len(entries)
@@ -324,10 +325,10 @@ class LogStore:
     def delete(self, tenant: str, origin: bytes = b"") -> int:
         """Remove all records of a tenant, or its outputs of an origin and all its findings.
 
-        Findings of several sessions are one: none can be taken out.
+        Findings of several sessions are merged, so those of one session cannot be removed.
 
         Returns:
-            How many records it has removed.
+            The number of removed records.
         """
         outputs, findings = tenant_key(OUTPUTS, tenant), tenant_key(FINDINGS, tenant)
 
@@ -362,7 +363,7 @@ class LogStore:
         return found, damaged
 
     def found(self, tenant: str, number: int) -> FoundRecord | None:
-        """Return the findings of a number; None where they are missing or damaged."""
+        """Return the findings with a number; None if they are missing or damaged."""
         key = numbered_key(tenant_key(FINDINGS, tenant), number)
         return FoundRecord.decode(number, self.record(key))
 
@@ -373,7 +374,7 @@ class LogStore:
         prefix = tenant_key(FINDINGS, tenant)
 
         def put_all(transaction: Any) -> None:
-            for number in removed:  # first: their pages serve
+            for number in removed:  # first, so that their pages can be reused
                 transaction.delete(numbered_key(prefix, number))
             for each in added:
                 _put(transaction, numbered_key(prefix, each.number), each.encode())
@@ -389,7 +390,7 @@ class LogStore:
             with transaction.cursor() as cursor:
                 found = cursor.set_range(OUTPUTS)
                 while found and cursor.key().startswith(OUTPUTS):
-                    # At least that of all outputs, even where a key is damaged and short.
+                    # At least the prefix of all outputs, even if a key is damaged and short.
                     prefix = cursor.key()[: -_NUMBER.size] or OUTPUTS
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
@@ -406,7 +407,7 @@ class LogStore:
         return before - int(self._environment.stat()["entries"])
 
     def copy(self, path: Path) -> None:
-        """Write all records, without removed bytes, to a new file, which is not synced."""
+        """Write all records to a new file, without removed bytes and without syncing it."""
         self._environment.copy(str(path), compact=True)
         path.chmod(_MODE)
 
@@ -437,7 +438,7 @@ class LogStore:
         return extent
 
     def _aging(self, output: Output, now_s: float) -> Output:
-        """Return an output dated now at the latest: its clock may have been ahead."""
+        """Return an output with a time not after now, because its clock may have been ahead."""
         if output.time_s <= now_s or self._options.max_age_s == math.inf:
             return output
         return output._replace(time_s=now_s)
@@ -461,7 +462,7 @@ class LogStore:
         return num_tokens
 
     def _write(self, action: Callable[[Any], _Result], max_bytes: int | None = None) -> _Result:
-        """Return what an action in one transaction returns; grow the map where it is full."""
+        """Run an action in one transaction and return its result; grow the map if it is full."""
         max_bytes = max_bytes or self._options.max_bytes
         while True:
             try:
@@ -475,7 +476,7 @@ class LogStore:
 
 
 def _time_of_findings(value: bytes) -> float:
-    """Return when findings were kept, from a sealed value, which may be damaged."""
+    """Return when findings were stored, from a sealed value, which may be damaged."""
     if len(value) < _CHECKSUM.size + _FINDINGS_HEAD.size:
         return 0.0
     time_s: float = _FINDINGS_HEAD.unpack_from(value, _CHECKSUM.size)[0]
@@ -483,7 +484,7 @@ def _time_of_findings(value: bytes) -> float:
 
 
 def _keys(cursor: Any, prefix: bytes, first: int = 0) -> Iterator[bytes]:
-    """Iterate over the keys with a prefix from a number on; the cursor is at each."""
+    """Iterate over the keys with a prefix from a number on; the cursor is at the current key."""
     found = cursor.set_range(numbered_key(prefix, first) if first else prefix)
     while found and cursor.key().startswith(prefix):
         yield cursor.key()
@@ -500,7 +501,7 @@ def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
 
 
 def _put(writer: Any, key: bytes, content: bytes) -> None:
-    """Write a record in a transaction, or with its cursor, which is at the record then."""
+    """Write a record in a transaction, or with its cursor, which then is at the record."""
     writer.put(key, seal(key, content))
 
 

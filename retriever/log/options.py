@@ -13,11 +13,11 @@ class LogOptions:
     """Options of a log.
 
     Attributes:
-        capacity: tokens to keep of each tenant, as `Generations` counts them.
+        capacity: tokens to keep for each tenant, as `Generations` counts them.
         max_age_s: outputs older than this are removed, in seconds.
-        durability: what an acknowledged output survives.
-        max_bytes: largest size of the file. The default holds 4,096 tenants' full rings at 4 bytes
-            a token.
+        durability: the kind of failure that an acknowledged output survives.
+        max_bytes: largest size of the file. The default holds the full rings of 4,096 tenants at
+            4 bytes per token.
     """
 
     capacity: int = _LIMITS.generations_tokens

@@ -1,4 +1,4 @@
-"""The pools of all tenants; each tenant drafts from its own generations alone."""
+"""The pools of all tenants; each tenant drafts only from its own generations."""
 
 import time
 from collections import OrderedDict
@@ -35,19 +35,19 @@ from retriever.predict.weights import from_bytes
 class Pools:
     """Pools of the most recently used tenants, created or loaded from the log at first use.
 
-    While a tenant's outputs are read from the disk, other tenants' calls do not wait; calls of the
-    same tenant do.
+    While a tenant's outputs are read from the disk, calls of the same tenant wait, but those of
+    other tenants do not.
 
-    Beyond `max_tenants` the longest idle one is evicted. It is loaded from the log again; without a
-    log its outputs are lost. A pool in use by a session is never duplicated.
+    Beyond `max_tenants` the longest idle pool is evicted. It can be loaded from the log again;
+    without a log its outputs are lost. A pool in use by a session is never duplicated.
 
     Args:
         limits: number of tenants, and tokens of each.
-        log: of the outputs; None to keep them in memory alone.
-        clock: seconds since 1970.
+        log: log of the outputs; None to keep them only in memory.
+        clock: returns seconds since 1970.
         has_corpus: whether a tenant drafts from an index; without one, generations are also found
             by shorter matches, which takes more memory.
-        ledger: of the memory; None without a ceiling.
+        ledger: the memory ledger; None without a ceiling.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Pools:
         self._lock = Lock()
         self._deleting: set[str] = set()
         self._busy: set[str] = set()  # tenants whose outputs are being loaded
-        self._idle = Condition(self._lock)  # notified when one of these is done
+        self._idle = Condition(self._lock)  # notified when one of these loads is done
 
     @classmethod
     def open(  # noqa: PLR0913, PLR0917  (what pools are made of)
@@ -80,7 +80,7 @@ class Pools:
         has_corpus: Callable[[str], bool],
         ledger: Ledger | None = None,
     ) -> Self:
-        """Return the pools of a state directory, or pools in memory alone without one.
+        """Return the pools of a state directory; without one, pools that are only in memory.
 
         Raises:
             StateError: the directory cannot be used.
@@ -127,7 +127,7 @@ class Pools:
         """
         with self._lock:
             pool = self._recent.get(tenant)
-            if pool is not None and not self._deleting:  # so it is mostly
+            if pool is not None and not self._deleting:  # the usual case
                 self._recent.move_to_end(tenant)
                 pool.last_used_s = time.monotonic()
                 return pool
@@ -147,7 +147,7 @@ class Pools:
         return pool
 
     def _found(self, tenant: str) -> Pool | None:
-        """Return a pool if it is in memory, once a load of it under way is done.
+        """Return a pool if it is in memory, after waiting for a running load of it.
 
         Called with the lock held.
 
@@ -170,7 +170,7 @@ class Pools:
             self._evict(next(iter(self._recent)))
 
     def _evict(self, tenant: str) -> None:
-        """Let a pool go once no session uses it; its weights are written by the next commit."""
+        """Drop a pool, to be freed once no session uses it; the next commit writes its weights."""
         pool = self._recent.pop(tenant)
         if self._log is not None and (statistics := pool.unlogged()) is not None:
             self._log.put_statistics(tenant, statistics)
@@ -185,9 +185,9 @@ class Pools:
         return {pool.tenant for pool in list(self._recent.values()) if pool.last_used_s > since_s}
 
     def evict_idle(self, spared: set[str]) -> bool:
-        """Evict the longest idle pool but for those of some tenants; return whether there was one.
+        """Evict the longest idle pool except those of `spared` tenants; return whether it did.
 
-        Never waits: while pools are being changed, there is none.
+        Never waits: while the pools are locked, nothing is evicted.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -204,7 +204,7 @@ class Pools:
         """Refuse a tenant whose data is being deleted.
 
         Raises:
-            LimitExceededError: it is.
+            LimitExceededError: its data is being deleted.
         """
         if tenant in self._deleting:
             raise LimitExceededError(
@@ -217,10 +217,10 @@ class Pools:
         """Add int32[n], an output, to a pool; `commit` writes it to the log.
 
         Args:
-            pool: of the output's tenant.
+            pool: pool of the output's tenant.
             output: token ids.
-            name: of the session.
-            version: of the model that wrote it; 0 where that is not known.
+            name: name of the session.
+            version: version of the model that wrote it; 0 if unknown.
 
         Returns:
             The log's entry; None for an empty output.
@@ -234,14 +234,14 @@ class Pools:
     def remembering(
         self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
     ) -> tuple[Entry | None, Iterator[None]]:
-        """Do as `remember` does; the output is added to the pool in pieces, by the iterator."""
+        """Do as `remember` does, but the iterator adds the output to the pool in pieces."""
         if not len(output):
             return None, iter(())
         added = Output(output, self._clock(), session_origin(name), version)
         return self._noted(pool, added), pool.generations.adding(added)
 
     def _noted(self, pool: Pool, output: Output) -> Entry:
-        """Return the entry of an output, which the log has then; weights are for the log alone."""
+        """Return the entry of an output after queuing it in the log; only then it has weights."""
         if self._log is None:
             return Entry(pool.tenant, output)
         entry = pool.entry(output)
@@ -257,14 +257,14 @@ class Pools:
     ) -> list[tuple[str, Output]]:
         """Add outputs of other drafters to the pools of their tenants.
 
-        Outputs of a tenant that is not in memory go to the log; without a log such a tenant evicts
-        no other. `commit` writes all of them and the note, or nothing.
+        Outputs of a tenant that is not in memory go to the log. Without a log, they do not evict
+        other tenants. `commit` writes all of them and the note, or nothing.
 
         Args:
             learned: tenants and outputs, oldest first.
-            note: replaces the previous one.
+            note: replaces the previous note.
             lock: held during drafts.
-            is_deleted: whether outputs of a tenant, origin and time are deleted.
+            is_deleted: returns whether outputs of a tenant, origin and time are deleted.
 
         Returns:
             The entries that were added.
@@ -293,7 +293,7 @@ class Pools:
         """Make room in memory for a tenant's tokens before they are learned.
 
         Args:
-            tenant: name.
+            tenant: name of the tenant.
             num_tokens: tokens, with one more for each output.
             lock: held during drafts.
         """
@@ -304,7 +304,7 @@ class Pools:
 
     @contextmanager
     def _all_loaded(self, tenants: set[str]) -> Iterator[None]:
-        """Hold the lock, once none of these tenants is being loaded."""
+        """Hold the lock once no load of these tenants is running."""
         with self._lock:
             while not self._busy.isdisjoint(tenants):
                 self._idle.wait()
@@ -320,7 +320,7 @@ class Pools:
         return self._log.note() if self._log is not None else None
 
     def may_hold(self, tenant: str, time_s: float) -> bool:
-        """Whether a tenant may have outputs that ended at this time or before."""
+        """Return whether a tenant may have outputs that ended at this time or before."""
         if self._log is None or self._log.failures:
             with self._lock:
                 return tenant in self._in_use
@@ -338,7 +338,7 @@ class Pools:
         """
         with self._lock:
             self.check_kept(tenant)
-            self._deleting.add(tenant)  # before the wait: no further load begins
+            self._deleting.add(tenant)  # before the wait, so that no further load begins
             while tenant in self._busy:
                 self._idle.wait()
             pool = self._in_use.get(tenant)
@@ -357,22 +357,22 @@ class Pools:
             return is_loaded
 
     def take_limits(self, limits: Limits) -> None:
-        """Put another number of tenants in force; pools leave memory as others come.
+        """Change the number of tenants; pools beyond it are evicted when others are used.
 
-        Without the lock: callers hold the drafter's, which is taken after it elsewhere.
+        Takes no lock, because callers hold the drafter's, which elsewhere is taken after this one.
         """
         self._limits = limits
 
     @property
     def is_logged(self) -> bool:
-        """Whether outputs are kept on disk, too: evicted ones are loaded again."""
+        """Whether outputs are also kept on disk, so that evicted ones can be loaded again."""
         return self._log is not None
 
     def snapshot(self, directory: Path, lock: Lock) -> int:
-        """Copy the log, with the weights of now, to a new state directory; return its bytes.
+        """Copy the log, with the current weights, to a new state directory; return its bytes.
 
         Args:
-            directory: where nothing is yet.
+            directory: a path that does not exist yet.
             lock: held during drafts.
 
         Raises:
@@ -402,7 +402,7 @@ class Pools:
             self._log.delete(scope.tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
-        """State of which tokenizer the tokens are, where that was not known."""
+        """Store the fingerprint of the tokenizer, which was unknown so far."""
         if self._log is not None:
             self._log.name_vocabulary(fingerprint)
 
@@ -428,7 +428,7 @@ class Pools:
         return pool
 
     def _load(self, tenant: str, *, is_locked: bool = False) -> Pool:
-        """Return a new pool with what the log has of a tenant, as far as there is room."""
+        """Return a new pool with the tenant's records from the log, as far as there is room."""
         limits = self._limits
         orders = GENERATIONS_LIMITS if self._has_corpus(tenant) else GENERATIONS_ALONE
         charge = None

@@ -1,4 +1,4 @@
-"""The design that pages share: colours of sources, type, tables, and the policy of a page."""
+"""The shared design of pages: colours of sources, fonts, tables, and content security policy."""
 
 import base64
 import hashlib
@@ -7,7 +7,7 @@ from typing import Final
 
 from retriever.tree import Source
 
-# Sources that are no database of a service state no colour: one of the same palette, and grey.
+# Sources that are not databases of a service define no colour: one from the palette, and grey.
 _OTHERS: Final = {
     Source.MODEL: "#56b4e9",
     Source.GRAMMAR: "#b2df8a",
@@ -16,18 +16,18 @@ _OTHERS: Final = {
 
 
 def colours() -> dict[str, str]:
-    """Return the colour of each source that has one, by its label, as `#rrggbb`."""
+    """Return the colour of each source that has one, by label, as `#rrggbb`."""
     shown = {source: source.colour or _OTHERS.get(source, "") for source in Source}
     return {source.label: colour for source, colour in shown.items() if colour}
 
 
 def style_of(page: str = "") -> str:
-    """Return the style of a page.
+    """Return the style sheet of a page.
 
-    In it an element of class `source-LABEL` has its source's colour as `--colour`.
+    An element of class `source-LABEL` has the colour of its source as `--colour`.
 
     Args:
-        page: rules of its own, which follow those that all pages share.
+        page: extra rules of the page, after the shared ones.
     """
     shared = files("retriever.operations").joinpath("design.css").read_text(encoding="utf-8")
     by_source = [
@@ -37,5 +37,5 @@ def style_of(page: str = "") -> str:
 
 
 def hash_of(text: str) -> str:
-    """Return what a Content-Security-Policy names an embedded style or script by."""
+    """Return the hash of an embedded style or script for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

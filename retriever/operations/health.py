@@ -1,12 +1,12 @@
-"""`python -m retriever.operations.health [--live] [ADDRESS]`: ends with 0 if a service is healthy.
+"""`python -m retriever.operations.health [--live] [ADDRESS]`: exits with 0 if a service is healthy.
 
-That is: if it takes calls; with `--live` if it answers at all, also while it starts or drains. For
-health checks of containers: it loads only gRPC and starts in a fraction of a second.
+Healthy means that it takes calls or, with `--live`, that it answers, even while it starts or
+drains. Meant for container health checks: it loads only gRPC and starts in a fraction of a second.
 
 The default address is FOREDRAFT_ADDRESS, as for the service. TLS credentials come from the
-environment, as for every client; where it says nothing and the service's own FOREDRAFT_CERTIFICATE
-is there, that certificate is trusted, by a name in it. No token is needed. `foredraft health` does
-the same, with flags.
+environment, as for every client. If none are set there but the service's own FOREDRAFT_CERTIFICATE
+is, that certificate is trusted, under a name in it. No token is needed. `foredraft health` does the
+same, with flags.
 """
 
 import os
@@ -38,13 +38,13 @@ def why_not_serving(
     *,
     live: bool = False,
 ) -> str:
-    """Return in one line why a service takes no calls; empty if it takes calls.
+    """Return in one line why a service does not take calls; empty if it does.
 
     Args:
         address: HOST:PORT or unix:PATH.
         timeout_s: how long it may take to answer, in seconds.
-        credentials: for TLS; None for an unencrypted connection.
-        live: whether it is enough that it answers, also while it starts or drains.
+        credentials: credentials for TLS; None for an unencrypted connection.
+        live: whether it is enough that it answers, even while it starts or drains.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -59,13 +59,13 @@ def why_not_serving(
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return ""
     return (
-        f"the service at {address} takes no calls now: it starts, is about to end, or cannot read "
+        f"the service at {address} takes no calls now: it is starting, draining, or cannot read "
         "its credential files"
     )
 
 
 def own_credentials(environment: Mapping[str, str] = os.environ) -> Credentials | None:
-    """Return credentials of the environment, else for the service that it sets up, if any.
+    """Return credentials from the environment, else for the service that it configures, if any.
 
     Raises:
         CredentialsError: a file cannot be used.
@@ -74,7 +74,7 @@ def own_credentials(environment: Mapping[str, str] = os.environ) -> Credentials 
     path = Path(environment.get(_CERTIFICATE, ""))
     if given is not None or path == Path():
         return given
-    # gRPC trusts a certificate that is given as an authority by itself, whoever signed it.
+    # gRPC trusts a certificate that is given as an authority, no matter who signed it.
     from retriever.security import certificates  # noqa: PLC0415  (an extra)
 
     identities = certificates.certified(read_file(path)).identities

@@ -1,14 +1,14 @@
 """The lifecycle of a service: starting, ready, draining; and its health checks.
 
-Health is told without credentials, by four names: of the whole server (the empty one) and of
-`retriever.v1.RetrieverService`, whether calls are taken (readiness); `liveness`, whether the event
-loop answers, also while it starts or drains; `credentials`, whether all credential files can be
-used.
+Health checks need no credentials. They know four names. The whole server (the empty name) and
+`retriever.v1.RetrieverService` report whether calls are taken (readiness). `liveness` reports
+whether the event loop answers, even while the service starts or drains. `credentials` reports
+whether all credential files can be used.
 
-A credential file that cannot be used shows in `credentials` at once, and in readiness once the
-grace is over. Until then everybody is let in as before, and services that share the file would
-otherwise leave their load balancer all at the same time; afterwards every call would be refused
-here, so that callers are better sent elsewhere.
+An unusable credential file shows in `credentials` immediately, and in readiness once the grace
+period is over. Until then callers are admitted as before; otherwise all services that share the
+file would leave their load balancer at the same time. After the grace period this service would
+refuse every call, so callers had better go elsewhere.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 """The service name in health checks; the empty name is the whole server."""
 
 MAX_WATCHERS: Final = 256
-"""Most that watch health at once: each holds a stream, and strangers may."""
+"""Most concurrent watchers of health: each holds a stream, and anyone may watch."""
 
 LIVENESS: Final = "liveness"
 CREDENTIALS: Final = "credentials"
@@ -45,17 +45,17 @@ _BEGINNING: Final = frozenset({"OpenSession", "DraftStream"})
 _WHILE_COMPILING: Final = frozenset({"Draft", "DraftStream", "Step"})
 _DRAINING: Final = "the service is about to end: open the session on another one, or later"
 _UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-_LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
+_LOOK_S: Final = 0.05  # longest shutdown delay after the last session
 
 
 class HealthStatuses(health_pb2_grpc.HealthServicer):
     """Answers health checks.
 
-    The servicer of grpc_health forgets all watchers of a name when one of them leaves, and sets
-    every name to NOT_SERVING when a server drains.
+    Replaces the servicer of grpc_health, which forgets all watchers of a name when one leaves, and
+    sets every name to NOT_SERVING when a server drains.
 
     Attributes:
-        statuses: by name.
+        statuses: statuses by name.
     """
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
         self._num_watchers = 0
 
     def show(self, serves: Mapping[str, bool]) -> None:
-        """Set which names serve, and tell those who watch."""
+        """Set which names serve, and notify watchers."""
         statuses = {name: _SERVING if each else _NOT_SERVING for name, each in serves.items()}
         if statuses != self.statuses:
             self.statuses = statuses
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    async def Check(  # noqa: D102, N802  (the protocol's)
+    async def Check(  # noqa: D102, N802  (name from the protocol)
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> Any:
         status = self.statuses.get(request.service)
@@ -83,13 +83,13 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
             )
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(  # noqa: D102, N802  (the protocol's)
+    async def Watch(  # noqa: D102, N802  (name from the protocol)
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[Any]:
         if self._num_watchers >= MAX_WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{MAX_WATCHERS} callers watch already: use Check",
+                f"{MAX_WATCHERS} callers are watching already: use Check",
             )
         self._num_watchers += 1
         try:
@@ -106,14 +106,14 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
     async def list_all(self, request: bytes, context: Any) -> bytes:
         """Return a HealthListResponse, whose one field maps names to HealthCheckResponse.
 
-        The call is in the protocol, and not in grpc_health yet.
+        The call is part of the protocol but not of grpc_health yet.
         """
         del request, context
         return b"".join(map(_entry, self.statuses.items()))
 
 
 def _entry(status: tuple[str, Any]) -> bytes:
-    """Return an entry of the map, field 1: key and value are its own fields 1 and 2."""
+    """Return an entry of the map, which is field 1; its key and value are its fields 1 and 2."""
     name, value = status[0].encode(), health_pb2.HealthCheckResponse(status=status[1])
     content = b"\x0a%c%b" % (len(name), name) + b"\x12\x02" + value.SerializeToString()
     return b"\x0a%c%b" % (len(content), content)
@@ -131,9 +131,9 @@ class Lifecycle:
     """The phase of a service, for health checks and for refusing calls.
 
     Attributes:
-        phase: the current one.
-        is_compiling: whether kernels are being compiled, so that drafts are empty.
-        credentials: how the credential files are; empty where there are none.
+        phase: current phase.
+        is_compiling: whether kernels are being compiled, during which drafts are empty.
+        credentials: state of the credential files; empty if there are none.
     """
 
     def __init__(self) -> None:
@@ -146,11 +146,11 @@ class Lifecycle:
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls are taken: no credential file keeps everybody out."""
+        """Whether calls are taken; false if a credential file no longer admits anyone."""
         return self.phase is Phase.READY and all(each.admits for each in self.credentials)
 
     async def attach(self, server: aio.Server) -> None:
-        """Answer health checks on a server that has not started: not serving yet."""
+        """Answer health checks on a server that has not started; they report not serving."""
         listing: Any = grpc.unary_unary_rpc_method_handler(self._health.list_all)
         handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"List": listing})
         server.add_generic_rpc_handlers((handler,))
@@ -168,19 +168,19 @@ class Lifecycle:
         await self._is_up.wait()
 
     async def become_ready(self) -> None:
-        """Take calls from now on."""
+        """Start to take calls."""
         self.is_compiling = False
         self.phase = Phase.READY
         self._is_up.set()
         self._show()
 
     def note_credentials(self, files: Sequence[FileState]) -> None:
-        """Show how the credential files are."""
+        """Publish the state of the credential files."""
         self.credentials = tuple(files)
         self._show()
 
     async def drain(self, is_idle: Callable[[], bool], drain_s: float) -> bool:
-        """Refuse new sessions; wait up to `drain_s` until no work is under way.
+        """Refuse new sessions; wait up to `drain_s` until no work is in progress.
 
         Returns:
             Whether all work has ended.
@@ -188,7 +188,7 @@ class Lifecycle:
         self.phase = Phase.DRAINING
         self._show()
         deadline = asyncio.get_running_loop().time() + drain_s
-        # Polled: there is a count of work under way, but no event for its end.
+        # Polled: there is a count of work in progress, but no event for its end.
         while not is_idle() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         return is_idle()
@@ -197,18 +197,18 @@ class Lifecycle:
         """Refuse a call that cannot be taken now.
 
         Raises:
-            DrafterUnavailableError: it must be refused in this phase.
+            DrafterUnavailableError: calls are refused in this phase.
         """
         if method in _ALWAYS:
             return
         if self.phase is Phase.STARTING:
             raise DrafterUnavailableError(
-                "the service is starting: its health says when it is ready"
+                "the service is starting: its health check tells when it is ready"
             )
         if self.is_compiling and method not in _WHILE_COMPILING:
             raise DrafterUnavailableError(
-                "kernels are being compiled, once on this machine: drafts are empty for half a "
-                "minute or so, and other calls are taken then"
+                "kernels are being compiled, once per machine: drafts are empty for about half a "
+                "minute, and other calls are taken after that"
             )
         if self.is_draining and method in _BEGINNING:
             raise DrainingError(_DRAINING)
@@ -217,14 +217,14 @@ class Lifecycle:
         """Refuse a session that is opened within a stream while the service drains.
 
         Raises:
-            DrainingError: it drains.
+            DrainingError: the service drains.
         """
         if self.is_draining:
             raise DrainingError(_DRAINING)
 
     @property
     def is_draining(self) -> bool:
-        """Whether the service is about to end."""
+        """Whether the service is draining."""
         return self.phase is Phase.DRAINING
 
     def _show(self) -> None:

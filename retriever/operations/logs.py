@@ -1,7 +1,7 @@
-"""Logging of a service: one line for each event, without tokens or callers' text.
+"""Logging of a service: one line per event, without tokens or callers' text.
 
-Of an exception the type and location are logged, never the message, which may hold a caller's
-input. For `OSError` the system's reason is logged too.
+For an exception, the type and location are logged, never the message, which may contain a caller's
+input. For `OSError`, the system's reason is logged too.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing import Any, Final
 from retriever.operations.settings import LogFormat, LogLevel
 
 _OURS: Final = ("indexer", "retriever")
-_FRAMES: Final = 8  # innermost frames: enough to find the place, in one line
+_FRAMES: Final = 8  # innermost frames: enough to find the location, in one line
 
 
 def log_to_standard_error(log_format: LogFormat, log_level: LogLevel) -> None:
-    """Log our packages from a level on, and warnings of all others, to standard error."""
+    """Log our packages from a level up, and warnings of all others, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     for name in _OURS:
@@ -33,12 +33,12 @@ def log_to_standard_error(log_format: LogFormat, log_level: LogLevel) -> None:
 def log_event(
     logger: logging.Logger, level: int, event: str, message: str, **fields: object
 ) -> None:
-    """Log an event with a name for programs, and its fields."""
+    """Log an event with a machine-readable name and its fields."""
     logger.log(level, message, extra={"event": event, "fields": fields})
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: `time`, `level`, `logger`, `event` where it has a name, `message`."""
+    """One JSON object per line: `time`, `level`, `logger`, `event` if it has a name, `message`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -46,7 +46,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A line for people: time, level, message, and further fields as `name=value`."""
+    """Readable lines: time, level, message, and further fields as `name=value`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -68,7 +68,7 @@ def _entry(record: logging.LogRecord) -> dict[str, Any]:
     }
     if hasattr(record, "event"):
         entry["event"] = record.event
-    # Only the first line of other packages' messages: further lines show values.
+    # Only the first line of other packages' messages: further lines may show values.
     message = record.getMessage()
     ours = record.name.partition(".")[0] in _OURS
     entry["message"] = message if ours else message.partition("\n")[0]

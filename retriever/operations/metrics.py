@@ -22,11 +22,11 @@ from retriever.v1 import retriever_pb2 as pb
 SHOWN_FAIL_OPENS: Final = tuple(
     name.removeprefix("FAIL_OPEN_REASON_").lower() for name, _ in pb.FailOpenReason.items()
 )
-"""Reasons for which clients continue without a draft."""
+"""Reasons why clients continue without a draft."""
 
 
 def registry_of(service: Service) -> CollectorRegistry:
-    """Return the metrics of a service and of its process."""
+    """Return the metrics of a service and its process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(ServiceCollector(service))
@@ -34,7 +34,7 @@ def registry_of(service: Service) -> CollectorRegistry:
 
 
 class ServiceCollector(Collector):
-    """Reads a service's counters at collection; drafts are not held up."""
+    """Reads a service's counters at collection, without delaying drafts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -72,12 +72,12 @@ class ServiceCollector(Collector):
             ),
             (
                 "unreadable_seconds",
-                "How long a credential file could not be used; 0 while it can be.",
+                "How long a credential file has been unusable; 0 while it is usable.",
                 [each.failing_s or 0.0 for each in files],
             ),
             (
                 "admitting",
-                "Whether callers are let in by what was read of a file: 0 after the grace.",
+                "Whether the last content of a file admits callers: 0 after the grace period.",
                 [float(each.admits) for each in files],
             ),
         ):
@@ -111,7 +111,7 @@ class ServiceCollector(Collector):
 def _of_drafts(draft_counts: DraftCounts) -> Iterator[Metric]:
     bare, all_drafts = draft_counts.num_bare, sum(draft_counts.drafts.counts)
     yield labelled(
-        CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
+        CounterMetricFamily("foredraft_drafts", "Drafts, by kind.", labels=["kind"]),
         [(("session",), all_drafts - bare), (("bare",), bare)],
     )
     yield _histogram(
@@ -130,7 +130,7 @@ def _of_outcomes(draft_counts: DraftCounts) -> Iterator[Metric]:
         ("nodes", "Nodes of drafts whose outcome is known, by database.", nodes),
         (
             "accepted_tokens",
-            "Tokens that were committed and that the last draft had, by database.",
+            "Committed tokens that the last draft contained, by database.",
             accepted,
         ),
     ):
@@ -149,7 +149,7 @@ def _of_outcomes(draft_counts: DraftCounts) -> Iterator[Metric]:
     yield counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
     yield counter(
         "committed_tokens",
-        "Tokens that were committed after these.",
+        "Tokens that were committed after these drafts.",
         draft_counts.num_committed,
     )
 
@@ -162,7 +162,7 @@ def _of_memory(stats: DrafterStats) -> Iterator[Metric]:
     yield gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
     yield gauge("generations_tokens", "Tokens of generations in memory.", census.generations_tokens)
     yield gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
-    yield gauge("recycled_bytes", "Memory of what decoders found likely.", census.recycled_bytes)
+    yield gauge("recycled_bytes", "Memory of findings of decoders.", census.recycled_bytes)
     yield gauge(
         "memory_bytes",
         "Memory by the service's own count: what it keeps, and what it had when ready.",
@@ -171,7 +171,7 @@ def _of_memory(stats: DrafterStats) -> Iterator[Metric]:
     yield gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
     yield labelled(
         CounterMetricFamily(
-            "foredraft_evictions", "What has made room for others.", labels=["what"]
+            "foredraft_evictions", "Evictions to make room, by what was evicted.", labels=["what"]
         ),
         [((what,), stats.evictions.get(what, 0)) for what in EVICTED],
     )
@@ -197,7 +197,7 @@ def _of_indexes(stats: DrafterStats) -> Iterator[Metric]:
 
     yield gauge(
         "indexes_missing",
-        "Indexes that are to be drafted from and that cannot be opened.",
+        "Configured indexes that cannot be opened.",
         len(stats.missing_indexes),
     )
 
@@ -206,7 +206,7 @@ def _of_failures(stats: DrafterStats) -> Iterator[Metric]:
     yield counter("log_failures", "Outputs that could not be kept on disk.", stats.log_failures)
     yield counter(
         "refresh_failures",
-        "Times that an index had changed and could not be opened.",
+        "Times that a changed index could not be opened.",
         stats.refresh_failures,
     )
 
@@ -229,17 +229,17 @@ _Family = CounterMetricFamily | GaugeMetricFamily
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """Return a number as of now, `foredraft_NAME`."""
+    """Return a current value, `foredraft_NAME`."""
     return GaugeMetricFamily(f"foredraft_{name}", text, value=value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """Return a number that only rises, `foredraft_NAME_total`."""
+    """Return a number that only increases, `foredraft_NAME_total`."""
     return CounterMetricFamily(f"foredraft_{name}", text, value=value)
 
 
 def labelled(family: _Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    """Return a family with a sample for each tuple of its labels."""
+    """Return a family with one sample per tuple of labels."""
     for labels, value in samples:
         family.add_metric(list(labels), value)
     return family

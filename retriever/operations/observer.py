@@ -1,4 +1,4 @@
-"""Observes a service: counts calls, logs their ends, and tells when it can end."""
+"""Observes a service: counts calls, logs their ends, and knows when it can end."""
 
 import asyncio
 import logging
@@ -32,10 +32,10 @@ class End:
     """How a call ended.
 
     Attributes:
-        method: of the wire contract.
-        status: of gRPC.
+        method: method of the wire contract.
+        status: gRPC status.
         reason: the exceeded limit, or the type of an error that is not the caller's; else empty.
-            Never a caller's text.
+            Never contains a caller's text.
     """
 
     method: str
@@ -44,7 +44,7 @@ class End:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the call ended other than by completion or cancellation."""
+        """Whether the call ended in another way than completion or cancellation."""
         return self.status not in _ORDINARY
 
 
@@ -52,10 +52,10 @@ class CallCounts:
     """Counts of calls. One event loop writes them; other threads read copies.
 
     Attributes:
-        under_way: calls that have begun and not ended, by method.
-        ended: calls by how they ended.
+        under_way: calls in progress, by method.
+        ended: ended calls, by how they ended.
         refused_within: refusals within streams that continue, counted as calls.
-        latest_s: time of the last call by how it ended, in seconds since 1970.
+        latest_s: time of the last call for each way to end, in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class CallCounts:
 
     @contextmanager
     def counted(self, method: str, context: aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """Count a call during the block."""
+        """Count a call for the duration of the block."""
         self.under_way[method] += 1
         end, began = End(method, "OK"), time.perf_counter()
         try:
@@ -90,7 +90,7 @@ class CallCounts:
             _log(end)
 
     def refusals(self) -> list[tuple[End, int, float]]:
-        """Return refusals with their count and last time; the latest first."""
+        """Return refusals with their count and last time, the latest first."""
         counts = self.ended.copy() + self.refused_within.copy()
         found = [(end, n, self.latest_s.get(end, 0.0)) for end, n in counts.items()]
         return sorted((each for each in found if each[0].is_refusal), key=lambda each: -each[2])
@@ -101,7 +101,7 @@ def _log(end: End, **measured: float) -> None:
         fields: dict[str, Any] = {"method": end.method, "status": end.status, **measured}
         if end.reason:
             fields["reason"] = end.reason
-        text = "a call has ended" if measured else "something was refused in a stream that goes on"
+        text = "a call has ended" if measured else "something was refused in a stream that is open"
         log_event(_logger, logging.DEBUG, "call", text, **fields)
 
 
@@ -131,7 +131,7 @@ class Tracing(Protocol):
     """Makes spans of sampled calls and steps."""
 
     def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> Ended | None:
-        """Return a function to call when the call ends; None where it is not sampled."""
+        """Return a function to call when the call ends; None if it is not sampled."""
         ...
 
     def steps(
@@ -146,11 +146,11 @@ class Tracing(Protocol):
 
 
 class ServiceObserver:
-    """Counts calls, answers health checks, and tells when a service can end.
+    """Counts calls, answers health checks, and knows when a service can end.
 
     Args:
         reflection: whether to answer gRPC reflection.
-        tracing: makes spans of a sample of calls; None for none.
+        tracing: makes spans for a sample of calls; None for no spans.
 
     Attributes:
         calls: counts of calls.
@@ -182,7 +182,7 @@ class ServiceObserver:
     def is_idle(self, drafter: EmbeddedDrafter) -> bool:
         """Return whether a service can end without interrupting a client.
 
-        Open streams without sessions, and sessions whose stream has gone, do not count.
+        Open streams without sessions, and sessions whose stream is gone, do not count.
         """
         under_way = self.calls.under_way
         answering = sum(count for method, count in under_way.items() if method != _STREAM)

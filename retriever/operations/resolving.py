@@ -1,7 +1,7 @@
-"""Settings from a file, the environment and flags; the later overrides the earlier.
+"""Settings from a file, the environment and flags; later ones override earlier ones.
 
-Not pydantic-settings, because that library does not report where a value comes from and ignores
-unknown environment variables. Types and bounds are checked by pydantic.
+This module does not use pydantic-settings, which does not report where a value comes from and
+ignores unknown environment variables. pydantic checks types and bounds.
 """
 
 import ipaddress
@@ -31,9 +31,9 @@ PREFIX: Final = "FOREDRAFT_"
 """Prefix of the environment variables."""
 
 FILE_VARIABLE: Final = "FOREDRAFT_CONFIG"
-"""Environment variable with the settings file, where no flag names one."""
+"""Environment variable that names the settings file if no flag does."""
 
-_SHOWN: Final = 80  # characters of a refused value in a message: one line
+_SHOWN: Final = 80  # most characters of a refused value in a message: one line
 _LIST: Final = "`foredraft config`"
 _OTHERS: Final = frozenset(
     {
@@ -55,8 +55,8 @@ class Resolved(Generic[Schema]):
     """Settings and their origins.
 
     Attributes:
-        settings: validated.
-        origins: by name: `default`, `--flag`, an environment variable or a file.
+        settings: validated settings.
+        origins: origins by name: `default`, `--flag`, an environment variable or a file.
     """
 
     settings: Schema
@@ -72,14 +72,14 @@ def resolve(
     """Return the settings in force.
 
     Args:
-        schema: of the settings.
-        flags: by name, already validated; None where a flag was not given.
-        environment: variables; an empty one counts as not set.
-        file: TOML. None: the one in `FOREDRAFT_CONFIG`, if set.
+        schema: schema of the settings.
+        flags: flags by name, already validated; None if a flag was not given.
+        environment: environment variables; an empty one counts as not set.
+        file: TOML file; None for the one that `FOREDRAFT_CONFIG` names, if set.
 
     Raises:
-        SettingsError: a key or variable is unknown, or a value is invalid; the message names the
-        nearest setting, or the expected values.
+        SettingsError: a key or variable is unknown, or a value is invalid. The message names the
+            nearest setting or the expected values.
     """
     fields = schema.model_fields
     values: dict[str, object] = {}
@@ -115,7 +115,7 @@ def _from_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, object]
     written = {name: name for name in fields}
     for name in found:
         if name not in fields:
-            raise SettingsError(f"{path}: {name} is no setting{_nearest(name, written)}")
+            raise SettingsError(f"{path}: {name} is not a setting{_nearest(name, written)}")
     return {
         name: _checked(f"{path}: {name}", fields[name], value, _strictly)
         for name, value in found.items()
@@ -123,7 +123,7 @@ def _from_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, object]
 
 
 def _strictly(adapter: TypeAdapter[Any], value: Any) -> Any:
-    """Check a typed value of TOML by the rules of JSON: text can be a path but not a number."""
+    """Check a TOML value by JSON rules, under which text can be a path but not a number."""
     return adapter.validate_json(json.dumps(value, default=str), strict=True)
 
 
@@ -133,9 +133,9 @@ def _read(path: Path) -> dict[str, Any]:
     except CredentialsError as error:
         raise SettingsError(f"settings cannot be read: {error}") from error
     except ValueError as error:  # invalid UTF-8, syntax, or a number with too many digits
-        raise SettingsError(f"{path} is no TOML: {error}") from error
+        raise SettingsError(f"{path} is not TOML: {error}") from error
     except RecursionError as error:
-        raise SettingsError(f"{path} is no TOML that we read: it is nested too deeply") from error
+        raise SettingsError(f"{path} is TOML that is nested too deeply") from error
 
 
 def _from_environment(
@@ -151,18 +151,18 @@ def _from_environment(
     for variable, value in found.items():
         name = variable.removeprefix(PREFIX).lower()
         if written.get(name) != variable and _is_of_a_platform(variable, value):
-            _logger.debug("%s is of Kubernetes or Docker, and no setting", variable)
+            _logger.debug("%s comes from Kubernetes or Docker, and is not a setting", variable)
             continue
         if written.get(name) != variable:
             others = {other.removeprefix(PREFIX).lower(): other for other in _OTHERS}
-            raise SettingsError(f"{variable} is no setting{_nearest(name, written | others)}")
+            raise SettingsError(f"{variable} is not a setting{_nearest(name, written | others)}")
         parts = _parts(fields[name], value)
         values[name] = _checked(variable, fields[name], parts, TypeAdapter.validate_python)
     return values
 
 
 def _is_host(value: str) -> bool:
-    """Return whether a value is an address of a Service: Kubernetes gives no names."""
+    """Return whether a value is the address of a Service; Kubernetes gives addresses, not names."""
     try:
         ipaddress.ip_address(value)
     except ValueError:
@@ -189,11 +189,11 @@ _PLATFORM: Final[tuple[tuple[re.Pattern[str], Callable[[str], object]], ...]] = 
         (f"{PREFIX}ENV_.+", lambda _: True),
     )
 )
-"""Variables that Kubernetes makes of a Service and Docker of a link, and the form of their values.
+"""Variables that Kubernetes sets for a Service and Docker for a link, and the form of their values.
 
-Sources: kubelet's pkg/kubelet/envvars (of a Service `foredraft`, or `foredraft-NAME`), and Docker's
-legacy links, whose NAME and ENV_ are of the linked container. What has another form is a setting
-that is spelt wrongly: a port of ours would be a number and not a URL."""
+Sources: kubelet's pkg/kubelet/envvars (for a Service `foredraft` or `foredraft-NAME`), and Docker's
+legacy links, whose NAME and ENV_ refer to the linked container. A value of any other form belongs
+to a misspelt setting: a port of ours would be a number, not a URL."""
 
 
 def _is_of_a_platform(variable: str, value: str) -> bool:
@@ -201,21 +201,21 @@ def _is_of_a_platform(variable: str, value: str) -> bool:
 
 
 def _parts(field: FieldInfo, value: str) -> Any:
-    """Return a variable's value; lists are separated as in `PATH`."""
+    """Return the value of a variable; lists are separated as in `PATH`."""
     return value.split(os.pathsep) if get_origin(field.annotation) is list else value
 
 
 def _checked(
     where: str, field: FieldInfo, value: Any, validate: Callable[[TypeAdapter[Any], Any], Any]
 ) -> object:
-    """Return a value in its setting's type, or raise with the expected values."""
+    """Return a value converted to the type of its setting, or raise with the expected values."""
     if _is_path(field) and "" in (value if isinstance(value, list) else [value]):
         raise SettingsError(f"{where} is empty: name a path, or leave it out")
     try:
         checked: object = validate(TypeAdapter(_type_of(field)), value)
     except ValidationError as error:
         given = without_password(value) if isinstance(value, str) else value
-        shown = "a value that is kept secret" if is_secret(field) else _shortened(repr(given))
+        shown = "a secret value" if is_secret(field) else _shortened(repr(given))
         raise SettingsError(f"{where} is {shown}: {expected_by(error)}") from error
     return checked
 
@@ -230,7 +230,7 @@ def _shortened(text: str) -> str:
 
 
 def _nearest(name: str, written: Mapping[str, str]) -> str:
-    """Return a hint for an unknown name: the nearest setting in the mapping's spelling."""
+    """Return a hint for an unknown name: the nearest setting, spelt as in the mapping."""
     near = get_close_matches(name.replace("-", "_"), written, n=1)
     return f": did you mean {written[near[0]]}?" if near else f": {_LIST} lists them"
 
@@ -239,7 +239,7 @@ _MASK = "********"
 
 
 def as_toml(resolved: Resolved[Any]) -> str:
-    """Return a line for each setting with its origin; secrets are masked."""
+    """Return one line per setting, with its origin; secrets are masked."""
     lines = []
     for name, origin in resolved.origins.items():
         value = shown(getattr(resolved.settings, name))
@@ -249,7 +249,7 @@ def as_toml(resolved: Resolved[Any]) -> str:
 
 
 def to_json(resolved: Resolved[Any]) -> str:
-    """Return an object that has each setting's `value` and `origin`; infinity is `"inf"`."""
+    """Return an object with the `value` and `origin` of each setting; infinity is `"inf"`."""
     found = {
         name: {"value": _finite(shown(getattr(resolved.settings, name))), "origin": origin}
         for name, origin in resolved.origins.items()
@@ -258,7 +258,7 @@ def to_json(resolved: Resolved[Any]) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Return a value as numbers, text and lists, without secrets or passwords in URLs."""
+    """Return a value as numbers, text and lists, without secrets and passwords in URLs."""
     if isinstance(value, ServerUrl):
         return value.shown()
     if isinstance(value, SecretStr):
@@ -271,7 +271,7 @@ def shown(value: Any) -> Any:
 
 
 def without_password(text: str) -> str:
-    """Return a text; if it is a URL, with its name and password masked."""
+    """Return a text; if it is a URL, its name and password are masked."""
     if "://" not in text or "@" not in text:
         return text
     try:
@@ -282,7 +282,7 @@ def without_password(text: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return a TOML literal; strings are as in JSON except for one character."""
+    """Return a TOML literal; strings are written as in JSON except for one character."""
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -18,12 +18,12 @@ class IndexReport:
     """One index.
 
     Attributes:
-        name: of its folder; its path where two folders have one name.
+        name: name of its folder, or its path if two folders have the same name.
         snapshot: number of the current snapshot.
-        age_s: since that was published, in seconds.
-        num_tokens: tokens in it.
-        num_documents: documents in it.
-        num_bytes: its size on disk.
+        age_s: time since the snapshot was published, in seconds.
+        num_tokens: number of tokens.
+        num_documents: number of documents.
+        num_bytes: size on disk, in bytes.
     """
 
     name: str
@@ -36,10 +36,10 @@ class IndexReport:
 
 @dataclass(slots=True)
 class Service:
-    """A running service, as reports read it.
+    """A running service, as reports see it.
 
     Attributes:
-        drafter: answers requests; None until it is open, when all counts are zero.
+        drafter: answers requests; None until it is open, and all counts are zero until then.
         observer: counts its calls.
         began_s: start time, in seconds since 1970.
     """
@@ -50,22 +50,22 @@ class Service:
 
     @property
     def plugins(self) -> Sequence[DrafterPlugin]:
-        """What else keeps data of the drafter."""
+        """The plugins that keep the drafter's data."""
         return () if self.drafter is None else self.drafter.state.plugins
 
     def stats(self, *, census: bool = True) -> DrafterStats:
-        """Return what the drafter holds and has counted; see `EmbeddedDrafter.stats`."""
+        """Return the contents and counts of the drafter; see `EmbeddedDrafter.stats`."""
         return DrafterStats() if self.drafter is None else self.drafter.stats(census=census)
 
 
 def reports_of(indexes: Sequence[Index]) -> list[IndexReport]:
-    """Return what is reported of indexes in their snapshots."""
+    """Return the reports on the current snapshots of indexes."""
     names = Counter(index.path.name for index in indexes)
     return [_report(index, unique=names[index.path.name] == 1) for index in indexes]
 
 
 def installed_version() -> str:
-    """Return the installed version; `unknown` where the package was copied, not installed."""
+    """Return the installed version; `unknown` if the package was copied instead of installed."""
     try:
         return version("foredraft")
     except PackageNotFoundError:

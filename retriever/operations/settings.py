@@ -30,7 +30,7 @@ _LIMITS: Final = {each.name: each for each in fields(Limits)}
 
 
 def _said_of(limit: str) -> dict[str, Any]:
-    """Return the arguments of the field of a limit's setting."""
+    """Return the field arguments for the setting of a limit."""
     stated = _LIMITS[limit].metadata
     return {"description": stated["said"], **stated["bounds"]}
 
@@ -50,10 +50,10 @@ _ENDPOINT: Final = re.compile(
 
 
 class EndpointUrl(ServerUrl):
-    """A URL, or HOST:PORT, of which name, password, query and fragment are never shown or used."""
+    """A URL or HOST:PORT whose name, password, query and fragment are never shown or used."""
 
     def shown(self) -> str:
-        """Return it without name, password, query and fragment."""
+        """Return the URL without name, password, query and fragment."""
         found = _ENDPOINT.fullmatch(self.get_secret_value())
         if found is None or "@" in found["rest"]:  # a password that is not percent-encoded
             return "a URL that cannot be read"
@@ -70,7 +70,7 @@ class TokenizerSettings(BaseModel):
         Metavar("MODEL"),
         Field(
             description="The tokenizer of texts: a hub id, a folder or a .gguf file. "
-            f"Default: that of the index, where it says so, else {DEFAULT_MODEL}."
+            f"Default: that of the index, if it has one, else {DEFAULT_MODEL}."
         ),
     ] = None
 
@@ -84,7 +84,7 @@ class RecordSettings(BaseModel):
     dry_run: Annotated[
         bool,
         Field(
-            description="Show of the first records what is taken as given and what as written, and "
+            description="Show what is taken as input and what as output in the first records, and "
             "do nothing else."
         ),
     ] = False
@@ -111,7 +111,7 @@ class DatabaseSettings(BaseModel):
 
 
 class EmbeddedSettings(DatabaseSettings):
-    """What a drafter in this process keeps, and how it refreshes."""
+    """What a drafter in this process keeps, and how it refreshes indexes."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
@@ -122,7 +122,7 @@ class EmbeddedSettings(DatabaseSettings):
         Path | None,
         Metavar("DIR"),
         Field(
-            description="A folder that keeps generations, so that a restarted service drafts "
+            description="A folder for generations, so that a restarted service drafts "
             "as well as before. For one service and one tokenizer. Default: memory only."
         ),
     ] = None
@@ -138,8 +138,8 @@ class EmbeddedSettings(DatabaseSettings):
         bool,
         RARE,
         Field(
-            description="Copy indexes to memory at the start, instead of mapping their files: "
-            "then they can be cut, overwritten or removed while they are drafted from."
+            description="Copy indexes to memory at the start instead of mapping their files: "
+            "then the files can be truncated, overwritten or removed while in use."
         ),
     ] = False
     refresh: Annotated[
@@ -148,8 +148,8 @@ class EmbeddedSettings(DatabaseSettings):
         Field(
             ge=0,
             allow_inf_nan=False,
-            description="How often to look whether an index has changed, and to draft from what it "
-            "has become; 0: never.",
+            description="How often to check whether an index has changed, and to draft from its "
+            "new state; 0: never.",
         ),
     ] = 5.0
 
@@ -164,14 +164,14 @@ class CredentialSettings(BaseModel):
         RARE,
         Metavar("FILE"),
         Field(
-            description="For a service: a TOML file with what to show and whom to trust: ca, "
-            "certificate, key, token or token_file, server_name, tls, proxy. Default: what the "
-            f"environment says ({', '.join(VARIABLES)})."
+            description="For a service: a TOML file with what to send and whom to trust: ca, "
+            "certificate, key, token or token_file, server_name, tls, proxy. Default: the "
+            f"environment ({', '.join(VARIABLES)})."
         ),
     ] = None
 
     def shown_credentials(self, environment: Mapping[str, str] = os.environ) -> Credentials | None:
-        """Return the credentials of the file, else of the environment; None without either.
+        """Return the credentials from the file, else from the environment; None without either.
 
         Raises:
             CredentialsError: a file cannot be used.
@@ -182,7 +182,7 @@ class CredentialSettings(BaseModel):
 
 
 class ClientSettings(CredentialSettings):
-    """Which services draft."""
+    """The services that draft."""
 
     model_config = ConfigDict(title="Service", extra="forbid", frozen=True, defer_build=True)
 
@@ -198,7 +198,7 @@ class ClientSettings(CredentialSettings):
 
 
 class DraftSettings(ClientSettings, DatabaseSettings):
-    """Where drafts come from: services, or databases in this process.
+    """The sources of drafts: services, or databases in this process.
 
     Raises:
         InvalidRequestError: both are given.
@@ -210,7 +210,7 @@ class DraftSettings(ClientSettings, DatabaseSettings):
         if self.server and (self.index or self.phrases):
             name = "index" if self.index else "phrases"
             raise InvalidRequestError(
-                f"--{name} and --server exclude each other: leave out --{name}, for a server "
+                f"--{name} and --server exclude each other: leave out --{name}, since a server "
                 "drafts from its own indexes and phrases"
             )
 
@@ -223,7 +223,7 @@ class NetworkSettings(BaseModel):
     address: Annotated[
         str,
         Metavar("ADDRESS"),
-        Field(description="Where to listen: HOST:PORT (port 0: a free one) or unix:PATH."),
+        Field(description="Where to listen: HOST:PORT (port 0: any free one) or unix:PATH."),
     ] = "127.0.0.1:50051"
     socket_mode: Annotated[
         str,
@@ -231,7 +231,7 @@ class NetworkSettings(BaseModel):
         Metavar("OCTAL"),
         Field(
             pattern="^0?[0-7]{3}$",
-            description="Mode of the socket of a unix: address; who may write may connect.",
+            description="Mode of the socket of a unix: address; who may write to it may connect.",
         ),
     ] = "0600"
     socket_group: Annotated[
@@ -239,7 +239,7 @@ class NetworkSettings(BaseModel):
         RARE,
         Metavar("GROUP"),
         Field(
-            description="Group of that socket, a name or a number; with --socket-mode 0660 its "
+            description="Group of that socket, by name or number; with --socket-mode 0660 its "
             "members may connect. Default: the group of the process."
         ),
     ] = None
@@ -247,8 +247,8 @@ class NetworkSettings(BaseModel):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="The server's certificate, PEM: connections are encrypted. Read again when "
-            "it changes, as is every file of these."
+            description="The server's certificate, PEM: connections are encrypted. Reloaded when "
+            "it changes, like all of these files."
         ),
     ] = None
     key: Annotated[
@@ -258,7 +258,7 @@ class NetworkSettings(BaseModel):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Let in clients alone whose certificates these authorities have signed, "
+            description="Admit only clients with certificates that these authorities have signed, "
             "PEM."
         ),
     ] = None
@@ -266,7 +266,7 @@ class NetworkSettings(BaseModel):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Whose tokens and certificates act for which tenant; `access` writes it. "
+            description="Tokens and certificates with their tenants; `foredraft access` writes it. "
             "Other callers are refused."
         ),
     ] = None
@@ -276,29 +276,29 @@ class NetworkSettings(BaseModel):
         Field(
             ge=0,
             allow_inf_nan=False,
-            description="How long callers are let in by what was read of --access or --client-ca "
-            "once the file cannot be read or is invalid, in seconds; then nobody is. 0: at once.",
+            description="How long the last content of --access or --client-ca admits callers "
+            "once the file cannot be read or is invalid, in seconds; then no caller is. 0: none.",
         ),
     ] = DEFAULT_GRACE_S
     insecure: Annotated[
         bool,
         Field(
-            description="Listen where others reach the address without encryption, or without "
-            "asking them who they are."
+            description="Listen on an address that others can reach without encryption or without "
+            "authentication."
         ),
     ] = False
     pad_replies: Annotated[
         bool,
         RARE,
         Field(
-            description="Make all drafts of a budget equal in size on the wire, so that one who "
-            "watches the network does not learn from it how much was found."
+            description="Pad all drafts of a budget to equal size on the wire, so that an observer "
+            "of the network does not learn how much was found."
         ),
     ] = False
     reflection: Annotated[
         bool,
         RARE,
-        Field(description="Answer gRPC reflection: which services there are, and their types."),
+        Field(description="Answer gRPC reflection, which lists services and their types."),
     ] = False
     drain_s: Annotated[
         float,
@@ -306,8 +306,8 @@ class NetworkSettings(BaseModel):
         Field(
             ge=0,
             allow_inf_nan=False,
-            description="After SIGTERM: how long streams may go on before they are ended, in "
-            "seconds. A second signal ends them at once.",
+            description="After SIGTERM: how long streams may continue before they are cut, in "
+            "seconds. A second signal cuts them immediately.",
         ),
     ] = 10.0
 
@@ -316,7 +316,7 @@ _OFTEN_SET: Final = frozenset({"max_bytes", "max_sessions"})
 
 
 def _rank_of(limit: str) -> object:
-    """Return what marks the setting of a limit as rare, unless it is not."""
+    """Return the markers of the setting of a limit: whether it is rare."""
     return None if limit in _OFTEN_SET else RARE
 
 
@@ -353,19 +353,19 @@ class ReportSettings(BaseModel):
         list[str],
         Metavar("NAME"),
         Field(
-            description="A model that this service drafts for, by the name that clients are told. "
+            description="A model that this service drafts for, by the name that clients see. "
             "Repeatable."
         ),
     ] = []
     log_format: Annotated[
-        LogFormat, Field(description="A line of text for each event, or a JSON object.")
+        LogFormat, Field(description="One line of text per event, or one JSON object.")
     ] = "text"
-    log_level: Annotated[LogLevel, Field(description="The least that is logged.")] = "info"
+    log_level: Annotated[LogLevel, Field(description="Lowest level that is logged.")] = "info"
     metrics_address: Annotated[
         str | None,
         Metavar("ADDRESS"),
         Field(
-            description="Where to serve Prometheus metrics over HTTP: HOST:PORT, or a port of "
+            description="Where to serve Prometheus metrics over HTTP: HOST:PORT, or a port on "
             "loopback. Default: nowhere."
         ),
     ] = None
@@ -374,7 +374,7 @@ class ReportSettings(BaseModel):
         RARE,
         Field(
             description="Serve a page about the service's state next to the metrics. Default: only "
-            "where they are on loopback."
+            "if they are on loopback."
         ),
     ] = None
     trace_ratio: Annotated[
@@ -387,15 +387,15 @@ class ReportSettings(BaseModel):
         RARE,
         Metavar("URL"),
         Field(
-            description="Where traces go, by OTLP over gRPC: http://HOST:PORT, or https:// for "
-            "TLS. Credentials go into OTEL_EXPORTER_OTLP_HEADERS. Default: as OpenTelemetry's own "
-            "environment variables say."
+            description="Where to send traces by OTLP over gRPC: http://HOST:PORT, or https:// for "
+            "TLS. Credentials go into OTEL_EXPORTER_OTLP_HEADERS. Default: OpenTelemetry's own "
+            "environment variables."
         ),
     ] = None
 
 
 class AdminSettings(BaseModel):
-    """Where operators administer a running service, and what is recorded of it."""
+    """Where operators administer a running service, and where that is recorded."""
 
     model_config = ConfigDict(title="Administration", extra="forbid", frozen=True, defer_build=True)
 
@@ -403,8 +403,8 @@ class AdminSettings(BaseModel):
         str | None,
         Metavar("ADDRESS"),
         Field(
-            description="Where to answer `foredraft admin`: unix:PATH, for this user alone unless "
-            "--access says who has the scope admin, or HOST:PORT with --access. Default: nowhere."
+            description="Where to answer `foredraft admin`: unix:PATH, only for this user unless "
+            "--access grants the scope admin, or HOST:PORT with --access. Default: nowhere."
         ),
     ] = None
     audit_log: Annotated[
@@ -412,8 +412,8 @@ class AdminSettings(BaseModel):
         RARE,
         Metavar("FILE"),
         Field(
-            description="Where to record what operators change, as lines of JSON, in addition to "
-            "the log. While it cannot be written nothing can be changed."
+            description="Where to record operators' changes, as lines of JSON, in addition to "
+            "the log. While it cannot be written, nothing can be changed."
         ),
     ] = None
     snapshots: Annotated[
@@ -427,7 +427,7 @@ class AdminSettings(BaseModel):
     ] = None
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what operators' calls need without a place for these."""
+        """Refuse settings of the admin service without an address for it."""
         del context
         for name in ("audit_log", "snapshots"):
             if self.admin_address is None and getattr(self, name) is not None:
@@ -452,15 +452,15 @@ class Settings(
         Literal["refuse", "skip"],
         RARE,
         Field(
-            description="What an index that cannot be opened costs: the start (refuse), or its own "
-            "drafts alone (skip) until a refresh can open it."
+            description="If an index cannot be opened: do not start (refuse), or do without its "
+            "drafts (skip) until a refresh can open it."
         ),
     ] = "refuse"
     tenant_index: Annotated[
         list[str],
         Metavar("TENANT=DIR"),
         Field(
-            description="An index that this tenant alone drafts from, in addition to --index. "
+            description="An index that only this tenant drafts from, in addition to --index. "
             "Repeatable."
         ),
     ] = []
@@ -468,19 +468,19 @@ class Settings(
         list[str],
         RARE,
         Metavar("TENANT=FILE"),
-        Field(description="Phrases for this tenant alone, in addition to --phrases. Repeatable."),
+        Field(description="Phrases for only this tenant, in addition to --phrases. Repeatable."),
     ] = []
     redis: Annotated[
         ServerUrl | None,
         Metavar("URL"),
         Field(
-            description="Share outputs with the other services of the same tokenizer through this "
-            "Redis server: redis://HOST:PORT/DATABASE, or rediss:// for TLS. A password is better "
-            "given in FOREDRAFT_REDIS_PASSWORD. Default: share nothing."
+            description="Share outputs with other services of the same tokenizer through this "
+            "Redis server: redis://HOST:PORT/DATABASE, or rediss:// for TLS. Give a password "
+            "preferably in FOREDRAFT_REDIS_PASSWORD. Default: share nothing."
         ),
     ] = None
 
     @property
     def limits(self) -> Limits:
-        """The limits among the settings."""
+        """The settings that are limits."""
         return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})

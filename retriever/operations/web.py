@@ -1,7 +1,7 @@
 """Metrics, probes and a status page over HTTP: read only, in separate threads.
 
-The server is the standard library's, with bounds: so many connections, each with so much time in
-all, so that one that sends nothing or does not read keeps no other from an answer.
+The server is the standard library's with bounds on the number of connections and the total time of
+each, so that a client that sends nothing or does not read cannot block others.
 """
 
 import io
@@ -23,8 +23,8 @@ from retriever.operations.resolving import without_password
 from retriever.operations.service_report import Service
 
 _MAX_PORT: Final = 65535
-_MAX_HEAD_BYTES: Final = 8192  # of a request; a browser's has about 1,000
-_PERIOD_S: Final = 0.2  # latest end of a connection after its time
+_MAX_HEAD_BYTES: Final = 8192  # largest request head; a browser's has about 1,000
+_PERIOD_S: Final = 0.2  # most time that a connection is open beyond its limit
 _STATUS_PAGE: Final = "retriever.plugins.status_page"
 
 _logger = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WebAddress:
-    """Where to listen for HTTP.
+    """An address to listen on for HTTP.
 
     Attributes:
-        host: a name or number.
-        port: 0 for a free one.
+        host: name or IP address.
+        port: port; 0 for any free one.
     """
 
     host: str
@@ -44,17 +44,16 @@ class WebAddress:
 
     @classmethod
     def parsed(cls, text: str) -> Self:
-        """Return the address of `HOST:PORT`, or of a port on loopback.
+        """Return the address for `HOST:PORT` or for a port on loopback.
 
         Raises:
-            SettingsError: it is neither.
+            SettingsError: the text is neither.
         """
         host, _, port = text.rpartition(":")
         is_port = port.isascii() and port.isdigit() and int(port) <= _MAX_PORT
         if not is_port or text.startswith(":") or (":" in host and not host.startswith("[")):
             raise SettingsError(
-                f"--metrics-address {without_password(text)}: an address is HOST:PORT, or a port "
-                "of loopback"
+                f"--metrics-address {without_password(text)}: give HOST:PORT, or a port on loopback"
             )
         return cls(host.strip("[]") or "127.0.0.1", int(port))
 
@@ -74,7 +73,7 @@ def bound(address: WebAddress) -> socket.socket:
     """Return a listening socket.
 
     Raises:
-        AddressInUseError: the address is taken or cannot be bound.
+        AddressInUseError: the address is in use or cannot be bound.
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
@@ -90,7 +89,7 @@ _PLAIN: Final = "text/plain; charset=utf-8"
 
 
 class Answer(NamedTuple):
-    """An answer: its status, the type of its content, that, and further headers."""
+    """An HTTP answer: its status, content type, content, and further headers."""
 
     status: HTTPStatus
     kind: str
@@ -100,12 +99,13 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WebLimits:
-    """What callers over HTTP may take.
+    """Limits on HTTP callers.
 
     Attributes:
-        max_open: connections, each with a thread; the oldest makes room for a new one.
-        total_s: for request and answer, in seconds; a scraper's own limit is usually 10 s.
-        renderers: answers that are rendered at once: a scraper's and a browser's.
+        max_open: open connections, each with a thread; a new one replaces the oldest.
+        total_s: time for request and answer together, in seconds; a scraper's own limit is usually
+            10 s.
+        renderers: answers that are rendered concurrently: a scraper's and a browser's.
     """
 
     max_open: int = 128
@@ -126,15 +126,15 @@ class Web:
     `/`.
 
     Args:
-        service: to report on.
+        service: service to report on.
         address: where to listen.
         status_page: whether to serve the page; None to serve it on loopback only.
-        limits: of what callers may take.
+        limits: limits on callers.
 
     Raises:
-        AddressInUseError: the address is taken or cannot be bound.
+        AddressInUseError: the address is in use or cannot be bound.
         SettingsError: the library for metrics is missing.
-        MissingPluginError: the page is wanted, and is not part of this installation.
+        MissingPluginError: the page is requested but not part of this installation.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Web:
         self._connections.close()
 
     def _at_once(self, path: str, host: str) -> Answer | None:
-        """Answer probes and what is refused; None for what must be rendered."""
+        """Return the answer to a probe or a refused request; None if it must be rendered."""
         if self._on_loopback and not _is_local(host):
             # DNS rebinding: a foreign page whose host name resolves to this machine.
             return Answer(HTTPStatus.FORBIDDEN, _PLAIN, b"ask by a name of this machine\n")
@@ -177,19 +177,19 @@ class Web:
         lifecycle = self._service.observer.lifecycle
         if lifecycle.is_ready:
             return Answer(HTTPStatus.OK, _PLAIN, b"ready\n")
-        is_up = lifecycle.phase is Phase.READY  # and lets nobody in
+        is_up = lifecycle.phase is Phase.READY  # but admits no caller
         why = "credentials cannot be read" if is_up else lifecycle.phase.value
         return Answer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
 
 
 class Connections(ThreadingHTTPServer):
-    """Serves a listening socket in threads, one a connection, until closed.
+    """Serves a listening socket with one thread per connection, until closed.
 
     Args:
-        listening: bound; closed at the end.
-        at_once: answers a path and a Host header in microseconds, or returns None.
-        rendered: answers the others, by path.
-        limits: of what callers may take.
+        listening: bound socket; closed at the end.
+        at_once: returns the answer to a path and a Host header within microseconds, or None.
+        rendered: functions that render the other answers, by path.
+        limits: limits on callers.
     """
 
     daemon_threads = True
@@ -209,7 +209,7 @@ class Connections(ThreadingHTTPServer):
         self.rendered = rendered
         self.rendering = BoundedSemaphore(limits.renderers)
         self._limits = limits
-        self._open: dict[Any, float] = {}  # since when, the oldest first
+        self._open: dict[Any, float] = {}  # start times, the oldest first
         self._lock = Lock()
         self._thread = Thread(
             target=self.serve_forever, args=[_PERIOD_S], name="foredraft-metrics", daemon=True
@@ -224,7 +224,7 @@ class Connections(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own; the oldest makes room for it."""
+        """Answer a connection in its own thread; the oldest is cut if there are too many."""
         with self._lock:
             if len(self._open) >= self._limits.max_open:
                 _cut(next(iter(self._open)))
@@ -234,7 +234,7 @@ class Connections(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Cut the connections whose time is over; called again and again while this serves."""
+        """Cut the connections whose time is up; called periodically while this serves."""
         self._cut_before(time.monotonic() - self._limits.total_s)
 
     def shutdown_request(self, request: Any) -> None:
@@ -244,7 +244,7 @@ class Connections(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note who left or was cut before the answer: that is no failure."""
+        """Log that a client left or was cut before the answer, which is not a failure."""
         del request, client_address
         _logger.debug("a request over HTTP was not answered")
 
@@ -255,7 +255,7 @@ class Connections(ThreadingHTTPServer):
 
 
 def _cut(request: socket.socket) -> None:
-    """Have the thread of a connection find that it has ended."""
+    """Shut a connection down, so that its thread ends."""
     try:
         request.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -263,7 +263,7 @@ def _cut(request: socket.socket) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request, whose head is read before it is looked at."""
+    """Answers one request, after reading its whole head."""
 
     server: Connections
     protocol_version = "HTTP/1.1"
@@ -271,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Read the head of a request, up to its bound."""
+        """Read the head of a request, up to the limit."""
         super().setup()
         head = bytearray()
         while len(head) <= _MAX_HEAD_BYTES and (line := self.rfile.readline(_MAX_HEAD_BYTES)):
@@ -285,23 +285,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer."""
         self._send(self._answer())
 
-    do_HEAD = do_GET  # noqa: N815  (the library's)
+    do_HEAD = do_GET  # noqa: N815  (name from the library)
 
     def do_POST(self) -> None:
-        """Refuse what would change something."""
+        """Refuse a request that would change something."""
         allowed = (("Allow", "GET, HEAD"),)
         self._send(Answer(HTTPStatus.METHOD_NOT_ALLOWED, _PLAIN, b"read only\n", allowed))
 
-    do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST  # noqa: N815  (the library's)
+    do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST  # noqa: N815  (name from the library)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, with a status line whatever version it states."""
+        """Refuse an invalid request, with a status line for any version that it states."""
         del message, explain
         self.request_version, self.command = self.protocol_version, self.command or ""
         status = HTTPStatus(code)
         self._send(Answer(status, _PLAIN, f"{status.phrase}\n".encode()))
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the library's)
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (name from the library)
         """Log nothing: callers' text is never logged."""
 
     def _answer(self) -> Answer:

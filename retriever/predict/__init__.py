@@ -1,1 +1,1 @@
-"""Prediction by look-ups: five databases, the mixer that weighs their evidence, the predictor."""
+"""Prediction by look-ups: the databases, the mixer that weighs their evidence, the predictor."""

@@ -15,14 +15,14 @@ from retriever.predict.stores import (
 from retriever.tree import Source
 
 LONG_COMMIT: Final = 1 << 14
-"""Tokens that are committed to a sequence in one piece: a millisecond."""
+"""Most tokens that are committed to a sequence in one piece: it takes a millisecond."""
 
 SEQUENCE_BYTES: Final = 5 << 10
-"""Memory of a session but for its tokens: some forty objects; 4.3 KB were measured over 1,900."""
+"""Memory of a session without its tokens: some forty objects; 4.3 KB were measured over 1,900."""
 
 
 def context_bytes(num_tokens: int) -> int:
-    """Return the memory of a sequence that begins with, or grows to, so many tokens, in bytes."""
+    """Return the memory of a sequence that begins with or grows to `num_tokens`, in bytes."""
     return store_bytes(2 * num_tokens, CONTEXT_LIMITS, Source.CONTEXT) + SEQUENCE_BYTES
 
 
@@ -30,8 +30,8 @@ class Context:
     """The sequence itself, in a store that grows.
 
     Attributes:
-        step: what the sequence asks of the kernel, kept from one step to the next.
-        address: where its store is packed for kernels; elsewhere once the sequence has outgrown it.
+        step: the sequence's requests to the kernel, kept between steps.
+        address: address of its store, packed for kernels; it changes when the store grows.
     """
 
     def __init__(self, prompt: TokenIds, charge: Charge | None = None) -> None:
@@ -55,17 +55,17 @@ class Context:
         self._store.extend(tokens)
 
     def ensure_room(self, num_tokens: int) -> None:
-        """Grow now, if so many more tokens do not fit.
+        """Grow now if `num_tokens` more do not fit.
 
         Raises:
-            LimitExceededError: there is no room for it.
+            LimitExceededError: there is no room for them.
         """
         if not self._store.has_room(num_tokens):
             self.make_room(num_tokens)
             self._grow(len(self) + num_tokens)
 
     def _grow(self, size: int) -> None:
-        """Move to a store with room for twice that many tokens."""
+        """Move to a store with room for twice `size` tokens."""
         grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT)
         grown.append(self.last(len(self)))
         grown.follow(self._store)
@@ -73,30 +73,30 @@ class Context:
         self.settle()
 
     def is_long(self, num_tokens: int) -> bool:
-        """Return whether committing so many more tokens takes longer than other work may wait."""
+        """Return whether committing `num_tokens` more would hold up other work for too long."""
         size = len(self._store) + num_tokens
         return size > LONG_COMMIT and (num_tokens > LONG_COMMIT or size > self._store.capacity)
 
     def make_room(self, num_tokens: int) -> None:
-        """Take the memory for more tokens, where they do not fit, before they are committed.
+        """Charge the memory for more tokens before they are committed, if they do not fit.
 
         Called with the drafter's lock held.
 
         Raises:
-            LimitExceededError: there is no room for it.
+            LimitExceededError: there is no room for them.
         """
         if not self._store.has_room(num_tokens) and self._charge is not None:
             size = len(self) + num_tokens
-            needed = self._store.num_bytes + context_bytes(size)  # both while it is copied
+            needed = self._store.num_bytes + context_bytes(size)  # both exist during the copy
             self._charge.add(max(0, needed - self._charge.num_bytes))
 
     def settle(self) -> None:
-        """Give back memory that was taken and is not needed."""
+        """Return charged memory that is not needed."""
         if self._charge is not None:
             self._charge.settle(self._store.num_bytes + SEQUENCE_BYTES)
 
     def clear(self) -> None:
-        """Overwrite the tokens: an ended sequence leaves nothing in memory."""
+        """Overwrite the tokens, so that an ended sequence leaves nothing in memory."""
         self._store.clear()
 
     def last(self, num_tokens: int) -> TokenIds:
@@ -104,11 +104,11 @@ class Context:
         return self._store.last(num_tokens)
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether so many more tokens can be supposed."""
+        """Return whether `num_tokens` more can be supposed."""
         return self._store.has_room(num_tokens)
 
     def supposing(self, tokens: TokenIds) -> AbstractContextManager[None]:
-        """Have the sequence end with int32[n] during the block; there is room for them."""
+        """Append int32[n] tentatively during the block; the caller has checked for room."""
         return self._store.supposing(tokens)
 
     @property
@@ -118,7 +118,7 @@ class Context:
 
     @property
     def touched_bytes(self) -> int:
-        """Memory of the sequence that takes pages by now, in bytes."""
+        """Resident memory of the sequence, in bytes."""
         return self._store.touched_bytes
 
     @property
@@ -128,5 +128,5 @@ class Context:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the sequence is being copied from, and its edits, as kernels keep them."""
+        """Where the sequence is being copied from, and its edits, in the form of kernels."""
         return self._store.cursor

@@ -1,10 +1,10 @@
 """The databases of a sequence: each finds what followed earlier occurrences of the last tokens.
 
 All answer in one form: rows of evidence (`ROW`), each with a continuation, the length of the match
-before it and the number of occurrences. `DATABASES` lists them. Those with a stage are asked by the
-kernel that drafts (`kernels.entries.step_sequences`), the others by their own method
-(`question.Database`). To add one, write it in a file of its own with a source for its nodes
-(`Source.register`), and list it (`register_database`), as `examples/known_texts.py` does.
+before it and the number of occurrences. `DATABASES` lists them. The kernel that drafts
+(`kernels.entries.step_sequences`) queries those with a stage; the others are queried by their own
+method (`question.Database`). To add a database, write it in a separate file with a source for its
+nodes (`Source.register`), and list it (`register_database`), as `examples/known_texts.py` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ from retriever.tree import Source
 
 
 class Run(NamedTuple):
-    """Stages of a draft that one call of a kernel does, and the database that is asked then."""
+    """Stages of a draft that one kernel call does, and the database that is queried afterwards."""
 
     stages: int
     then: Database | None
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 def _supposes(kind: type) -> bool:
     """Return whether databases of a class are `SupposingDatabase`.
 
-    Kept by class: asking a protocol for each took a tenth of the time to open a sequence.
+    Cached by class, because checking the protocol took a tenth of the time to open a sequence.
     """
     return issubclass(kind, SupposingDatabase)
 
@@ -63,18 +63,19 @@ class Databases:
     Args:
         context: the sequence.
         pool: generations and learned weights, shared with the tenant's other sequences.
-        corpus: shared with all other sequences.
+        corpus: the indexes, shared with all other sequences.
         learns: whether committed tokens update the pool's weights.
         phrases: the sequence's cursor in the listed phrases; None without any.
-        predictions: what the caller expects of the sequence; None without any.
+        predictions: texts that the caller expects in the output; None without any.
 
     Attributes:
-        step: what it asks of the kernel.
+        step: the sequence's requests to the kernel.
         forced: what a grammar forces in it; None without one.
-        lane: the sequence among the tenant's running ones.
-        runs: the calls of a draft: one, but for databases without a stage.
-        is_compiled: whether one call of a kernel asks all databases, in what the tenant's sequences
-            share, and appends tokens before: what others read of them is told before any is asked.
+        lane: the sequence's lane among the tenant's running ones.
+        runs: the kernel calls of a draft: one, unless there are databases without a stage.
+        is_compiled: whether one kernel call queries all databases, from the tenant's shared data.
+        appends: whether that call can also append the tokens. It cannot if the sequence writes a
+            lane, because others must see its new tokens before any sequence is drafted for.
     """
 
     def __init__(  # noqa: PLR0913  (the databases, by name)
@@ -99,7 +100,7 @@ class Databases:
         self._plan()
 
     def _plan(self) -> None:
-        """Plan the calls of a draft."""
+        """Plan the kernel calls of a draft."""
         others: dict[DatabaseKind, Database] = {}
         for kind in DATABASES:
             if kind.open is not None and (database := kind.open(self)) is not None:
@@ -115,19 +116,20 @@ class Databases:
         self.forced = None if drafts is None else ForcedOutput(drafts, begins)
 
     def expect(self, predictions: Predictions) -> None:
-        """Draft from these predictions from now on; they begin with those of before."""
+        """Draft from these predictions from now on; they begin with the previous ones."""
         if self.predictions is not None:
             predictions.go_on_from(self.predictions)
         self.predictions = predictions
         self._plan()
 
     def join(self, kin: SequenceOptions, *, is_shared: bool) -> None:
-        """Draft as one of its kin, and serve those of its group; before the first draft.
+        """Apply the sequence's group and model versions; called before its first draft.
 
-        Without running outputs in the pool the sequence serves none.
+        Sequences of a group draft from each other's running outputs. If the pool has no running
+        outputs, the sequence serves no others.
 
         Args:
-            kin: of the sequence.
+            kin: the options of the sequence.
             is_shared: whether the tenant's other sequences are served, too.
         """
         running = self.pool.running
@@ -144,7 +146,7 @@ class Databases:
         return RunningOutput(running, fields, self.context, len(self.context))
 
     def leave(self) -> None:
-        """End: nothing of the sequence is left among the running ones."""
+        """Remove everything of the ended sequence from the running outputs."""
         self.lane.leave()
         self.pool.tidy()
 
@@ -156,7 +158,7 @@ class Databases:
 
     @property
     def touched_bytes(self) -> int:
-        """Memory of both that takes pages by now, in bytes."""
+        """Resident memory of both, in bytes."""
         predicted = 0 if self.predictions is None else self.predictions.touched_bytes
         return self.context.touched_bytes + predicted
 
@@ -180,9 +182,9 @@ class Databases:
             self.lane.commit(tokens)
 
     def append(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the sequence, and not to what others read of it: `lane.commit` does.
+        """Append int32[n] to the sequence, but not to its lane, as `lane.commit` does.
 
-        Needs no lock, as long as nobody else uses the sequence.
+        Needs no lock if nothing else uses the sequence meanwhile.
         """
         self.context.commit(tokens)
         self.step.forget_match()
@@ -190,22 +192,22 @@ class Databases:
             database.commit(tokens)
 
     def committed(self, tokens: TokenIds) -> None:
-        """Note int32[n], that a kernel has appended to the sequence."""
+        """Note int32[n] that a kernel has appended to the sequence."""
         if not self.appends:
             for database in self._others:
                 database.commit(tokens)
             self.lane.commit(tokens)
 
     def can_suppose(self, num_tokens: int) -> bool:
-        """Return whether all databases answer after so many tokens that may come."""
+        """Return whether all databases can answer after `num_tokens` tokens that may come."""
         are_able = all(_supposes(type(each)) for each in self._others)
         return are_able and self.context.has_room(num_tokens) and AHEAD.are_wanted()
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
-        """Have all answer as if int32[n] were committed, during the block: `can_suppose` says so.
+        """Make all databases answer as if int32[n] were committed, during the block.
 
-        Nothing of it is left behind.
+        `can_suppose` must be true. Everything is undone at the end.
         """
         with ExitStack() as supposed:
             supposed.enter_context(self.context.supposing(tokens))
@@ -215,7 +217,7 @@ class Databases:
             yield
 
     def question(self, depth: int, scratch: Scratch) -> Question:
-        """Return what databases without a stage are asked for a draft."""
+        """Return the question to databases without a stage for a draft."""
         return Question(self.context.last(MAX_MATCH), self.corpus.tables.rarity, depth, scratch)
 
 
@@ -227,10 +229,10 @@ class DatabaseKind:
         source: marks its rows.
         trust: weight of one of its occurrences relative to other databases, before mixing. Learned
             weights correct it: doubling or halving changes little.
-        open: returns the database for a sequence, given the sequence's others; None where it has
-            none. Called again when a sequence gets predictions or joins a group. A registered one
-            is of the process: what it knows, it knows by itself.
-        stage: of the kernel, instead: it asks the database itself.
+        open: returns the database for a sequence, given the sequence's other databases, or None if
+            the sequence has none. Called again when a sequence gets predictions or joins a group. A
+            registered database belongs to the process and brings its own data.
+        stage: instead of `open`, the stage of the kernel that queries the database.
     """
 
     source: Source
@@ -256,28 +258,28 @@ DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, stage=CONTEXT),
     DatabaseKind(Source.PREDICTIONS, 3.0, _predictions_of),
     DatabaseKind(Source.GENERATIONS, 0.6, stage=GENERATIONS),
-    DatabaseKind(Source.SIBLINGS, 2.5),  # asked with generations
+    DatabaseKind(Source.SIBLINGS, 2.5),  # queried with generations
     DatabaseKind(Source.PHRASES, 12.0, _phrases_of),
     DatabaseKind(Source.CORPUS, 0.35, stage=CORPUS),
 ]
-"""All databases, in the order of queries, which is that of the kernel's stages: the sequence first,
-which marks its recent tokens for those after it."""
+"""All databases, in the order of queries and of the kernel's stages. The sequence is first: its
+stage marks its recent tokens for the others."""
 
 
 _IS_FINAL: Final = Event()
 
 
 def finish_list() -> None:
-    """Have no database be added from now on: a drafter is made of those that are there."""
+    """Close the list of databases, because a drafter uses those that exist when it is made."""
     _IS_FINAL.set()
 
 
 _ALONE: Final = Run(sum(kind.stage for kind in DATABASES) + TREE, None)
-"""The one call of a draft, where all databases have a stage."""
+"""The single kernel call of a draft if all databases have a stage."""
 
 
 def _runs_of(others: Mapping[DatabaseKind, Database]) -> list[Run]:
-    """Return the calls of a draft, between which databases without a stage are asked."""
+    """Return the kernel calls of a draft; databases without a stage are queried in between."""
     runs, current = [], 0
     for kind in DATABASES:
         if kind in others:
@@ -296,5 +298,5 @@ def register_database(kind: DatabaseKind) -> None:
     if any(kind.source == other.source for other in DATABASES):
         raise ValueError(f"a database with the source {kind.source.label} is registered already")
     if _IS_FINAL.is_set():
-        raise ValueError("a database is registered before the first drafter is made")
+        raise ValueError("a database must be registered before the first drafter is made")
     DATABASES.append(kind)

@@ -1,10 +1,10 @@
-"""Drafts: what databases have found becomes a tree, and what follows it is learned from.
+"""Drafts: grow a tree from what databases find, and learn from the tokens that follow.
 
 A step commits tokens to some sequences and drafts for each. The kernel does all of it in one call
-(`kernels.entries.step_sequences`), but for databases without a stage, which are asked between two.
-Sequences of one tenant and one corpus are divided over threads: a draft writes to scratch memory
-and to its own sequence alone. Each thread takes the next sequence that has not been taken, so trees
-do not depend on the number of threads.
+(`kernels.entries.step_sequences`), except for databases without a stage, which are queried between
+two calls. Sequences of one tenant and one corpus are divided over threads, because a draft writes
+only to scratch memory and its own sequence. Each thread takes the next sequence that has not been
+taken, so trees do not depend on the number of threads.
 """
 
 import math
@@ -38,7 +38,7 @@ from retriever.predict.step_record import (
 from retriever.tree import NODE_BYTES, BlockTree, DraftTree
 
 LEAST_SEQUENCES: Final = 4
-"""Sequences of a step for each thread: with fewer, waking a thread costs what it saves."""
+"""Fewest sequences per thread in a step: with fewer, waking a thread costs what it saves."""
 
 _NO_LIVE: Final = live_table(0)
 _COMMIT: Final = OUTCOME + APPEND
@@ -55,7 +55,7 @@ class Prior:
         backoff: count at which a match of one token takes half of the probability left by longer
             matches; a match of k tokens needs 1/k of it.
         escape: weight of tokens that no row predicts, at every node.
-        rate: size of a learning step.
+        rate: learning rate.
     """
 
     backoff: float = 32.0
@@ -75,14 +75,14 @@ DEFAULT_PRIOR: Final = Prior()
 
 
 Asked = tuple[Databases, DraftRequest]
-"""A sequence of a step, and what is asked for it, with new tokens as int32[n]."""
+"""A sequence of a step and its request, with new tokens as int32[n]."""
 
 
 class RefusedStepError(Exception):
-    """A step is refused, before anything of it is done.
+    """A step is refused before any of it is done.
 
     Attributes:
-        place: of the first sequence that does not fit.
+        place: place of the first sequence that does not fit.
     """
 
     def __init__(self, place: int) -> None:
@@ -91,7 +91,7 @@ class RefusedStepError(Exception):
 
 
 class Counted(NamedTuple):
-    """What is counted of drafts whose outcome is known; see `Shared`.
+    """Counts of drafts whose outcome is known; see `Shared`.
 
     Attributes:
         by_source: int64[2, MAX_SOURCES].
@@ -113,12 +113,12 @@ class Predictor:
     Args:
         max_budget: most nodes of any tree.
         prior: weights before learning.
-        num_threads: over which a step of many sequences is divided.
+        num_threads: number of threads that a step of many sequences is divided over.
 
     Attributes:
-        bounds: int64[3], what steps are checked against, by the fields of `BOUNDS`.
-        counted: drafts whose outcome is known.
-        scratch: of the last draft; holds its candidates until the next one.
+        bounds: int64[3], the bounds that steps are checked against, with the fields of `BOUNDS`.
+        counted: counts of drafts whose outcome is known.
+        scratch: scratch memory of the last draft; holds its candidates until the next one.
         num_rows: rows of evidence of the last draft.
     """
 
@@ -130,7 +130,7 @@ class Predictor:
         self.scratch = Scratch(max_depth=max_budget, prior=self._prior)
         self.num_rows = 0
         self._rate = prior.rate
-        # Of the draft in the scratch memory; weak, so that an ended sequence leaves memory.
+        # The sequence of the draft in `scratch`; weak, so that an ended sequence can be freed.
         self._last: ref[Databases] | None = None
         self._turn = np.zeros(1, np.int64)
         self._ahead: tuple[Scratch, StepRecord] | None = None
@@ -139,11 +139,11 @@ class Predictor:
         self._scratches: list[Scratch] = []
 
     def step(self, databases: Databases, request: DraftRequest) -> DraftTree:
-        """Commit tokens to a sequence, and draft for it: mostly in one call of the kernel.
+        """Commit tokens to a sequence and draft for it, usually in one kernel call.
 
         Raises:
             RefusedStepError: it does not fit; nothing is done.
-            TypeError: a number is none; nothing is done. So with `struct.error`.
+            TypeError: a value is not a number; nothing is done. Likewise for `struct.error`.
         """
         _, tokens, length, budget, min_probability, _ = request
         step, num_tokens = databases.step, len(tokens)
@@ -158,7 +158,7 @@ class Predictor:
         last = self._last
         is_last = last is not None and last() is databases
         rate = self._rate if is_last and databases.learns else 0.0
-        # Without a call for each part: behind a pass of a model, each takes three microseconds.
+        # Inlined: right after a model's forward pass, each call would take three microseconds.
         memory = step.memory
         step.tokens[:num_tokens] = tokens
         ASKED.pack_into(
@@ -167,7 +167,7 @@ class Predictor:
         )  # fmt: skip
         step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
         refusal, size, self.num_rows, learned = ANSWER.unpack_from(memory, ANSWER_AT)
-        if refusal:  # or there is no room, which there will be
+        if refusal:  # perhaps for lack of room, which `step_all` makes
             return self.step_all([(databases, request)])[0]
         databases.pool.learned += learned
         if not is_last:
@@ -175,9 +175,9 @@ class Predictor:
         return BlockTree(memory[TREE_AT : TREE_AT + NODE_BYTES * budget], size)
 
     def step_all(self, asked: Sequence[Asked]) -> list[DraftTree]:
-        """Commit the tokens of each sequence, then draft: the tree of each, in order.
+        """Commit the tokens of each sequence, then draft; return each one's tree, in order.
 
-        That is as one `commit` after the other, and then one `draft` after the other.
+        The result is that of one `commit` after the other, then one `draft` after the other.
 
         Raises:
             RefusedStepError: one of them does not fit; nothing is done.
@@ -212,7 +212,7 @@ class Predictor:
         is_alike = self._ask_all(asked)
         steps = _addresses(asked)
         refused = check_steps(self.bounds, steps)
-        if refused >= 0:  # or there is no room, which there will be
+        if refused >= 0:  # perhaps for lack of room, which is made now
             for databases, request in asked[refused:]:
                 databases.context.ensure_room(len(request.new_tokens))
             refused = check_steps(self.bounds, steps)
@@ -224,7 +224,7 @@ class Predictor:
             self._last = ref(asked[-1][0])
             return trees
         trees = [DraftTree.empty()] * len(asked)
-        # The unit of the last sequence comes last: that one is learned from.
+        # The unit of the last sequence comes last, because the last draft is learned from.
         for numbers, members in sorted(self._units(asked), key=_last_number):
             databases, request = members[-1]
             if databases.is_compiled:
@@ -238,13 +238,13 @@ class Predictor:
         return trees
 
     def _ask_all(self, asked: Sequence[Asked]) -> bool:
-        """Have each sequence ask for its commit and, where a kernel can do both, its draft.
+        """Write each sequence's request: its commit and, if a kernel can do both, its draft.
 
         Returns:
-            Whether one call of the kernel does all: they are of one tenant and one corpus, mostly.
+            Whether one kernel call can do all, usually because they share a tenant and a corpus.
 
         Raises:
-            RefusedStepError: a number is none, or a budget is too large.
+            RefusedStepError: a value is not a number, or a budget is too large.
         """
         first, is_alike, place = asked[0][0], True, 0
         pool, corpus, most = first.pool, first.corpus, self._max_budget
@@ -256,14 +256,14 @@ class Predictor:
                 is_alike = is_alike and is_whole and is_of_them
                 stages = _COMMIT + DRAFT if is_whole else _COMMIT
                 if budget > most:
-                    raise RefusedStepError(place)  # noqa: TRY301  (a call for each would cost more)
+                    raise RefusedStepError(place)  # noqa: TRY301  (a call per sequence costs more)
                 databases.step.ask(stages, tokens, length, budget, min_probability, 0.0)
         except (struct.error, TypeError, RefusedStepError) as error:
             raise RefusedStepError(place) from error
         return is_alike
 
     def learns_from(self, databases: Databases) -> bool:
-        """Return whether tokens that follow a sequence are learned from: the last draft was its."""
+        """Return whether tokens that follow a sequence are learned from: it had the last draft."""
         return databases.learns and self._last is not None and self._last() is databases
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
@@ -277,13 +277,13 @@ class Predictor:
         return tree
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
-        """Append int32[n], count what came of the last draft, and learn if that was the last."""
+        """Append int32[n], count the draft's outcome, and learn from it if it was the last one."""
         databases.context.ensure_room(len(tokens))
         self._follow(databases, tokens, _COMMIT)
         databases.committed(tokens)
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
-        """Count and learn as `commit` does, and append nothing: int32[n] follow a sequence."""
+        """Count and learn from int32[n] that follow, as `commit` does, but append nothing."""
         self._follow(databases, tokens, OUTCOME)
 
     def suppose(
@@ -304,7 +304,7 @@ class Predictor:
             return self._grow(databases, step, scratch, budget)
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
-        """Learn from the last draft, if it is of a step's sequence, before others read weights."""
+        """Learn from the last draft, if its sequence is in the step, before others read weights."""
         last = None if self._last is None else self._last()
         for databases, request in asked if last is not None and last.learns else ():
             if databases is last and len(request.new_tokens):
@@ -316,10 +316,10 @@ class Predictor:
                 databases.step.ask_again(stages)
 
     def _units(self, asked: Sequence[Asked]) -> Iterable[tuple[list[int], list[Asked]]]:
-        """Return sequences, with their numbers, that are drafted for together.
+        """Return groups of sequences, with their numbers, that are drafted for together.
 
-        Those with empty trees are left out. Tokens that no kernel can append while it drafts for
-        other sequences are committed now.
+        Sequences with empty trees are left out. If a kernel cannot append a sequence's tokens while
+        it drafts for others, they are committed now.
         """
         units: dict[Any, tuple[list[int], list[Asked]]] = {}
         for number, each in enumerate(asked):
@@ -340,7 +340,7 @@ class Predictor:
     def _draft_together(
         self, members: Sequence[Asked], steps: NDArray[np.int64]
     ) -> list[DraftTree]:
-        """Commit to sequences of one tenant and one corpus and draft for them, as they ask."""
+        """Do the requests of sequences of one tenant and one corpus."""
         shared, turn = self._shared(members[0][0]), self._turn
         turn[0] = 0
         helping = [
@@ -350,7 +350,7 @@ class Predictor:
         last = step_sequences(shared, self.scratch.address, steps, turn)
         latest = [last, *(each.result() for each in helping)]
         place = latest.index(len(members) - 1)
-        if place:  # what was considered for the last sequence is learned from
+        if place:  # keep the scratch of the last sequence, to learn from
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
         self.num_rows = members[-1][0].step.answer()[2]
         return [databases.step.drafted(each.budget_nodes) for databases, each in members]
@@ -358,7 +358,7 @@ class Predictor:
     def _grow(
         self, databases: Databases, step: StepRecord, scratch: Scratch, budget: int
     ) -> DraftTree:
-        """Ask all databases of a sequence, those without a stage between two calls."""
+        """Query all databases of a sequence, those without a stage between two kernel calls."""
         row = size = 0
         for stages, then in databases.runs:
             step.ask_again(stages, row)
@@ -377,7 +377,7 @@ class Predictor:
         self._call(databases, databases.step, self.scratch)
 
     def _check_budget(self, budget: int) -> None:
-        """Refuse a tree that there is no scratch memory for.
+        """Refuse a tree that is too large for the scratch memory.
 
         Raises:
             RefusedStepError: it would have too many nodes.
@@ -386,12 +386,12 @@ class Predictor:
             raise RefusedStepError(0)
 
     def _call(self, databases: Databases, step: StepRecord, scratch: Scratch) -> int:
-        """Have a kernel do what a sequence asks; return the size of the tree."""
+        """Run the kernel on a sequence's request; return the size of the tree."""
         step_sequences(self._shared(databases), scratch.address, step.alone, self._turn)
         return self._answered(databases, step)
 
     def _answered(self, databases: Databases, step: StepRecord) -> int:
-        """Count what a kernel has answered; return the size of the tree."""
+        """Take over a kernel's answer; return the size of the tree."""
         refusal, size, self.num_rows, learned = step.answer()
         if refusal:
             raise RefusedStepError(0)
@@ -399,7 +399,7 @@ class Predictor:
         return size
 
     def _shared(self, databases: Databases) -> NDArray[Any]:
-        """Return `Shared`, packed, for a sequence; made anew where it has changed."""
+        """Return `Shared`, packed, for a sequence; rebuilt if it has changed."""
         pool, corpus, known = databases.pool, databases.corpus, databases.pool.drafted_from
         if pool.generations.expires_at_s < math.inf:
             pool.generations.leave_out_expired()
@@ -421,8 +421,8 @@ class Predictor:
             pool.drafted_from = known
         oldest = databases.lane.oldest_version
         if oldest and pool.generations.has_older(oldest):
-            # The live table does not know versions: it counts nothing as long as it knows dropped
-            # ones.
+            # The live table does not distinguish versions: it is left out while it counts outputs
+            # of versions that are too old.
             return pack(known.shared._replace(live=_NO_LIVE))
         return known.packed
 
@@ -433,7 +433,7 @@ class Predictor:
         return self._threads
 
     def _helping(self, num_sequences: int) -> list[Scratch]:
-        """Return scratch memories of as many helpers as are worth it."""
+        """Return the scratch memory of each helper thread that is worth using."""
         wanted = min(self._num_threads, num_sequences // LEAST_SEQUENCES) - 1
         while len(self._scratches) < wanted:
             self._scratches.append(Scratch(self._max_budget, prior=self._prior))

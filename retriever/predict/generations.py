@@ -34,7 +34,7 @@ _BEGAN_S: Final = time.time() - time.clock_gettime(_RISING)
 
 
 def steady_time() -> float:
-    """Return seconds since 1970, by the system clock at the start of this process.
+    """Return seconds since 1970, based on the system clock at the start of this process.
 
     Setting the system clock later does not change the age of outputs.
     """
@@ -45,8 +45,8 @@ class Scope(NamedTuple):
     """The unit of deletion: a tenant, or one origin of a tenant.
 
     Attributes:
-        tenant: its name.
-        origin: of outputs, see `session_origin`; empty for all of the tenant.
+        tenant: name of the tenant.
+        origin: origin of outputs, see `session_origin`; empty for all of the tenant.
     """
 
     tenant: str
@@ -58,21 +58,22 @@ class Scope(NamedTuple):
 
 
 def session_origin(name: str) -> bytes:
-    """Return a hash of a session's name: marks its outputs without revealing the name."""
+    """Return a hash of a session's name, which marks its outputs without revealing the name."""
     return sha256(name.encode()).digest()[:16] if name else b""
 
 
 _MARGIN: Final = 8
-"""Tokens uncounted ahead of being overwritten: they are contexts of the tokens after them."""
+"""Tokens are uncounted this many tokens before they are overwritten, because uncounting a token
+needs the tokens before it as its context."""
 
 _AT_ONCE: Final = 1 << 12
-"""Tokens added in one step while others wait: a millisecond or two."""
+"""Tokens added in one step while others wait: it takes a millisecond or two."""
 
 _END_BYTES: Final = 200  # of the entry for an output's end: four small objects
 
 POOL_BYTES: Final = 8 << 10
-"""Memory of a tenant's pool but for its outputs: weights, and some forty objects; 7.5 KB were
-measured over 1,000 of them."""
+"""Memory of a tenant's pool without its outputs: weights and some forty objects; 7.5 KB were
+measured over 1,000 pools."""
 
 _END: Final = np.array([SEPARATOR], np.int32)
 
@@ -83,8 +84,8 @@ class Output(NamedTuple):
     Attributes:
         tokens: int32[n], token ids.
         time_s: when it ended, in seconds since 1970.
-        origin: key for deletion, 16 bytes; empty where it is not deletable by session.
-        version: of the model that wrote it; 0 where that is not known.
+        origin: key for deletion, 16 bytes; empty if it cannot be deleted by session.
+        version: version of the model that wrote it; 0 if unknown.
     """
 
     tokens: TokenIds
@@ -101,7 +102,7 @@ NO_OUTPUT: Final = Output(np.empty(0, np.int32), 0.0)
 
 
 class _End(NamedTuple):
-    """The end of an output in the ring, its separator included, and what is known of it."""
+    """The end of an output in the ring, after its separator, and the output's attributes."""
 
     time_s: float
     position: int
@@ -110,25 +111,26 @@ class _End(NamedTuple):
 
 
 class Generations:
-    """Generations, the newest `capacity` tokens of them, none older than `max_age_s`.
+    """The newest `capacity` tokens of generations that are not older than `max_age_s`.
 
-    The ring grows with what it holds, by doubling. An output takes one slot more than it has
-    tokens. Not thread-safe: callers hold a lock.
+    The ring grows with its content, by doubling. An output takes one slot more than it has tokens.
+    Not thread-safe: callers hold a lock.
 
     Args:
         capacity: most tokens to hold; rounded up to a power of two. Each takes 24 bytes, and 6 more
             for each order of n-grams beyond two.
         max_age_s: outputs older than this are not read, in seconds.
-        clock: seconds since 1970.
-        limits: the n-grams by which outputs are found.
-        charge: for its memory; the ring does not grow where there is no room for that. None to
-            grow freely.
+        clock: returns seconds since 1970.
+        limits: the n-grams that outputs are indexed by.
+        charge: for its memory; the ring does not grow if there is no room for that. None to grow
+            freely.
 
     Attributes:
         live: int64[sets, WAYS], counts of successors.
-        versions: int64[n, 2], by which versions of a model outputs are; see `chains.fade_rows`.
-        expires_at_s: when the oldest output does, by the clock.
-        arrays: what drafts read: the packed store, and those two. A new tuple with each new one.
+        versions: int64[n, 2], the model versions that wrote the outputs; see `chains.fade_rows`.
+        expires_at_s: when the oldest output expires, by the clock.
+        arrays: the arrays that drafts read: the packed store, `live` and `versions`. It is a new
+            tuple whenever one of them is replaced.
     """
 
     def __init__(
@@ -161,12 +163,12 @@ class Generations:
 
     @property
     def touched_bytes(self) -> int:
-        """Memory of the outputs that takes pages by now, in bytes."""
+        """Resident memory of the outputs, in bytes."""
         return self.num_bytes - self._store.num_bytes + self._store.touched_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the ring, with one for each output's end."""
+        """Tokens in the ring, including one separator for each output."""
         self._expire()
         return len(self._store) - self._store.oldest
 
@@ -175,18 +177,18 @@ class Generations:
 
         Args:
             output: token ids.
-            time_s: when it ended; now if not given. Outputs added before an older one expire with
-                it.
+            time_s: when it ended; now if not given. Outputs that were added before an older one
+                expire with it.
         """
         if len(output):
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
 
     def extend(self, outputs: Sequence[Output]) -> None:
-        """Remember several outputs, oldest first; after those that are being added in pieces."""
+        """Remember several outputs, oldest first, after those that are being added in pieces."""
         if self._is_adding:
             self._coming.extend(outputs)
             return
-        if self._coming:  # who was to add them has left
+        if self._coming:  # the iterator that was to add them was dropped
             outputs = [*self._coming, *outputs]
             self._coming.clear()
         self._expire()
@@ -204,29 +206,29 @@ class Generations:
         self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
-        """Remember an output, a long one by the iterator: in pieces of a millisecond.
+        """Remember an output; a long one is added by the iterator, in pieces of a millisecond.
 
-        It is noted at once, so that a deletion before the first piece deletes it, too. Others may
-        use this between pieces: they find what has been added so far. Outputs that come meanwhile
-        follow it. If everything is deleted meanwhile, nothing of it stays.
+        It is queued immediately, so a deletion before the first piece deletes it, too. Others may
+        use this object between pieces and find what has been added so far. Outputs that arrive
+        meanwhile follow it. If everything is deleted meanwhile, nothing of it remains.
         """
         if self._is_quick(len(output.tokens) + 1):
             self.extend([output])
             return iter(())
         self._coming.append(output)
         if self._is_adding:
-            return iter(())  # the caller that adds the others adds this one, too
+            return iter(())  # the iterator that adds the others adds this one, too
         pieces = self._adding_all(self._epoch)
         self._adder = ref(pieces)
         return pieces
 
     @property
     def _is_adding(self) -> bool:
-        """Whether somebody adds outputs in pieces."""
+        """Whether an iterator is adding outputs in pieces."""
         return self._adder is not None and self._adder() is not None
 
     def _adding_all(self, epoch: int) -> Iterator[None]:
-        """Add the outputs that come, until there are none or all is deleted."""
+        """Add the queued outputs until there are no more or everything is deleted."""
         try:
             while self._coming and epoch == self._epoch:
                 yield from self._adding(self._coming[0], epoch)
@@ -237,7 +239,7 @@ class Generations:
                 self._adder = None
 
     def _is_quick(self, num_tokens: int) -> bool:
-        """Return whether adding so many tokens is a piece of work."""
+        """Return whether adding `num_tokens` is short enough for a single step."""
         moved = self._num_held if self._is_too_small(num_tokens) else 0
         return num_tokens + moved <= 2 * _AT_ONCE
 
@@ -247,7 +249,7 @@ class Generations:
         return len(self._store) - self._store.oldest
 
     def _is_too_small(self, num_tokens: int) -> bool:
-        """Return whether the ring grows before it takes so many more tokens."""
+        """Return whether the ring must grow before it takes `num_tokens` more."""
         capacity = self._store.capacity
         return capacity < self._capacity and self._num_held + num_tokens > capacity
 
@@ -284,10 +286,10 @@ class Generations:
     def removing(self, origin: bytes) -> Iterator[None]:
         """Delete the outputs of an origin in the first step, and add the others again.
 
-        A step takes a millisecond or two. Others may use this between steps: they find what has
-        been added so far.
+        A step takes a millisecond or two. Others may use this object between steps and find what
+        has been added so far.
         """
-        coming = list(self._coming)  # the first may be there in part
+        coming = list(self._coming)  # the first may already be in the ring in part
         origins = [each.origin for each in self._ends] + [each.origin for each in coming]
         if origin not in origins:
             return
@@ -326,18 +328,18 @@ class Generations:
         self._settle()
 
     def shrink(self) -> bool:
-        """Keep the newest outputs alone, in a ring of half the size; return False if it is small.
+        """Keep only the newest outputs, in a ring of half the size; return False if it is small.
 
         Takes 20 ms for a million tokens.
         """
         size = self._store.capacity // 2
         if size < MIN_CAPACITY:
             return False
-        coming = list(self._coming)  # the first may be there in part
+        coming = list(self._coming)  # the first may already be in the ring in part
         kept: deque[Output] = deque()
         num_tokens = 0
         newest_first = [*self.outputs(), *coming][::-1]
-        if newest_first:  # of a longer one, its end stays
+        if newest_first:  # if it is too long, its end is kept
             newest = newest_first[0]
             newest_first[0] = newest._replace(tokens=newest.tokens[1 - size :])
         for output in newest_first:
@@ -354,7 +356,7 @@ class Generations:
         self._take(store, live_table(store.capacity))
 
     def _take(self, store: ChainStore, live: NDArray[np.int64]) -> None:
-        """Have outputs in a store, counted in a live table."""
+        """Use a store and its live table from now on."""
         self._store, self.live = store, live
         self.arrays = store.packed, live, self.versions
 
@@ -363,20 +365,20 @@ class Generations:
             self._charge.settle(self.num_bytes + POOL_BYTES)
 
     def leave_out_expired(self) -> None:
-        """Make outputs that have expired by now unreadable."""
+        """Make expired outputs unreadable."""
         if self.expires_at_s < math.inf and self.expires_at_s < self._clock():
             self._expire()
 
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring if the tokens would overwrite outputs within the capacity.
 
-        Its size at least doubles, so that each token is linked again about once.
+        Its size at least doubles, so each token is re-linked about once on average.
         """
         for _ in self._making_room(num_tokens, self._epoch):
             pass
 
     def _making_room(self, num_tokens: int, epoch: int) -> Iterator[None]:
-        """Do as `_make_room` does in pieces; the smaller ring is read until all is moved."""
+        """Do as `_make_room` does, in pieces; the smaller ring is read until all is moved."""
         store = self._store
         if not self._is_too_small(num_tokens):
             return
@@ -384,7 +386,7 @@ class Generations:
         size = self._affordable(min(self._capacity, wanted))
         if size <= store.capacity or self._store is not store:
             self._settle()
-            return  # there is no room, or this ring has been shrunk for it: the oldest go
+            return  # no room, or this ring was shrunk to make some: the oldest are overwritten
         grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
         grown.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
@@ -406,7 +408,7 @@ class Generations:
         self._settle()
 
     def _affordable(self, size: int) -> int:
-        """Take the memory of a ring of this size, or of the largest one there is room for."""
+        """Charge the memory of a ring of this size, or of the largest one that fits."""
         while self._charge is not None and size > self._store.capacity:
             try:
                 self._charge.add(generations_bytes(size, self._limits))
@@ -447,14 +449,14 @@ class Generations:
             begin += len(output.tokens) + 1
 
     def _note_version(self, version: int, begin: int) -> None:
-        """Note which version has written what stands from a position on."""
+        """Note which version wrote the tokens from a position on."""
         if version == self._version:
             return
         self._version = version
         noted = self.versions
         size = int(np.searchsorted(noted[:, 0], _NOWHERE))
         if size == len(noted):
-            oldest = self._store.oldest  # what has been overwritten since goes
+            oldest = self._store.oldest  # drop entries of overwritten positions
             kept = noted[max(0, int(np.searchsorted(noted[:, 0], oldest, "right")) - 1) :]
             size = len(kept)
             self.versions = np.full((max(_FEWEST_VERSIONS, 2 * size), 2), _NOWHERE, np.int64)
@@ -479,7 +481,7 @@ class Generations:
             self._ends.popleft()
 
     def _end_no_later(self, time_s: float) -> None:
-        """Let outputs before a late-coming older one expire with it at the latest."""
+        """Make outputs that were added before an older one expire no later than that one."""
         place = len(self._ends) - 2
         while place >= 0 and self._ends[place].time_s > time_s:
             self._ends[place] = self._ends[place]._replace(time_s=time_s)

@@ -1,7 +1,7 @@
-"""The ledger of memory: what each tenant's sequences and outputs take, against ceilings in bytes.
+"""The memory ledger: bytes taken by each tenant's sequences and outputs, limited by ceilings.
 
-Whatever holds memory for a tenant owns a `Charge`, taken before the memory is: when the owner
-leaves memory, so does its charge. Sizes follow from lengths, so that most steps take none.
+Every object that holds memory for a tenant owns a `Charge`, which is taken before the memory is
+allocated and ends when the owner is freed. Sizes follow from lengths, so most steps need no charge.
 """
 
 import resource
@@ -16,8 +16,8 @@ from retriever.errors import LimitExceededError
 from retriever.limits import RETRY_S, Limits
 
 SHARE: Final = 0.5
-"""Part of the memory that the process may use which is for what the service keeps: the rest is for
-pages of indexes, messages, and what allocators hold back."""
+"""Share of the process's available memory that the ledger may charge. The rest is for pages of
+indexes, messages and allocator overhead."""
 
 _CGROUP_FILES: Final = (
     "/sys/fs/cgroup/memory.max",
@@ -28,8 +28,8 @@ _CGROUP_FILES: Final = (
 def default_max_bytes() -> int:
     """Return half of the memory that this process may use.
 
-    That is the least of the machine's, its control group's (version 2 or 1) and what its limit of
-    address space leaves.
+    The memory is the minimum of the machine's, the control group's limit (version 2 or 1) and the
+    rest of the process's address-space limit.
     """
     page = resource.getpagesize()
     limits = []
@@ -37,7 +37,7 @@ def default_max_bytes() -> int:
         pages = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(1024 * int(pages["MemTotal"].split()[0]))
     for name in _CGROUP_FILES:
-        with suppress(OSError, ValueError):  # "max" is no number: no limit
+        with suppress(OSError, ValueError):  # "max" means no limit
             limits.append(int(Path(name).read_text()))
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY:
@@ -56,26 +56,26 @@ def with_ceilings(limits: Limits) -> Limits:
 
 
 class Evictor(Protocol):
-    """Makes room where there is none."""
+    """Makes room by eviction."""
 
     def __call__(self, tenant: str, num_bytes: int, limit: str, *, is_locked: bool) -> bool:
-        """Let something go; return False if there is nothing more that may.
+        """Evict something; return False if nothing more may be evicted.
 
         Args:
-            tenant: that needs room.
-            num_bytes: how much.
-            limit: that is reached.
+            tenant: tenant that needs room.
+            num_bytes: how much it needs.
+            limit: the limit that is reached.
             is_locked: whether the caller holds the drafter's lock.
         """
         ...
 
 
 class Charge:
-    """Memory of one owner; given back when the owner, and with it this, leaves memory.
+    """Memory of one owner; returned when the owner is freed, and this object with it.
 
     Attributes:
-        tenant: whose memory it is.
-        num_bytes: how much.
+        tenant: the tenant that the memory belongs to.
+        num_bytes: size of the charge.
         is_locked: whether its owner holds the drafter's lock when it takes more.
     """
 
@@ -88,26 +88,26 @@ class Charge:
         self.is_locked = True
 
     def add(self, num_bytes: int) -> None:
-        """Take more.
+        """Charge more bytes.
 
         Raises:
-            LimitExceededError: there is no room for it.
+            LimitExceededError: there is no room for them.
         """
         self._ledger.reserve(self.tenant, num_bytes, is_locked=self.is_locked)
         self.num_bytes += num_bytes
 
     def ensure(self, num_bytes: int) -> None:
-        """Take what is missing to so many bytes; called without the drafter's lock.
+        """Raise the charge to at least `num_bytes`; called without the drafter's lock.
 
         Raises:
-            LimitExceededError: there is no room for it.
+            LimitExceededError: there is no room for them.
         """
         if num_bytes > self.num_bytes:
             self._ledger.reserve(self.tenant, num_bytes - self.num_bytes, is_locked=False)
             self.num_bytes = num_bytes
 
     def settle(self, num_bytes: int) -> None:
-        """State how much it is: less than was taken, or little more."""
+        """Set the charge to the actual size, which is less than was taken or little more."""
         if num_bytes != self.num_bytes:
             self._ledger.release(self.tenant, self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
@@ -117,14 +117,14 @@ class Charge:
 
 
 class Ledger:
-    """Bytes by tenant, below a ceiling for all and one for each tenant. Thread-safe.
+    """Bytes by tenant, below a ceiling for all tenants and one for each. Thread-safe.
 
     Args:
-        max_bytes: of all tenants together.
-        max_tenant_bytes: of one tenant.
+        max_bytes: ceiling for all tenants together.
+        max_tenant_bytes: ceiling for one tenant.
 
     Attributes:
-        evictor: makes room; None if nothing can.
+        evictor: makes room; None without eviction.
         max_bytes: as given.
         max_tenant_bytes: as given.
     """
@@ -152,11 +152,11 @@ class Ledger:
             return self._of[tenant]
 
     def take(self, tenant: str, num_bytes: int, *, is_locked: bool = False) -> Charge:
-        """Return a charge, taken before the memory is.
+        """Return a charge, taken before the memory is allocated.
 
         Args:
-            tenant: whose memory it is.
-            num_bytes: how much.
+            tenant: the tenant that the memory belongs to.
+            num_bytes: size of the charge.
             is_locked: whether the caller holds the drafter's lock.
 
         Raises:
@@ -166,7 +166,7 @@ class Ledger:
         return Charge(self, tenant, num_bytes)
 
     def reserve(self, tenant: str, num_bytes: int, *, is_locked: bool) -> None:
-        """Take bytes without a charge, making room if need be.
+        """Reserve bytes without a `Charge`, making room if necessary.
 
         Raises:
             LimitExceededError: there is no room for them.
@@ -177,7 +177,7 @@ class Ledger:
                 raise self._refusal(num_bytes, limit)
 
     def release(self, tenant: str, num_bytes: int) -> None:
-        """Give bytes back. Never blocks: the collector of garbage may call it at any place."""
+        """Return bytes. Never blocks, because the garbage collector may call it at any point."""
         self._released.append((tenant, num_bytes))
         if self._lock.acquire(blocking=False):
             try:
@@ -186,7 +186,7 @@ class Ledger:
                 self._lock.release()
 
     def _refused(self, tenant: str, num_bytes: int) -> str:
-        """Take bytes, or return the limit that stands against it."""
+        """Take bytes and return "", or return the name of the limit that prevents it."""
         with self._lock:
             self._settle()
             if self._of[tenant] + num_bytes > self.max_tenant_bytes:
@@ -198,7 +198,7 @@ class Ledger:
             return ""
 
     def _settle(self) -> None:
-        """Note what was given back; called with the lock held."""
+        """Book the returned bytes; called with the lock held."""
         while self._released:
             tenant, num_bytes = self._released.popleft()
             self._total -= num_bytes

@@ -30,7 +30,7 @@ from retriever.predict.question import Question
 from retriever.tree import Source
 
 MAX_PHRASE_TOKENS: Final = 1024
-"""Longest phrase: loading takes time quadratic in its length."""
+"""Longest phrase, in tokens: loading takes time quadratic in its length."""
 
 _JSON_LINES: Final = ".jsonl"
 _LINE_BREAK: Final = "\n"
@@ -96,7 +96,7 @@ class PhraseReader:
         else:
             variants = {self._checked(ids) for ids in self._encoded(phrase["text"])}
         if max(map(len, variants)) == 1:
-            raise ValueError("a single token: nothing would be left of it to draft")
+            raise ValueError("a single token: nothing is left to draft after it")
         yield from variants
 
     def _encoded(self, text: str) -> Iterator[Sequence[int]]:
@@ -114,7 +114,7 @@ class PhraseReader:
 
     @cached_property
     def _line_break(self) -> list[int]:
-        """Encoded at the first text: tokenizers take seconds to load."""
+        """Encoded at the first text, because tokenizers take seconds to load."""
         return list(self.encode(_LINE_BREAK)) if self.encode is not None else []
 
     def _checked(self, ids: ArrayLike) -> Phrase:
@@ -151,7 +151,7 @@ def _encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("no text: it holds half of a surrogate pair") from error
+        raise ValueError("invalid text: it contains a lone surrogate") from error
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -172,7 +172,7 @@ MAX_PHRASE_ROWS: Final = 32
 """Most phrases in one draft: more cost time and rows that other databases need."""
 
 # The automaton searches a node's children linearly, and the root has one for every first token of a
-# phrase. So a token is split into two symbols of disjoint ranges, and no node has many children.
+# phrase. So each token is split into two symbols of disjoint ranges, and no node has many children.
 _SYMBOL_BITS: Final = 8
 _LOW: Final = (1 << _SYMBOL_BITS) - 1
 _HIGH: Final = 1 << _SYMBOL_BITS
@@ -190,8 +190,8 @@ def _untracked(items: Sequence[Any], description: str) -> Iterable[Any]:
 class ListedPhrases:
     """The automaton of all listed phrases; immutable.
 
-    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase: a new
-    token costs one step, independent of the number of phrases.
+    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase, so a
+    new token costs one step, independent of the number of phrases.
 
     Args:
         phrases: token ids of each; a single token has no beginning and is never found.
@@ -238,7 +238,7 @@ class ListedPhrases:
         *,
         track: Track = _untracked,
     ) -> Self:
-        """Load the phrases of files; see `retriever.predict.phrases` for their form.
+        """Load the phrases of files; see `retriever.predict.phrases` for the format.
 
         Args:
             paths: the files.
@@ -275,7 +275,7 @@ class ListedPhrases:
         return sum(array.nbytes for array in self._arrays) + nodes
 
     def summary(self) -> Iterator[str]:
-        """Yield a few lines on loaded and skipped phrases."""
+        """Yield a few lines about loaded and skipped phrases."""
         for problem in self.problems[:_MAX_SHOWN]:
             yield f"warning: {problem}"
         if len(self.problems) > _MAX_SHOWN:
@@ -351,7 +351,7 @@ class ListedPhrases:
         shorter = [NO_BEGINNING] * num_beginnings
         for phrase in listed:
             at, beginning = -1, NO_BEGINNING
-            # Of matches with one end the longest comes first: the phrase's own beginning.
+            # Of matches with the same end, the longest comes first: the phrase's own beginning.
             for end, number in self._automaton.iter(_symbols(phrase[:-1])):
                 if end != at:
                     at, beginning = end, number
@@ -383,7 +383,7 @@ class PhraseCursor:
 
     @contextmanager
     def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
-        """See `SupposingDatabase`: the end is searched from where a beginning may begin."""
+        """See `SupposingDatabase`; searches only the end of the text that a beginning can cover."""
         longest, self._longest = self._longest, self._phrases.longest_at_end(last)
         try:
             yield

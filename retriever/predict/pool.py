@@ -20,11 +20,11 @@ class Entry:
     """An output for the log, with the tenant's statistics.
 
     Attributes:
-        tenant: whose it is.
-        output: the generation; without tokens, only the rest is written.
+        tenant: the tenant that the output belongs to.
+        output: the generation; if it has no tokens, only the rest is written.
         statistics: the tenant's weights as bytes, if changed since they were last logged.
         note: opaque, replaces the previous note; see `retriever.plugins.replication`.
-        saving: of the output.
+        saving: save status of the output.
     """
 
     tenant: str
@@ -35,15 +35,15 @@ class Entry:
 
 
 class DraftedFrom(NamedTuple):
-    """What drafts of a tenant's sequences read.
+    """The data that drafts of a tenant's sequences read.
 
     Attributes:
-        arrays: of generations.
+        arrays: arrays of generations.
         running: packed running outputs.
-        corpus: of the indexes.
-        bounds: of steps.
+        corpus: the database of the indexes.
+        bounds: bounds of steps.
         shared: all of these.
-        packed: the same, packed for kernels.
+        packed: `shared`, packed for kernels.
     """
 
     arrays: tuple[NDArray[Any], ...]
@@ -61,13 +61,12 @@ class Pool:
     Attributes:
         tenant: its name.
         generations: its generations.
-        weights: of mixing, learned from its outputs; kept in the log.
-        learned: steps learned from.
-        logged: steps learned from when the log last got the weights.
+        weights: mixing weights, learned from its outputs; saved in the log.
+        learned: number of learning steps.
+        logged: number of learning steps when the weights were last logged.
         last_used_s: time of the last call that needed it, by `time.monotonic`.
-        running: outputs of its sequences that are running; None while none has a group.
-        drafted_from: what drafts of its sequences read, as long as it is that; see
-            `draft.Predictor`.
+        running: outputs of its running sequences; None while no sequence has a group.
+        drafted_from: cache of the data that drafts of its sequences read; see `draft.Predictor`.
     """
 
     tenant: str
@@ -86,7 +85,7 @@ class Pool:
         return self.generations.num_bytes + running
 
     def tidy(self) -> None:
-        """Give back the memory of running outputs once there are none."""
+        """Free the memory of running outputs once there are none."""
         if self.running is not None and not self.running.num_lanes:
             self.running = None
 
@@ -95,8 +94,8 @@ class Pool:
         return Entry(self.tenant, output, self.unlogged())
 
     def unlogged(self) -> bytes | None:
-        """Return the weights for the log, None if it has them; they count as logged then."""
-        learned = self.learned  # by an open session it may rise meanwhile
+        """Return the weights for the log and count them as logged; None if it already has them."""
+        learned = self.learned  # an open session may raise it meanwhile
         if learned == self.logged:
             return None
         self.logged = learned

@@ -1,7 +1,7 @@
 """The database of predictions: texts that the caller expects the output to contain.
 
-They stand in one store with hash chains, as the sequence itself does, each with a cursor that
-follows it from its beginning and across edits. They belong to one session, and are gone with it.
+They are in one store with hash chains, as the sequence itself is, each with a cursor that follows
+it from its beginning and across edits. They belong to one session and are freed with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,28 +22,28 @@ from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, store_bytes
 from retriever.tree import PredictedPlace, Source
 
 _EACH_BYTES: Final = 512
-"""Memory of a prediction but for its tokens: its label and cursor, and their objects."""
+"""Memory of a prediction without its tokens: its label, its cursor and their objects."""
 
 _SOURCE: Final = int(Source.PREDICTIONS)
 _END: Final = np.array([SEPARATOR], np.int32)
 
 
 def predictions_bytes(num_tokens: int, num_texts: int) -> int:
-    """Return the memory of predictions with so many tokens together, in bytes."""
+    """Return the memory of predictions with `num_tokens` in total, in bytes."""
     capacity = num_tokens + num_texts
     return store_bytes(capacity, CONTEXT_LIMITS, Source.PREDICTIONS) + _EACH_BYTES * num_texts
 
 
 class Predictions:
-    """The predictions of one sequence, and where it stands in each. Not thread-safe.
+    """The predictions of one sequence, and its cursor in each. Not thread-safe.
 
     Args:
-        texts: at least one token each.
-        charge: of their memory; given back with this object.
+        texts: the predictions, of at least one token each.
+        charge: charge for their memory; returned with this object.
 
     Attributes:
         cursors: int64[texts, 3], see `kernels.cursors`.
-        num_tokens: of all together.
+        num_tokens: tokens of all predictions.
         num_bytes: their memory, in bytes.
     """
 
@@ -76,16 +76,16 @@ class Predictions:
         ]
 
     def go_on_from(self, earlier: "Predictions") -> None:
-        """Take over where a sequence stands in others, with which these begin."""
+        """Take over the cursors of earlier predictions, which are the first of these."""
         self.cursors[: len(earlier)] = earlier.cursors
 
     def commit(self, tokens: TokenIds) -> None:
-        """Move the cursors by int32[n], tokens appended to the sequence."""
+        """Move the cursors past int32[n], tokens appended to the sequence."""
         follow_texts(self._packed, tokens)
 
     @contextmanager
     def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
-        """See `SupposingDatabase`: cursors are moved, and put back."""
+        """See `SupposingDatabase`; the cursors are moved and then restored."""
         before = self.cursors.copy()
         self.commit(tokens)
         try:
@@ -101,23 +101,23 @@ class Predictions:
 
     @property
     def touched_bytes(self) -> int:
-        """Their memory that takes pages, in bytes."""
+        """Resident memory of the predictions, in bytes."""
         return self.num_bytes - self._store.num_bytes + self._store.touched_bytes
 
     def place_of(self, position: int) -> PredictedPlace:
-        """Return where a position of the store is."""
+        """Return the prediction and the place in it of a position of the store."""
         text, begin = self._text_at(position)
         return PredictedPlace(self._labels[text], position - begin)
 
     def before(self, position: int) -> TokenIds:
-        """Return int32[n], a view of the tokens before a position of the store, of its text."""
+        """Return int32[n], a view of the tokens of a position's text before the position."""
         return self._store.tokens[self._text_at(position)[1] : position]
 
     def _text_at(self, position: int) -> tuple[int, int]:
-        """Return the text that a position of the store is in, and where that begins."""
+        """Return the text that contains a position of the store, and where it begins."""
         text = int(np.searchsorted(self._starts, position, "right")) - 1
         return text, int(self._starts[text])
 
     def clear(self) -> None:
-        """Overwrite the tokens: an ended sequence leaves nothing in memory."""
+        """Overwrite the tokens, so that an ended sequence leaves nothing in memory."""
         self._store.clear()

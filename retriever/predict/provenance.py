@@ -1,9 +1,9 @@
 """Provenance: traces the nodes of a draft to their evidence and its documents.
 
 Runs after the draft, off the hot path. The rows of evidence stay in the predictor's memory until
-the next draft: those whose continuation begins with a node's path support the node. A node without
-such a row came from counts after its last one to three tokens, in the phrase tables, the sequence
-or generations.
+the next draft. Rows whose continuation begins with a node's path support the node. A node without
+such a row came from counts of what follows its last one to three tokens in the phrase tables, the
+sequence or generations.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,7 +32,7 @@ from retriever.tree import (
 )
 
 _LOOKS_PER_DOCUMENT: Final = 8
-"""Occurrences to examine for each wanted document: several may be in one document."""
+"""Occurrences to examine for each wanted document, because several may be in one document."""
 
 
 def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
@@ -41,7 +41,7 @@ def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
     Bisects the suffix array. Damaged arrays never cause reads beyond their ends.
 
     Args:
-        segment: to search.
+        segment: the segment to search.
         ngram: token ids, at least one.
     """
     wanted = list(ngram)
@@ -63,12 +63,12 @@ def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
 def count_and_locate(
     indexes: Sequence[Index], ngram: Sequence[int], max_documents: int
 ) -> tuple[int, tuple[DocumentOccurrence, ...]]:
-    """Return the number of occurrences of an n-gram, and documents with it.
+    """Return the number of occurrences of an n-gram, and documents that contain it.
 
     Args:
-        indexes: to search.
+        indexes: the indexes to search.
         ngram: token ids, at least one; positions are those of the last.
-        max_documents: most documents to name, with one occurrence each; sampled evenly over a
+        max_documents: most documents to return, with one occurrence each; sampled evenly over a
             segment's occurrences.
 
     Raises:
@@ -89,7 +89,7 @@ def count_and_locate(
 def _documents(
     index: Index, number: int, begins: NDArray[Any], ngram: Sequence[int], max_documents: int
 ) -> Iterator[tuple[tuple[str, str, int], DocumentOccurrence]]:
-    """Yield documents of a segment with the n-gram; repeats are possible."""
+    """Yield documents of a segment that contain the n-gram; repeats are possible."""
     segment = index.segments[number]
     looks = min(len(begins), _LOOKS_PER_DOCUMENT * max_documents)
     for look in range(looks):
@@ -100,7 +100,7 @@ def _documents(
         try:
             document = index.document_at(number, last)
         except (IndexerError, ValueError) as error:
-            raise ProvenanceError(f"where a token stands cannot be told: {error}") from error
+            raise ProvenanceError(f"the document of a token cannot be found: {error}") from error
         place = last - document.start
         yield (
             (str(index.path), segment.name, document.start),
@@ -109,7 +109,7 @@ def _documents(
 
 
 _MAX_POSITIONS: Final = 8
-"""Most positions in the context, or in predictions, given for a node."""
+"""Most positions in the context or in predictions that are returned for a node."""
 
 _MAX_ORDER: Final = 3
 _TABLE_ORDERS: Final = (3, 2, 1)
@@ -119,7 +119,7 @@ _LIVE_ORDERS: Final = (3, 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftedRows:
-    """The rows of a draft, copied so that other drafts can follow.
+    """The rows of a draft, copied because the next draft overwrites them.
 
     Attributes:
         rows: ROW[n].
@@ -141,10 +141,10 @@ class Support:
     """The evidence for a node, before documents are searched.
 
     Attributes:
-        match_length: matching tokens before it.
+        match_length: number of matching tokens before it.
         count: occurrences of the match.
-        positions: in the context.
-        ngram: the matching tokens and its own, if found in the corpus; else empty.
+        positions: positions in the context.
+        ngram: the matching tokens and the node's token, if found in the corpus; else empty.
         predictions: places in predictions.
     """
 
@@ -160,7 +160,7 @@ def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) ->
 
     Args:
         tree: the draft.
-        databases: that it was drafted from; the sequence unchanged since.
+        databases: the databases it was drafted from; the sequence is unchanged since then.
         evidence: the rows of the draft.
     """
     tracer = _Tracer(tree, databases, evidence)
@@ -171,7 +171,7 @@ def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) ->
 def locate(
     supports: Sequence[Support], indexes: Sequence[Index], max_documents: int
 ) -> Iterator[NodeProvenance]:
-    """Find the documents of each node; reads indexes only, so that drafts can continue.
+    """Find the documents of each node; reads only indexes, so drafts can continue.
 
     Raises:
         ProvenanceError: an index is damaged or closed.
@@ -200,7 +200,7 @@ class _Tracer:
         self._depths = tree.depths()
 
     def support(self, node: int) -> Support:
-        """Return the evidence for a node; called for its parent first."""
+        """Return the evidence for a node; must be called for its parent first."""
         source = int(self._tree.sources[node])
         rows = self._agree(node)
         rows = rows[self._rows["source"][rows] == source]
@@ -235,7 +235,7 @@ class _Tracer:
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
-            # What a trail offers is edited: another token may stand in the source.
+            # A trail's continuation is edited, so the source may have another token.
             places = _some(places[self._context[places] == path[-1]])
             longest = _longest(self._text(path), (self._context[:place] for place in places))
             return Support(longest, count, places)
@@ -249,7 +249,7 @@ class _Tracer:
         return Support(match_length, count)
 
     def _text(self, path: TokenIds) -> TokenIds:
-        """Return int32[n], what stands before the last token of a path."""
+        """Return int32[n], the context and the path without its last token."""
         return np.concatenate([self._context, path[:-1]])
 
 
@@ -268,11 +268,11 @@ def _followed(context: TokenIds, text: TokenIds) -> Support:
     return Support()
 
 
-_LOOKED_AT_FIRST: Final = 64  # tokens: most agreements are shorter
+_LOOKED_AT_FIRST: Final = 64  # tokens; most agreements are shorter
 
 
 def _longest(text: TokenIds, others: Iterable[TokenIds]) -> int:
-    """Return how many tokens a text and others have in common at their ends, at most."""
+    """Return the longest common suffix, in tokens, of a text and any of the others."""
     return max((_agreement(text, other) for other in others), default=0)
 
 

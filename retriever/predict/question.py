@@ -1,4 +1,4 @@
-"""The interface of a database: the question it is asked and the rows it writes."""
+"""The interface of a database: the question it answers and the rows it writes."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -32,10 +32,10 @@ class Database(Protocol):
     """A database without a stage, as one sequence uses it; its data may be shared with others."""
 
     def collect(self, question: Question, row: int) -> int:
-        """Write rows of evidence (`ROW`) from `row` on: some dozens at most.
+        """Write rows of evidence (`ROW`) from `row` on: a few dozen at most.
 
-        All databases share the rows of a draft (`layout.MAX_ROWS`). Continuations are drafted as
-        they are: they must be inside the vocabulary.
+        All databases share the rows of a draft (`max_rows` of `layout.Scratch`). Continuations are
+        drafted unchecked, so they must be inside the vocabulary.
 
         Returns:
             The first free row.
@@ -44,25 +44,26 @@ class Database(Protocol):
     def commit(self, tokens: TokenIds) -> None:
         """Note int32[n], tokens appended to the sequence; never the prompt.
 
-        One that needs no more than the last tokens does nothing: a question has them.
+        A database that needs only the last tokens does nothing here, because a question has them.
         """
 
 
 @runtime_checkable
 class SupposingDatabase(Protocol):
-    """A database that also answers after tokens that may come, for drafts ahead.
+    """A database that can also answer after tokens that may come, for drafts ahead.
 
-    A sequence with one that does not is drafted for once its tokens have come.
+    If a sequence has a database that cannot, it gets no drafts ahead.
     """
 
     def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:
-        """Have `collect` answer as if the sequence went on with some tokens, during the block.
+        """Make `collect` answer as if the sequence continued with some tokens, during the block.
 
-        The question of a draft ahead ends with them, so one that reads nothing else does nothing.
+        The question of a draft ahead ends with these tokens, so a database that reads nothing else
+        does nothing here.
 
         Args:
-            tokens: int32[n], what may come.
-            last: int32[m], the last tokens of the sequence then, `tokens` at its end.
+            tokens: int32[n], the tokens that may come.
+            last: int32[m], the last tokens of the sequence including `tokens`.
         """
 
 
@@ -72,7 +73,7 @@ class Occurrence(NamedTuple):
     Attributes:
         continuation: token ids that followed.
         match: tokens before them that equal the end of the query, at least one.
-        times: number of occurrences that it represents.
+        times: number of occurrences that the row represents.
     """
 
     continuation: Sequence[int]
@@ -84,7 +85,7 @@ def write_row(question: Question, row: int, source: Source, occurrence: Occurren
     """Write one row from Python, for a database without a kernel; return the first free row.
 
     Args:
-        question: that it answers.
+        question: the question that it answers.
         row: first free row.
         source: the database.
         occurrence: the row's content.

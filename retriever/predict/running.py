@@ -1,9 +1,9 @@
-"""Outputs of sequences that are running, from which others draft before they end.
+"""Outputs of running sequences, from which other sequences draft before they end.
 
-A sequence of a group writes its output into a *lane*: sequences of its group find that in their
-next step, and the other sequences of its tenant once a block of it is full, if it is to be
-remembered. Nothing of it is left here when the sequence ends: if it is remembered, it is a
-generation then.
+A sequence of a group writes its output into a *lane*. Sequences of its group find that output in
+their next step. The tenant's other sequences find it once a block of it is full, if the output is
+to be remembered. When the sequence ends, its lane is removed; a remembered output then is a
+generation.
 """
 
 from hashlib import blake2b
@@ -22,17 +22,17 @@ from retriever.predict.ledger import Charge
 from retriever.predict.stores import ChainLimits, orders_of
 
 RUNNING_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(8, 16, 16, 16))
-"""Sequences of a group are about the same, so that a match of one or two tokens tells much: without
-these, lanes gain half as much."""
+"""Sequences of a group are about the same topic, so even a match of one or two tokens is strong
+evidence: without orders 1 and 2, lanes gain half as much."""
 
 MOST_TOKENS: Final = 1 << 18
-"""Tokens of a tenant's running outputs that are kept: the newest, in 15 MB."""
+"""Most tokens of a tenant's running outputs, the newest: they take 15 MB."""
 
 FEWEST_TOKENS: Final = 1 << 12
 """Tokens of a new ring."""
 
 _TAIL: Final = 8  # tokens of the prompt that a lane begins with: the longest n-gram
-_AT_ONCE: Final = 1 << 12  # tokens that are noted in one piece: of a longer one, its end
+_AT_ONCE: Final = 1 << 12  # most tokens that are noted at once: of longer commits, the last ones
 
 
 class _Sequence(Protocol):
@@ -40,7 +40,7 @@ class _Sequence(Protocol):
 
     @property
     def address(self) -> int:
-        """Where its store is packed for kernels."""
+        """Address of its store, packed for kernels."""
 
     def __len__(self) -> int: ...
 
@@ -48,7 +48,7 @@ class _Sequence(Protocol):
 def running_bytes(num_tokens: int) -> int:
     """Return the memory of a ring of running outputs, in bytes."""
     num_orders = len(RUNNING_LIMITS.orders)
-    words = 1 + 2 * num_orders + num_orders  # a token, its links, and half as many heads
+    words = 1 + 2 * num_orders + num_orders  # a token, its links, and half as many heads as links
     return 4 * words * num_tokens + BLOCK.itemsize * (num_tokens // LANE_BLOCK)
 
 
@@ -70,17 +70,17 @@ _ORDERS: Final = orders_of(RUNNING_LIMITS)
 
 
 class RunningOutputs:
-    """A tenant's running outputs: the newest tokens of them. Not thread-safe: callers hold a lock.
+    """The newest tokens of a tenant's running outputs. Not thread-safe: callers hold a lock.
 
-    The ring doubles once lanes have half of it, up to `most_tokens`, and where there is no room for
-    a larger one not at all: the oldest blocks are overwritten then.
+    The ring doubles once lanes fill half of it, up to `most_tokens`. If there is no room for a
+    larger one, it does not grow, and the oldest blocks are overwritten.
 
     Args:
         charge: for its memory; None to grow freely.
-        most_tokens: a power of two.
+        most_tokens: most tokens of the ring, a power of two.
 
     Attributes:
-        packed: the ring, packed for kernels; another one once it has grown.
+        packed: the ring, packed for kernels; replaced when it grows.
     """
 
     def __init__(self, charge: Charge | None = None, most_tokens: int = MOST_TOKENS) -> None:
@@ -103,14 +103,14 @@ class RunningOutputs:
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], all that the ring has in memory: `SEPARATOR` where nothing is. Read-only."""
+        """int32[n], the whole ring: `SEPARATOR` where it is empty. Read-only."""
         tokens = self._lanes.tokens.view()
         tokens.flags.writeable = False
         return tokens
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that lanes have: whole blocks."""
+        """Tokens in the blocks of all lanes, counting whole blocks."""
         return LANE_BLOCK * int(self._lanes.state[2])
 
     @property
@@ -136,12 +136,12 @@ class RunningOutputs:
         withdraw_lane(self.packed, lane)
 
     def leave(self, lane: int) -> None:
-        """End a lane: nothing of it is left."""
+        """End a lane and overwrite its tokens."""
         self.withdraw(lane)
         self._num_lanes -= 1
 
     def clear(self) -> None:
-        """Delete and overwrite everything; lanes begin again with what comes."""
+        """Delete and overwrite everything; lanes start over with their next tokens."""
         lanes = self._lanes
         lanes.tokens[:] = SEPARATOR
         lanes.heads[:] = -1
@@ -154,7 +154,7 @@ class RunningOutputs:
             return
         try:
             if self._charge is not None:
-                self._charge.add(running_bytes(size))  # both while it is moved
+                self._charge.add(running_bytes(size))  # both exist during the move
         except LimitExceededError:
             return
         grown = _ring(size)
@@ -167,24 +167,25 @@ NOTHING_RUNS: Final = pack(_ring(LANE_BLOCK), _ORDERS)[:0]
 
 
 def group_number(group: str) -> int:
-    """Return the number of a group: the same for the same name, 0 for none."""
+    """Return the number of a group: a hash of its name, 0 for none."""
     if not group:
         return 0
     return 1 + (int.from_bytes(blake2b(group.encode(), digest_size=8).digest()) >> 2)
 
 
 class RunningOutput:
-    """The output of one sequence while it is written: others draft from it, and it from theirs.
+    """The output of one running sequence: others draft from it, and it drafts from theirs.
 
     Args:
-        outputs: of its tenant; None for a sequence without a group, which reads alone.
-        fields: of its lane, see `lane_fields`.
-        sequence: that it is the output of; None as above.
-        prompt_length: of that.
+        outputs: running outputs of its tenant; None for a sequence without a group, which only
+            reads.
+        fields: fields of its lane, see `lane_fields`.
+        sequence: the sequence that writes it; None as above.
+        prompt_length: length of the sequence's prompt.
 
     Attributes:
-        address: of the lane, packed for kernels.
-        oldest_version: whose evidence counts.
+        address: address of the lane, packed for kernels.
+        oldest_version: oldest model version whose evidence counts.
     """
 
     def __init__(
@@ -200,34 +201,34 @@ class RunningOutput:
         self._packed = pack(Lane(fields))
         self.address: int = self._packed.ctypes.data
         self.oldest_version = int(fields[OLDEST])
-        self._linked_from = max(0, prompt_length - 1)  # what follows the prompt follows its end
+        self._linked_from = max(0, prompt_length - 1)  # the output follows the prompt's last token
         self._noted = max(0, prompt_length - _TAIL)
 
     @property
     def is_written(self) -> bool:
-        """Whether the sequence writes a lane, and not only reads others."""
+        """Whether the sequence writes a lane instead of only reading others."""
         return self._outputs is not None
 
     def commit(self, tokens: TokenIds) -> None:  # noqa: ARG002  (the sequence has them)
-        """Note what has been appended to the sequence; called with the drafter's lock held."""
+        """Copy appended tokens into the lane; called with the drafter's lock held."""
         outputs, sequence = self._outputs, self._sequence
         if outputs is None or sequence is None:
             return
         end = len(sequence)
-        if end - self._noted > _AT_ONCE:  # it would have a gap
+        if end - self._noted > _AT_ONCE:  # skipping tokens would leave a gap, so start over
             outputs.withdraw(self.address)
             self._noted = self._linked_from = end - _AT_ONCE
         outputs.note(self.address, sequence.address, self._noted, end, self._linked_from)
         self._noted = end
 
     def restrict(self) -> None:
-        """Serve the group alone from now on, and with nothing of what has come."""
+        """Serve only the group from now on, and only with later tokens."""
         self._fields[IS_SHARED] = 0
         if self._sequence is not None:
             self._noted = self._linked_from = len(self._sequence)
 
     def leave(self) -> None:
-        """End: nothing of it is left for others."""
+        """End the lane and overwrite its tokens."""
         if self._outputs is not None:
             self._outputs.leave(self.address)
             self._outputs = self._sequence = None
@@ -243,4 +244,4 @@ def lane_fields(
 
 
 READER: Final = RunningOutput(None, lane_fields(DEFAULT))
-"""A sequence without a group, whose version is not stated."""
+"""The lane of a sequence without a group and model version."""

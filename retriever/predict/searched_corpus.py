@@ -20,18 +20,18 @@ from indexer.reader import (
 from retriever.kernels.layout import FEW, SEGMENT_LIMITS, SegmentArrays, Tables, pack
 from retriever.tree import MAX_SOURCES, Source
 
-_FREQUENT: Final = 4.0  # -ln of a token's share: 2% of the corpus and more has rarity 0
-_RARE: Final = 12.0  # 6 in a million and less has rarity 1
+_FREQUENT: Final = 4.0  # -ln of a token's share: tokens of 2% of the corpus or more have rarity 0
+_RARE: Final = 12.0  # tokens of 6 in a million or less have rarity 1
 
 
 def tables_of(indexes: Sequence[Index]) -> Tables:
-    """Return the phrase tables of indexes of one vocabulary as kernels read them.
+    """Return the phrase tables of indexes with the same vocabulary, in the form of kernels.
 
-    Those of one index stay memory-mapped. Those of several are added up, into a mapped temporary
+    The tables of one index stay memory-mapped. Those of several are summed, into a mapped temporary
     file unless they are small.
 
     Raises:
-        indexer.errors.IndexerError: they cannot be added up.
+        indexer.errors.IndexerError: they cannot be summed.
     """
     if not indexes:
         return to_kernel(PhraseTables.empty(0, np.dtype(token_dtype(0))))
@@ -66,11 +66,11 @@ def to_kernel(tables: PhraseTables) -> Tables:
 
 
 SHORTEST_MATCH: Final = 3
-"""Shortest match in the corpus: phrase tables cover shorter ones, up to three tokens."""
+"""Shortest match that is searched in the corpus: phrase tables cover shorter ones."""
 
 
 def no_outcomes() -> NDArray[np.int64]:
-    """Return int64[2, MAX_SOURCES], counts of nodes and accepted nodes from 0."""
+    """Return int64[2, MAX_SOURCES], zero counts of nodes and accepted nodes."""
     return np.zeros((2, MAX_SOURCES), np.int64)
 
 
@@ -82,13 +82,13 @@ class Corpus:
         segments: as the indexer's reader opened them.
         tables: phrase tables of all indexes.
         samples: most occurrences to read for each match length in a segment.
-        shortest: shorter matches are not searched: the tables hold them.
+        shortest: shortest match that is searched, because the tables hold shorter ones.
         enough: once a length occurs this often in a segment, shorter matches are searched neither
-            there nor in those after it; at most FEW.
-        outcomes: int64[2, MAX_SOURCES], nodes and accepted nodes of drafts from it, counted on when
-            another corpus takes its place.
+            there nor in later segments; at most FEW.
+        outcomes: int64[2, MAX_SOURCES], nodes and accepted nodes of drafts from it; a corpus that
+            replaces it continues the counts.
         packed_tables: the tables, packed for kernels.
-        packed_segments: the segments, packed for kernels: a record for each.
+        packed_segments: the segments, packed for kernels, one record each.
     """
 
     segments: Sequence[Segment]
@@ -103,7 +103,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if self.enough > FEW:
-            raise ValueError(f"enough is {self.enough}: at most {FEW} occurrences are told apart")
+            raise ValueError(f"enough is {self.enough}: at most {FEW} occurrences are examined")
         bits = key_bits(len(self.tables.counts1))
         limits = np.array(
             [(int(Source.CORPUS), self.shortest, self.samples, self.enough, KEY_STRIDE, bits)],
@@ -114,13 +114,13 @@ class Corpus:
             SegmentArrays(each.tokens, each.suffixes, each.starts, each.keys, limits)
             for each in self.segments
         ]
-        # Of one type: one vocabulary says how wide tokens are.
+        # All have the same type, because the vocabulary determines the width of tokens.
         packed = [pack(each) for each in self._arrays]
         self.packed_segments = np.concatenate(packed or [_no_segments(self.tables)])
 
 
 def _no_segments(tables: Tables) -> NDArray[Any]:
-    """Return no records of the type that segments have."""
+    """Return zero records of the type of segments."""
     tokens = np.zeros(0, tables.tokens2.dtype)
     numbers, limits = np.zeros(0, np.uint32), np.zeros(0, SEGMENT_LIMITS)
     keys = np.zeros(0, np.uint64)

@@ -1,4 +1,4 @@
-"""What a sequence asks of the kernel that drafts, kept from one step to the next."""
+"""A sequence's requests to the kernel that drafts, in a record that is kept between steps."""
 
 from ctypes import addressof, c_char
 from struct import Struct
@@ -12,13 +12,13 @@ from retriever.tree import NODE_BYTES, BlockTree, DraftTree
 
 
 def _place(name: str) -> int:
-    """Return where a field of `STEP` begins."""
+    """Return the offset of a field of `STEP`."""
     fields: Any = STEP.fields
     return int(fields[name][1])
 
 
 def _fields(first: str, last: str) -> Struct:
-    """Return how fields of `STEP` lie, from one to another."""
+    """Return the layout of the fields of `STEP` from `first` to `last`."""
     names: Any = STEP.names
     within = names[names.index(first) : names.index(last) + 1]
     return Struct("=" + "".join("d" if STEP[name].kind == "f" else "q" for name in within))
@@ -34,14 +34,14 @@ _LONGEST, _TREE, _TREE_SIZE = _place("longest"), _place("tree"), _place("tree_si
 
 _FEWEST_NODES: Final = 64
 MOST_TOKENS: Final = 64
-"""Tokens that are copied into the record; more stay where they are."""
+"""Most tokens that are copied into the record; longer arrays are referenced."""
 
 _TOKENS_AT: Final = STEP.itemsize
 TREE_AT: Final = STEP.itemsize + 4 * MOST_TOKENS
 
 
 def _new() -> bytes:
-    """Return a record that asks for nothing, with room for a small tree."""
+    """Return a record without a request, with room for a small tree."""
     memory = bytearray(TREE_AT + NODE_BYTES * _FEWEST_NODES)
     _NUMBER.pack_into(memory, _LONGEST, MAX_MATCH)
     _NUMBER.pack_into(memory, _TREE_SIZE, -1)
@@ -55,12 +55,12 @@ class StepRecord:
     """A record of `STEP`, with room for the tokens of a step and for the last tree.
 
     Attributes:
-        address: of the record.
-        memory: that it lies in, with what follows.
-        tokens: int32[MOST_TOKENS], room for those of a step: a view.
-        tokens_at: its address.
-        alone: int64[1], that address, for a call of this sequence alone.
-        most_nodes: of a tree that there is room for; more are made room for when they are asked.
+        address: address of the record.
+        memory: memory of the record, the tokens and the tree.
+        tokens: int32[MOST_TOKENS], room for the tokens of a step: a view.
+        tokens_at: address of `tokens`.
+        alone: int64[1], the record's address, for a call for this sequence alone.
+        most_nodes: largest tree that fits; grows with the budget of requests.
     """
 
     __slots__ = ("_held", "address", "alone", "memory", "most_nodes", "tokens", "tokens_at")
@@ -79,11 +79,11 @@ class StepRecord:
         _NUMBER.pack_into(memory, _TREE, self.address + TREE_AT)
 
     def follow(self, sequence: int) -> None:
-        """Be of the sequence whose packed store is at an address."""
+        """Set the address of the sequence's packed store."""
         _NUMBER.pack_into(self.memory, _SEQUENCE, sequence)
 
     def join(self, lane: int) -> None:
-        """Be of the packed lane at an address."""
+        """Set the address of the packed lane."""
         _NUMBER.pack_into(self.memory, _LANE, lane)
 
     def ask(  # noqa: PLR0913, PLR0917  (what is asked)
@@ -95,10 +95,10 @@ class StepRecord:
         min_probability: float,
         rate: float,
     ) -> None:
-        """Ask anew; see `STEP` for all of it.
+        """Write a new request; `STEP` describes the fields.
 
         Raises:
-            struct.error: a number is none, or is beyond 64 bits.
+            struct.error: a value is not a number or exceeds 64 bits.
         """
         num_tokens = len(tokens)
         if num_tokens <= MOST_TOKENS:
@@ -115,25 +115,25 @@ class StepRecord:
             self._grow(budget)
 
     def ask_again(self, stages: int, row: int = 0) -> int:
-        """Ask for other stages of the same; return those that were asked for before."""
+        """Request other stages with the same values; return the previous stages."""
         before: int = _NUMBER.unpack_from(self.memory, ASKED_AT)[0]
         _AGAIN.pack_into(self.memory, ASKED_AT, stages, row)
         return before
 
     def learn_at(self, rate: float) -> None:
-        """Have what followed be learned from, at a rate."""
+        """Set the learning rate."""
         _REAL.pack_into(self.memory, _RATE, rate)
 
     def forget_match(self) -> None:
-        """Let a match in the corpus be of any length."""
+        """Allow a match of any length in the corpus again."""
         _NUMBER.pack_into(self.memory, _LONGEST, MAX_MATCH)
 
     def answer(self) -> tuple[int, int, int, int]:
-        """Return why it was refused, the nodes, the rows, and the nodes that were learned from."""
+        """Return the refusal, and the numbers of nodes, rows and nodes that were learned from."""
         return ANSWER.unpack_from(self.memory, ANSWER_AT)
 
     def drafted(self, budget: int) -> DraftTree:
-        """Return a copy of the tree that was just answered."""
+        """Return a copy of the tree of the last answer."""
         return self.tree(ANSWER.unpack_from(self.memory, ANSWER_AT)[1], budget)
 
     def tree(self, size: int, budget: int) -> DraftTree:
@@ -141,12 +141,12 @@ class StepRecord:
         return BlockTree(self.memory[TREE_AT : TREE_AT + NODE_BYTES * budget], size)
 
     def clear(self) -> None:
-        """Overwrite the tokens and the tree: an ended sequence leaves nothing in memory."""
+        """Overwrite the tokens and the tree, so that an ended sequence leaves nothing in memory."""
         self.memory[_TOKENS_AT:] = bytes(len(self.memory) - _TOKENS_AT)
         self._held = None
 
     def _grow(self, most_nodes: int) -> None:
-        """Have room for a larger tree; what was asked, and the last tree, stay."""
+        """Make room for a larger tree; the request and the last tree are kept."""
         before, held, inside = self.memory, self._held, self.tokens_at
         room = bytes(NODE_BYTES * (most_nodes - self.most_nodes))
         self._hold(most_nodes, bytearray().join((before, room)))

@@ -30,23 +30,23 @@ from retriever.limits import MAPPED_BYTES
 from retriever.tree import Source
 
 MIN_CAPACITY: Final = 1024
-"""Tokens in the smallest ring: smaller ones would grow at once."""
+"""Tokens in the smallest ring: a smaller one would have to grow immediately."""
 
 _MIN_LAST: Final = 4096
-"""Least entries in the table of a sequence's last tokens: 16 KiB."""
+"""Fewest entries in the table of a sequence's last tokens: 16 KiB."""
 
 
 _NUMBER: Final = Struct("=q")
 _STATE: Final = Struct("=3q")
 
-_ADVISED_BYTES: Final = 1 << 22  # huge pages are asked for from this size on
+_ADVISED_BYTES: Final = 1 << 22  # huge pages are requested from this size on
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainLimits:
     """The n-gram orders that a store indexes, and the most rows of each in a draft.
 
-    Compared by identity, since plans are kept by it.
+    Compared by identity, because plans are cached by it.
     """
 
     orders: tuple[int, ...]
@@ -55,14 +55,14 @@ class ChainLimits:
 
 CONTEXT_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(16, 16, 32, 64))
 GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4), max_rows=(32, 64))
-"""With a corpus, whose phrase tables cover shorter matches better and faster."""
+"""Used with a corpus, whose phrase tables cover shorter matches better and faster."""
 
 GENERATIONS_ALONE: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(32, 64, 32, 64))
-"""Without a corpus: on chats 15% more tokens a step, for 6 microseconds a draft."""
+"""Used without a corpus: on chats, 15% more tokens per step for 6 microseconds per draft."""
 
 
 def ring_capacity(num_tokens: int) -> int:
-    """Return the tokens of the smallest ring that holds `num_tokens`: a power of two."""
+    """Return the capacity of the smallest ring that holds `num_tokens`: a power of two."""
     return 1 << (max(num_tokens, MIN_CAPACITY) - 1).bit_length()
 
 
@@ -73,20 +73,20 @@ def store_bytes(capacity: int, limits: ChainLimits, source: Source) -> int:
 
 @cache
 def orders_of(limits: ChainLimits) -> Orders:
-    """Return the orders as arrays, which stores share and none writes to."""
+    """Return the orders as arrays, which stores share and never write to."""
     return Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
 
 
 def _untouched(first: int, last: int, block: tuple[int, int], huge: int) -> int:
-    """Return how many bytes of zeros that nobody wrote take no pages.
+    """Return how many bytes of never written zeros are not resident in memory.
 
     Args:
         first: address of the zeros.
         last: address after them.
-        block: addresses of the mapped memory that they are in: where it begins and ends.
-        huge: bytes of pages where they are huge; 1 where none are.
+        block: begin and end address of the mapped memory that contains them.
+        huge: size of huge pages, in bytes; 1 without huge pages.
     """
-    # Huge pages lie at multiples of their size; around them are small ones.
+    # Huge pages lie at multiples of their size, with small pages around them.
     low, high = -(-block[0] // huge) * huge, block[1] // huge * huge
     if low >= high:
         return last - first
@@ -97,7 +97,7 @@ def _untouched(first: int, last: int, block: tuple[int, int], huge: int) -> int:
 
 @cache
 def _huge_page() -> int:
-    """Return the bytes of a huge page; 1 where there is none."""
+    """Return the size of a huge page in bytes, 1 without huge pages."""
     folder = Path("/sys/kernel/mm/transparent_hugepage")
     with suppress(OSError, ValueError):
         if "[never]" not in (folder / "enabled").read_text():
@@ -107,14 +107,14 @@ def _huge_page() -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """What a store of a size has in its one block of memory.
+    """The layout of the memory block of a store of a given size.
 
     Attributes:
-        num_bytes: of the block.
-        token_bytes: of these, what holds and finds tokens: most of it.
-        record: int64[n], the packed store, which the block begins with, of a block at address 0.
-        is_inside: int64[n], 1 for an address within the block.
-        places: where each array begins, and its shape.
+        num_bytes: size of the block.
+        token_bytes: the part that holds and finds tokens, which is most of it.
+        record: int64[n], the packed store at the start of the block, for a block at address 0.
+        is_inside: int64[n], 1 for each word that is an address within the block.
+        places: offset and shape of each array.
     """
 
     num_bytes: int
@@ -126,7 +126,7 @@ class _Plan:
 
 @cache
 def _plan_of(size: int, limits: ChainLimits, source: Source) -> _Plan:
-    """Return the plan of a store whose ring has a size."""
+    """Return the plan of a store whose ring holds `size` tokens."""
     num_orders, is_sequence = len(limits.orders), source == Source.CONTEXT
     shapes: dict[str, tuple[int, ...]] = {
         "state": (3,),
@@ -166,10 +166,10 @@ def _type_of(name: str) -> np.dtype[Any]:
 
 
 def _zeros(num_bytes: int) -> bytearray | mmap.mmap:
-    """Return zeros; many are mapped, and go back to the system once they are free.
+    """Return zeros; large blocks are mapped, so that they return to the system when freed.
 
-    Allocators keep what they were given back, and messages are faster to receive for it: but
-    memory of an ended sequence is far more, and may never be asked for again.
+    Allocators keep freed memory, which makes messages faster to receive. But the memory of an
+    ended sequence is far larger, and may never be needed again.
 
     Raises:
         MemoryError: the system has no memory left.
@@ -181,7 +181,7 @@ def _zeros(num_bytes: int) -> bytearray | mmap.mmap:
     except OSError as error:
         raise MemoryError from error
     if num_bytes >= _ADVISED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -189,18 +189,18 @@ def _zeros(num_bytes: int) -> bytearray | mmap.mmap:
 class ChainStore:
     """Tokens in a ring with hash chains over their n-grams; the oldest are overwritten.
 
-    Each token of capacity takes 4 bytes, and 6 more for every order of n-grams. All of a store is
-    one block of memory, which begins with its record for kernels.
+    Each token of capacity takes 4 bytes, and 6 more for every order of n-grams. A store is one
+    block of memory, which begins with its record for kernels.
 
     Args:
         capacity: most tokens to hold; rounded up to a power of two.
         limits: the n-grams to index.
         source: marks rows of this store.
-        tokens: int32[n], that it begins with.
+        tokens: int32[n], the initial tokens.
         start: position of the first token.
 
     Attributes:
-        address: of the record, of `layout.STORE_LAYOUT`.
+        address: address of the record, which has `layout.STORE_LAYOUT`.
         num_bytes: memory of the tokens, in bytes.
         capacity: tokens that the ring holds.
     """
@@ -230,9 +230,10 @@ class ChainStore:
         self._start = start
 
     def __len__(self) -> int:
-        """Position after the newest token: of a store from 0, the tokens appended so far.
+        """Position after the newest token.
 
-        Overwritten tokens and separators count.
+        For a store that starts at 0, this is the number of tokens appended so far, including
+        separators and overwritten tokens.
         """
         end: int = _NUMBER.unpack_from(self._memory, self._end_at)[0]
         return end
@@ -259,7 +260,7 @@ class ChainStore:
 
     @cached_property
     def cursor(self) -> Cursor:
-        """Where the sequence is being copied from; moves as it grows: views."""
+        """Where the sequence is being copied from; moves as the sequence grows: views."""
         return Cursor(*map(self._array, Cursor._fields))
 
     @cached_property
@@ -269,9 +270,9 @@ class ChainStore:
 
     @property
     def touched_bytes(self) -> int:
-        """Memory of the store that takes pages, in bytes: not all of the room for later tokens."""
+        """Resident memory of the store, in bytes: without unused room for later tokens."""
         if isinstance(self._memory, bytearray):
-            return self.num_bytes  # of memory that was used before
+            return self.num_bytes  # such memory was used before
         used = min(self.capacity, len(self) - self._start)
         huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
         block = self.address, self.address + self._plan.num_bytes
@@ -283,7 +284,7 @@ class ChainStore:
         return self.num_bytes - untouched
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether so many more tokens can be appended without overwriting any."""
+        """Return whether `num_tokens` more can be appended without overwriting any."""
         return len(self) + num_tokens <= self.capacity
 
     @property
@@ -302,13 +303,13 @@ class ChainStore:
         extend_sequence(self.address, tokens)
 
     def follow(self, other: "ChainStore") -> None:
-        """Take over where a sequence stands in what it copies: its tokens are the same."""
+        """Take over the cursor of another store that has the same tokens."""
         for array, known in zip(self.cursor, other.cursor, strict=True):
             array[:] = known
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
-        """Have a sequence end with int32[n] during the block; there is room for them."""
+        """Append int32[n] tentatively during the block; the caller has checked for room."""
         before = np.empty(len(tokens), np.int64)
         cursor = [array.copy() for array in self.cursor]
         suppose_tokens(self.address, tokens, before)
@@ -324,7 +325,7 @@ class ChainStore:
         self.chains.state[2] = max(int(self.chains.state[2]), position)
 
     def clear(self) -> None:
-        """Overwrite the tokens: what has ended leaves nothing in memory."""
+        """Overwrite the tokens, so that an ended sequence leaves nothing in memory."""
         self.tokens[:] = 0
 
     def live(self) -> TokenIds:

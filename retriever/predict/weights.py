@@ -1,8 +1,8 @@
-"""The weights of mixing: the shipped prior, and what each tenant has learned.
+"""The weights of mixing: the shipped prior and the weights that each tenant has learned.
 
 Most weights apply to evidence of any database. One part of the escape has a row for each possible
 dominant source (`Source`) of a node. In memory there are rows for all source numbers. Stored
-weights name the source of each row, so that they can be read when there are more:
+weights name the source of each row, so that they can still be read when sources are added:
 
     b"weights3" | uint8 number of rows | for each row uint8 length and ASCII name of its source |
     float32[network] | float32[rows, MATCH_BUCKETS, DEPTH_BUCKETS], all little-endian
@@ -23,15 +23,15 @@ from retriever.kernels.layout import DEPTH_BUCKETS, MATCH_BUCKETS, WEIGHTS
 from retriever.tree import MAX_SOURCES, Source, drafted_sources
 
 _PRIOR_FILE: Final = "prior.npy"
-"""float32[n], the values of `values_of`: rows in the order of the sources' numbers."""
+"""float32[n], in the form of `values_of`, with rows in the order of the sources' numbers."""
 
 _MARK: Final = b"weights3"
-"""Begins stored weights; its number changes with the format."""
+"""The beginning of stored weights; its number changes with the format."""
 
 _ROW_SIZE: Final = MATCH_BUCKETS * DEPTH_BUCKETS
 _OFFSETS: Final[Mapping[str, Any]] = WEIGHTS.fields or {}
 _NETWORK_SIZE: Final[int] = _OFFSETS["escape"][1] // 4
-"""Values before the rows of sources; fields behind these rows would not be kept."""
+"""Values before the rows of sources; fields after these rows would not be stored."""
 
 Weights = NDArray[Any]
 """WEIGHTS[1]."""
@@ -43,7 +43,7 @@ def prior_weights() -> Weights:
 
 
 def from_values(values: NDArray[np.float32]) -> Weights:
-    """Return weights from float32[n]: all fields in order, the last one with its first rows only.
+    """Return weights from float32[n]: all fields in order, the last one with only its first rows.
 
     Raises:
         ValueError: the number of values does not fit.
@@ -67,14 +67,14 @@ def values_of(weights: Weights) -> NDArray[np.float32]:
 
 
 def to_bytes(weights: Weights) -> bytes:
-    """Return weights in the form of the log."""
+    """Return weights in the format of the log."""
     names = (source.name.encode("ascii") for source in Source)
     named = b"".join(bytes([len(name)]) + name for name in names)
     return _MARK + bytes([len(Source)]) + named + values_of(weights).tobytes()
 
 
 def from_bytes(kept: bytes | None) -> Weights:
-    """Return stored weights; the prior where they are missing or invalid."""
+    """Return stored weights, or the prior if they are missing or invalid."""
     weights = prior_weights()
     names, begin = _names_in(kept or b"")
     size = 4 * (_NETWORK_SIZE + len(names) * _ROW_SIZE)
@@ -109,7 +109,7 @@ def _default_row(weights: Weights, num_rows: int) -> NDArray[np.float32]:
 def _names_in(kept: bytes) -> tuple[tuple[str, ...], int]:
     """Return the names of the sources of stored rows, and the offset of the values.
 
-    No names if the form is unknown.
+    There are no names if the format is unknown.
     """
     if not kept.startswith(_MARK) or len(kept) == len(_MARK):
         return (), 0

@@ -1,15 +1,17 @@
 """The access file: maps tokens and certificates to tenants.
 
-Bearer tokens: made, hashed, and compared in constant time. A token is `fdt_`, 16 hexadecimal digits
-that name it, `_`, and 256 random bits in base64url. Tokens are random, so a dictionary attack is
-impossible and a slow hash would only cost every call. Stored is HMAC-SHA-256 of the token, keyed
-with a salt, so that a leaked file admits no caller.
+This module also makes and hashes bearer tokens, and compares them in constant time. A token is
+`fdt_`, 16 hexadecimal digits that name it, `_`, and 256 random bits in base64url. Tokens are
+random, so a dictionary attack is impossible and a slow hash would only slow down every call. The
+file stores the HMAC-SHA-256 of each token, keyed with a salt, so that a leaked file admits no
+caller.
 
 A line is a JSON object: `{"tenant": NAME, "token": HASH, "scopes": [SCOPE, …]}`, or with
-`"certificate": IDENTITY` in the place of the token. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or
-`IP:…` for a subject's alternative name, or `CN:…` for its common name. `"scopes"` says what it may
-do, `"name": NAME` is what logs call it, `"added": DAY` when it was made, as `2026-11-28`. A line
-whose only scope is `admin` needs no tenant. Empty lines and those that begin with `#` are ignored.
+`"certificate": IDENTITY` in place of the token. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or
+`IP:…` for a subject's alternative name, or `CN:…` for its common name. `"scopes"` says what the
+credential may do, `"name": NAME` is its name in logs, and `"added": DAY` is when it was made, as
+`2026-11-28`. A line whose only scope is `admin` needs no tenant. Empty lines and those that begin
+with `#` are ignored.
 """
 
 import hmac
@@ -39,7 +41,7 @@ class TokenHash:
     """The stored form of a token.
 
     Attributes:
-        name: of the token; no secret.
+        name: name of the token; not secret.
         salt: 16 random bytes.
         digest: 32 bytes.
     """
@@ -53,11 +55,11 @@ class TokenHash:
         """Return the hash of a token, with a new salt.
 
         Raises:
-            ValueError: this is no token.
+            ValueError: this is not a token.
         """
         name = name_of(token)
         if name is None:
-            raise ValueError("this is no token")
+            raise ValueError("this is not a token")
         salt = secrets.token_bytes(16)
         return cls(name, salt, _digest(salt, token))
 
@@ -66,11 +68,11 @@ class TokenHash:
         """Return the hash that `str` wrote.
 
         Raises:
-            ValueError: this is none.
+            ValueError: this is not the hash of a token.
         """
         found = _HASH.fullmatch(text)
         if found is None:
-            raise ValueError("this is no hash of a token")
+            raise ValueError("this is not the hash of a token")
         return cls(found[1], bytes.fromhex(found[2]), bytes.fromhex(found[3]))
 
     def __str__(self) -> str:
@@ -92,7 +94,7 @@ def unknown_hash() -> TokenHash:
 
 
 def name_of(token: str) -> str | None:
-    """Return a token's name, None if this is not a token."""
+    """Return the name of a token; None if this is not a token."""
     found = _TOKEN.fullmatch(token)
     return found[1] if found is not None else None
 
@@ -110,7 +112,7 @@ class Scope(StrEnum):
 
 
 TENANT_SCOPES: Final = frozenset({Scope.DRAFT, Scope.DELETE})
-"""All that concerns a tenant's own data."""
+"""The scopes that concern a tenant's own data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,10 @@ class Grant:
     """What a credential's holder may do.
 
     Attributes:
-        name: of the credential, for logs: its own, else the token's name or the identity.
-        tenant: that it acts for; "" for one that administers and has none.
-        scopes: what for.
-        added: the day when it was made, as `2026-11-28`; "" where its line does not say.
+        name: name of the credential in logs: its own name, else that of the token or the identity.
+        tenant: tenant that it acts for; "" for an administrator without one.
+        scopes: scopes of the credential.
+        added: day on which it was made, as `2026-11-28`; "" if its line does not say.
     """
 
     name: str
@@ -134,15 +136,15 @@ _IDENTITY: Final = re.compile(r"(URI|DNS|EMAIL|IP|CN):.+", re.DOTALL)
 _NAME: Final = re.compile(r"(?![0-9a-f]{16}$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DAY: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _KEYS: Final = frozenset({"tenant", "token", "certificate", "scopes", "name", "added"})
-_NO_IDENTITY: Final = "is no identity: write DNS:…, URI:…, EMAIL:…, IP:… or CN:…"
+_NO_IDENTITY: Final = "is not an identity: write DNS:…, URI:…, EMAIL:…, IP:… or CN:…"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Credentials, and what they are for.
+    """Credentials and their grants.
 
     Attributes:
-        tokens: hash and grant of each, by the token's name.
+        tokens: hash and grant of each token, by token name.
         certificates: grants by identity.
     """
 
@@ -153,17 +155,17 @@ class Access:
     )
 
     def grant_of_token(self, token: str) -> Grant | None:
-        """Return a token's grant, None for a wrong one; one hash and one comparison for any."""
+        """Return a token's grant, None for a wrong token; always one hash and one comparison."""
         expected, grant = self.tokens.get(name_of(token) or "", self._unknown)
         return grant if expected.fits(token) else None
 
     def grant_of_certificate(self, identities: Iterable[str]) -> Grant | None:
-        """Return the grant of the first identity that has one, None where none has."""
+        """Return the grant of the first identity that has one; None if none has."""
         found = (self.certificates.get(identity) for identity in identities)
         return next((grant for grant in found if grant is not None), None)
 
     def named(self, name: str) -> Grant | None:
-        """Return the grant of a token's name, an identity, or a credential's own name."""
+        """Return the grant by name of the token, identity, or name of the credential."""
         if name in self.tokens:
             return self.tokens[name][1]
         if name in self.certificates:
@@ -176,7 +178,7 @@ def read_access(path: Path, *, by_operator: bool = False) -> Access:
     """Read an access file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         by_operator: root may read a file of any user.
 
     Raises:
@@ -194,14 +196,14 @@ def add_token(
     """Make a token, append its hash to an access file, and return it.
 
     Args:
-        path: of the file; made with the mode 0600 if it is not there.
-        tenant: that it acts for; "" for none, where it only administers.
-        scopes: what for.
-        name: what logs call it; None: its 16 digits.
+        path: path of the file; created with mode 0600 if it does not exist.
+        tenant: tenant that it acts for; "" for a token that only administers.
+        scopes: scopes of the token.
+        name: name of the token in logs; None for its 16 digits.
 
     Raises:
-        CredentialsError: the file cannot be used, or the name is none or taken.
-        InvalidRequestError: the name cannot be a tenant's.
+        CredentialsError: the file cannot be used, or the name is invalid or taken.
+        InvalidRequestError: the tenant's name is invalid.
     """
     token = new_token()
     _add(path, {"token": str(TokenHash.of(token))}, Grant(name or "", tenant, frozenset(scopes)))
@@ -218,8 +220,8 @@ def add_certificate(
     """Add a certificate's identity, as `add_token` adds a token.
 
     Raises:
-        CredentialsError: the file cannot be used, or this is no identity or one that is taken.
-        InvalidRequestError: the name cannot be a tenant's.
+        CredentialsError: the file cannot be used, or the identity is invalid or taken.
+        InvalidRequestError: the tenant's name is invalid.
     """
     if _IDENTITY.fullmatch(identity) is None:
         raise CredentialsError(f"{identity!r} {_NO_IDENTITY}")
@@ -227,10 +229,10 @@ def add_certificate(
 
 
 def remove(path: Path, name: str) -> Grant:
-    """Remove a token by its name, a certificate by its identity, or either by its own name.
+    """Remove a credential by token name, by certificate identity, or by the name in its line.
 
     Returns:
-        What it was.
+        The grant that it had.
 
     Raises:
         CredentialsError: the file cannot be used, or has no such credential.
@@ -242,10 +244,11 @@ def set_scopes(path: Path, name: str, scopes: Collection[Scope]) -> Grant:
     """Set the scopes of a credential; `name` as for `remove`.
 
     Returns:
-        What it was.
+        The grant that it had.
 
     Raises:
-        CredentialsError: the file cannot be used, has no such credential, or it cannot have these.
+        CredentialsError: the file cannot be used, has no such credential, or the credential cannot
+            have these scopes.
     """
     wanted = frozenset(scopes)
 
@@ -256,7 +259,7 @@ def set_scopes(path: Path, name: str, scopes: Collection[Scope]) -> Grant:
 
 
 def _add(path: Path, record: dict[str, Any], grant: Grant) -> None:
-    """Append a line, and see that it counts."""
+    """Append a line, and check that it is in effect."""
     check_tenant_name(grant.tenant)
     record |= {"tenant": grant.tenant} if grant.tenant else {}
     record |= {"name": grant.name} if grant.name else {}
@@ -285,7 +288,7 @@ def _change(
     line_of: Callable[[dict[str, Any]], str],
     is_right: Callable[[Grant | None], bool],
 ) -> Grant:
-    """Put another line in the place of a credential's, or none; return what it was."""
+    """Replace or remove the line of a credential; return the grant that it had."""
     found: list[Grant] = []
 
     def changed(content: bytes) -> bytes:
@@ -294,7 +297,7 @@ def _change(
             raise CredentialsError(f"{path} has no token or certificate {name!r}")
         found[:] = [grant]
         text = "".join(_changed_lines(content.decode(), grant, line_of))
-        _parsed(text.encode(), path)  # a change that would make it invalid is refused
+        _parsed(text.encode(), path)  # refuses a change that would make the file invalid
         return text.encode()
 
     _check(rewrite(path, changed), path, name, is_right)
@@ -315,10 +318,10 @@ def _changed_lines(
 
 
 def _check(content: bytes, path: Path, name: str, is_right: Callable[[Grant | None], bool]) -> None:
-    """Check what a file holds after a change.
+    """Check that a change is in the file.
 
     Raises:
-        CredentialsError: the change is not in it.
+        CredentialsError: it is not.
     """
     if not is_right(_parsed(content, path).named(name)):
         raise CredentialsError(f"{path} was changed meanwhile: the change of {name} is not in it")
@@ -331,7 +334,7 @@ def _parsed(content: bytes, path: Path) -> Access:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise CredentialsError(f"{path} is not UTF-8: it is no access file") from error
+        raise CredentialsError(f"{path} is not UTF-8, so not an access file") from error
     for number, line in enumerate(text.split("\n"), 1):
         if not _has_record(line):
             continue
@@ -343,7 +346,7 @@ def _parsed(content: bytes, path: Path) -> Access:
             raise CredentialsError(f"{path}, line {number}: {error}") from error
         if lines_of.setdefault(grant.name, number) != number:
             raise CredentialsError(
-                f"{path}, line {number}: {grant.name} stands in line {lines_of[grant.name]} as "
+                f"{path}, line {number}: {grant.name} is in line {lines_of[grant.name]} as "
                 "well: one name, one credential; remove one of the lines"
             )
     return Access(tokens, certificates)
@@ -358,24 +361,23 @@ def _record(line: str) -> dict[str, Any]:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            'it is no {"tenant": …, "token": …} in JSON, or only a part of one: correct or remove '
-            "the line"
+            'it is not {"tenant": …, "token": …} in JSON, or is cut off: correct or remove the line'
         ) from error
     if not isinstance(record, dict) or not set(record) <= _KEYS:
         raise ValueError(f"it must be an object with no other keys than {', '.join(sorted(_KEYS))}")
     if ("token" in record) == ("certificate" in record):
         raise ValueError('it must have the key "tenant" and either "token" or "certificate"')
     if not all(isinstance(value, str) for key, value in record.items() if key != "scopes"):
-        raise ValueError("its values must be texts")
+        raise ValueError("its values must be strings")
     return record
 
 
 def _grant_of(record: dict[str, Any]) -> Grant:
-    """Return what a line grants.
+    """Return the grant of a line.
 
     Raises:
-        ValueError: name, tenant, scopes or day are wrong.
-        InvalidRequestError: the tenant's name is.
+        ValueError: the name, tenant, scopes or day is invalid.
+        InvalidRequestError: the tenant's name is invalid.
     """
     scopes = _scopes_of(record)
     if "tenant" not in record and scopes != {Scope.ADMIN}:
@@ -384,8 +386,8 @@ def _grant_of(record: dict[str, Any]) -> Grant:
     name = record.get("name")
     if name is not None and _NAME.fullmatch(name) is None:
         raise ValueError(
-            f"{name[:64]!r} is no name: it has 1 to 64 letters, digits and . _ @ -, and is not "
-            "like a token's"
+            f"{name[:64]!r} is not a valid name: 1 to 64 letters, digits and . _ @ -, and not "
+            "like the name of a token"
         )
     name = name or record.get("certificate") or record.get("token", "").partition(":")[0]
     added = record.get("added", "")
@@ -410,14 +412,14 @@ def _take(
     if "token" in record:
         token = TokenHash.parsed(record["token"])
         if token.name in tokens:
-            raise ValueError(f"the token {token.name} stands there twice: remove one of the lines")
+            raise ValueError(f"the token {token.name} is there twice: remove one of the lines")
         tokens[token.name] = token, grant
         return
     identity = record["certificate"]
     if _IDENTITY.fullmatch(identity) is None:
         raise ValueError(f"{identity!r} {_NO_IDENTITY}")
     if identity in certificates:
-        raise ValueError(f"the certificate {identity} stands there twice: remove one of the lines")
+        raise ValueError(f"the certificate {identity} is there twice: remove one of the lines")
     certificates[identity] = grant
 
 

@@ -1,4 +1,4 @@
-"""Admission: finds the caller and tenant of every call before it is answered."""
+"""Admission: identifies the caller and tenant of every call before it is answered."""
 
 import logging
 import math
@@ -32,15 +32,16 @@ _SCOPES: Final[Mapping[str, Scope | None]] = {
     "/grpc.reflection.v1.ServerReflection/": None,
 }
 _NOBODY: Final = Access()
-_BETWEEN_TOLD_S: Final = 60.0  # of refused calls in the log
-_MOST_SHOWN: Final = 200  # characters of a certificate's identities
+_BETWEEN_TOLD_S: Final = 60.0  # between log lines on refused calls
+_MOST_SHOWN: Final = 200  # most characters of identities in a log line
 _LOGGER: Final = logging.getLogger(__name__)
 
 
 def scope_for(method: str) -> Scope | None:
-    """Return the scope that a call takes, by its full name; None where any credential will do.
+    """Return the scope that a call requires, by its full name; None if any credential will do.
 
-    What is not listed takes the scope admin: a new service is closed until it is listed.
+    Calls that are not listed require the scope admin, so a new service is closed until it is
+    listed.
     """
     for name in (method, f"{method.rpartition('/')[0]}/"):
         if name in _SCOPES:
@@ -52,15 +53,16 @@ class Authenticator:
     """Finds what a caller may do: by its token if it sends one, else by its certificate.
 
     Args:
-        access: the access file; None: certificates act for the tenant of their own name.
-        client_ca: authorities of certificates; None: there are none, or others look at the file.
-        grace_s: how long callers are let in by what was read once a file cannot be used, in
+        access: the access file; None to let each certificate act for the tenant of its own name.
+        client_ca: authorities of certificates; None if there are none, or something else checks the
+            file.
+        grace_s: how long the last content of a file admits callers once the file cannot be used, in
             seconds.
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
 
     Attributes:
-        refused: refused calls and steps.
-        files: those that let callers in, by the setting that names each.
+        refused: number of refused calls and steps.
+        files: the files that admit callers, by the setting that names each.
 
     Raises:
         CredentialsError: a file cannot be used.
@@ -93,11 +95,11 @@ class Authenticator:
     def current(self) -> Access | None:
         """Return the current access file; the same object while it is unchanged.
 
-        Where a file could not be used for longer than the grace, it lists nobody.
+        If a file could not be used for longer than the grace period, it lists no credentials.
         """
         if self._clock() < self._look_at_s:
             return self._current
-        if not self._lock.acquire(blocking=False):  # another thread looks; this one goes on
+        if not self._lock.acquire(blocking=False):  # another thread is checking
             return _NOBODY if any(file.is_overdue for file in self._files) else self._current
         try:
             for file in self._files:
@@ -108,14 +110,14 @@ class Authenticator:
         return self._current
 
     def look(self) -> None:
-        """Look at the files now."""
+        """Check the files now."""
         with self._lock:
             for file in self._files:
                 file.look()
             self._note()
 
     def _note(self) -> None:
-        """Note what the files say, so that a call has but to look at the time."""
+        """Cache the state of the files, so that a call only needs to check the time."""
         if any(file.is_overdue for file in self._files):
             self._current = _NOBODY
         else:
@@ -128,8 +130,8 @@ class Authenticator:
         """Return what a caller's credentials grant.
 
         Raises:
-            AccessRefusedError: it has no valid credentials.
-            NotPermittedError: it is known but has no tenant.
+            AccessRefusedError: the caller has no valid credentials.
+            NotPermittedError: the caller is known but has no tenant.
         """
         try:
             if token is not None:
@@ -140,7 +142,7 @@ class Authenticator:
             raise
 
     def _note_refusal(self, token: str | None, certificate: Certified | None) -> None:
-        """Count a refusal, and log it, once in a minute at most: who guesses fills no disk."""
+        """Count a refusal and log it, at most once a minute: guessing must not fill the disk."""
         self.refused += 1
         if self._clock() < self._tell_at_s:
             return
@@ -152,17 +154,17 @@ class Authenticator:
 
 
 class Caller:
-    """The caller of a call; its credentials are checked as long as the call lasts.
+    """The caller of a call; its credentials are checked throughout the call.
 
     Args:
-        authenticator: finds what it may do.
-        token: of the call, or None.
-        certificate: of the connection, or None.
-        scope: that the call takes; None where any credential will do.
+        authenticator: finds what the caller may do.
+        token: token of the call, or None.
+        certificate: certificate of the connection, or None.
+        scope: scope that the call requires; None if any credential will do.
 
     Raises:
-        AccessRefusedError: these are not valid.
-        NotPermittedError: it is known and may not do this.
+        AccessRefusedError: the credentials are not valid.
+        NotPermittedError: the caller is known but may not do this.
     """
 
     __slots__ = ("_access", "_authenticator", "_certificate", "_grant", "_scope", "_token")
@@ -183,23 +185,24 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """The tenant that it acts for; "" for a caller that administers and has none.
+        """The tenant that the caller acts for; "" for an administrator without one.
 
         Raises:
             AccessRefusedError: its credentials have expired, were revoked, or moved to another
-            tenant; NotPermittedError: they have lost the scope of the call.
+                tenant.
+            NotPermittedError: they have lost the scope of the call.
         """
         self.check()
         return self._grant.tenant
 
     @property
     def name(self) -> str:
-        """The name of its credentials for logs: a token's name or an identity; no secret."""
+        """The name of its credentials for logs: a token's name or an identity; not secret."""
         return self._grant.name
 
     @property
     def scopes(self) -> frozenset[Scope]:
-        """What its credentials are for."""
+        """The scopes of its credentials."""
         return self._grant.scopes
 
     def check(self) -> None:
@@ -220,14 +223,14 @@ class Caller:
         grant = self._authenticator.grant(access, self._token, self._certificate)
         if self._scope is not None and self._scope not in grant.scopes:
             raise NotPermittedError(
-                f"this call takes credentials of the scope {self._scope}, and these have "
-                f"{', '.join(sorted(grant.scopes))} alone: ask the service's operator"
+                f"this call takes credentials of the scope {self._scope}, but these only have "
+                f"{', '.join(sorted(grant.scopes))}: ask the service's operator"
             )
         return grant
 
 
 def _who(token: str | None, certificate: Certified | None) -> str:
-    """Return whose call is refused, for logs; no secret is in it."""
+    """Return a description of a refused caller for logs, without secrets."""
     if token is not None:
         name = name_of(token)
         return "a token of another form" if name is None else f"the token {name}"
@@ -237,7 +240,7 @@ def _who(token: str | None, certificate: Certified | None) -> str:
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:
-    """Return the bearer token of a call, None where it carries none."""
+    """Return the bearer token of a call; None if it has none."""
     for key, value in metadata:
         if key == "authorization":
             text = value if isinstance(value, str) else bytes(value).decode("latin-1")
@@ -246,7 +249,7 @@ def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:
 
 
 def certificate_of(auth_context: Mapping[str, Iterable[bytes]]) -> Certified | None:
-    """Return the client certificate of a connection, None without one."""
+    """Return the client certificate of a connection; None if it has none."""
     found = list(auth_context.get("x509_pem_cert", ()))
     return _certified(bytes(found[0])) if found else None
 
@@ -266,7 +269,7 @@ def _of_certificate(access: Access | None, certificate: Certified | None) -> Gra
         raise AccessRefusedError(_REFUSAL)
     if access is not None:
         grant = access.grant_of_certificate(certificate.identities)
-    else:  # a certificate that is not listed never administers
+    else:  # an unlisted certificate never administers
         name = next(iter(certificate.identities), None)
         grant = None if name is None else _grant_itself(name)
     if grant is None:
@@ -280,5 +283,5 @@ def _authorities(path: Path) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _grant_itself(name: str) -> Grant:
-    """Return what a certificate grants without an access file: to act for its own name."""
+    """Return the grant of a certificate without an access file: to act for its own name."""
     return Grant(name, name, TENANT_SCOPES)

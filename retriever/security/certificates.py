@@ -11,7 +11,7 @@ from retriever.security.private_files import read_file, read_private_file
 
 
 def read_pair(certificate: Path, key: Path, now: datetime) -> tuple[bytes, bytes]:
-    """Return the PEM of a certificate and of its key.
+    """Return the PEM of a certificate and the PEM of its key.
 
     Raises:
         CredentialsError: they cannot be read, do not belong together, or are not valid now.
@@ -23,34 +23,35 @@ def read_pair(certificate: Path, key: Path, now: datetime) -> tuple[bytes, bytes
         certificates[0].public_key()
     ):
         raise CredentialsError(
-            f"{key} is not the key of {certificate}: the first certificate in a file must be the "
-            "one that the key was made for"
+            f"{key} is not the key of {certificate}: the first certificate in the file must be the "
+            "one that the key belongs to"
         )
     _check_dates(certificates, certificate, now)
     return chain, secret
 
 
 def read_authorities(path: Path, now: datetime) -> bytes:
-    """Return the PEM of certificates of authorities.
+    """Return the PEM of a file of CA certificates.
 
     Raises:
-        CredentialsError: it cannot be read, holds another certificate, or one not valid now.
+        CredentialsError: the file cannot be read, or holds a certificate that is not a CA's or not
+            valid now.
     """
     content = read_certificates(path, now)
     for certificate in _certificates(content, path):
         if not _is_authority(certificate):
             raise CredentialsError(
                 f"{path} holds the certificate of {certificate.subject.rfc4514_string()}, which "
-                "is no authority: name the file of the authority that signs certificates"
+                "is not an authority: name the file of the authority that signs certificates"
             )
     return content
 
 
 def read_certificates(path: Path, now: datetime) -> bytes:
-    """Return the PEM of any certificates.
+    """Return the PEM of a file of certificates.
 
     Raises:
-        CredentialsError: it cannot be read, or holds one that is not valid now.
+        CredentialsError: the file cannot be read, or holds a certificate that is not valid now.
     """
     content = read_file(path)
     _check_dates(_certificates(content, path), path, now)
@@ -58,10 +59,10 @@ def read_certificates(path: Path, now: datetime) -> bytes:
 
 
 def expiry_of(content: bytes, path: Path) -> datetime:
-    """Return when the first of the certificates in a PEM file expires.
+    """Return the earliest expiry of the certificates in a PEM file.
 
     Raises:
-        CredentialsError: there is none.
+        CredentialsError: there is no certificate.
     """
     expiry: datetime = min(each.not_valid_after_utc for each in _certificates(content, path))
     return expiry
@@ -72,7 +73,7 @@ def _certificates(content: bytes, path: Path) -> Sequence[Any]:
     try:
         certificates: Sequence[Any] = x509.load_pem_x509_certificates(content)
     except ValueError as error:
-        raise CredentialsError(f"{path} holds no certificate in PEM that can be read") from error
+        raise CredentialsError(f"{path} holds no readable PEM certificate") from error
     return certificates
 
 
@@ -86,7 +87,7 @@ def _private_key(content: bytes, path: Path) -> Any:
             "its mode"
         ) from error
     except (ValueError, cryptography.exceptions.UnsupportedAlgorithm) as error:
-        raise CredentialsError(f"{path} holds no private key in PEM that can be read") from error
+        raise CredentialsError(f"{path} holds no readable PEM private key") from error
 
 
 def _public_bytes(key: Any) -> bytes:
@@ -116,12 +117,12 @@ def _check_dates(certificates: Sequence[Any], path: Path, now: datetime) -> None
 
 
 def day_of(time: datetime) -> str:
-    """Return a time for messages."""
+    """Format the date of a time for messages."""
     return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def library() -> Any:
-    """Return the package `cryptography`, with the modules in use.
+    """Return the package `cryptography`, with the modules that are used here.
 
     Raises:
         CredentialsError: it is not installed.
@@ -132,8 +133,7 @@ def library() -> Any:
         import cryptography.x509  # noqa: PLC0415
     except ImportError as error:
         raise CredentialsError(
-            "certificates are read with a library that is missing: run "
-            "`pip install 'foredraft[server]'`"
+            "a library for reading certificates is missing: run `pip install 'foredraft[server]'`"
         ) from error
     return cryptography
 
@@ -144,7 +144,7 @@ class Certified:
 
     Attributes:
         identities: `URI:…`, `DNS:…`, `EMAIL:…`, `IP:…` and `CN:…`, in this order.
-        expires_at_s: in seconds since 1970.
+        expires_at_s: expiry, in seconds since 1970.
     """
 
     identities: tuple[str, ...]
@@ -152,7 +152,7 @@ class Certified:
 
 
 def certified(pem: bytes) -> Certified:
-    """Return a certificate's identities and expiry; an unreadable one has none, and has expired."""
+    """Return a certificate's identities and expiry; an unreadable one has none and has expired."""
     x509 = library().x509
     try:
         certificate = x509.load_pem_x509_certificate(pem)

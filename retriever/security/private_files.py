@@ -13,21 +13,21 @@ from typing import BinaryIO, Final, Generic, TypeVar
 from retriever.errors import CredentialsError
 
 LOOK_EVERY_S: Final = 0.5
-"""How often files are looked at, in seconds: a change takes effect within a second, of which the
-other half is for reading it and for calls under way."""
+"""Interval between checks of the files, in seconds. A change takes effect within a second: the
+other half second is for reading it and for calls in progress."""
 
 PATIENCE_S: Final = 2.0
-"""How long a look may take before the files count as unreadable, in seconds: 16 MiB take one."""
+"""How long a check may take before the files count as unreadable, in seconds; 16 MiB take one."""
 
 DEFAULT_GRACE_S: Final = 300.0
-"""How long callers are let in by what was read of a file that cannot be used any more, in seconds.
+"""How long the last content of a file admits callers once the file cannot be used, in seconds.
 
-An alert takes a minute or two to reach a person, who takes as long to restore the file: less would
-turn a slip into an outage. More would let in, for as long, those whom the broken change was to
-revoke.
+An alert takes a minute or two to reach a person, who takes as long to restore the file: a shorter
+time would turn a slip into an outage. A longer time would keep admitting callers whom the broken
+change was meant to revoke.
 """
 
-_SETTLED_NS: Final = 100_000_000  # file systems' clocks advance by 1 to 10 ms
+_SETTLED_NS: Final = 100_000_000  # file system clocks tick every 1 to 10 ms
 
 _OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO
 _MAX_BYTES: Final = 16 << 20
@@ -38,7 +38,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Raises:
         CredentialsError: it cannot be read, or is far too long.
@@ -50,11 +50,12 @@ def read_private_file(path: Path, *, by_operator: bool = False) -> bytes:
     """Return the content of a file that only its owner can write and only its group can read.
 
     Args:
-        path: of the file.
-        by_operator: root may read a file of any user: it acts for the service's, and is no service.
+        path: path of the file.
+        by_operator: let root read a file of any user: root acts for the service's user here.
 
     Raises:
-        CredentialsError: it cannot be read, others may do so, or it is another user's.
+        CredentialsError: the file cannot be read, others may read or change it, or it belongs to
+            another user.
     """
     content, found = _read(path)
     check_private(path, found, by_operator=by_operator)
@@ -62,10 +63,10 @@ def read_private_file(path: Path, *, by_operator: bool = False) -> bytes:
 
 
 def check_private(path: Path, found: os.stat_result, *, by_operator: bool) -> None:
-    """Check mode and owner of a file, as `read_private_file` does.
+    """Check the mode and owner of a file, as `read_private_file` does.
 
     Raises:
-        CredentialsError: others may read or write it, or it is another user's.
+        CredentialsError: others may read or write the file, or it belongs to another user.
     """
     if found.st_mode & _OTHERS_MAY:
         raise CredentialsError(
@@ -90,40 +91,40 @@ def _read(path: Path) -> tuple[bytes, os.stat_result]:
 
 
 def read_open_file(file: BinaryIO, path: Path) -> bytes:
-    """Return what an open file holds, from where it stands.
+    """Return the content of an open file, from its current position.
 
     Raises:
-        CredentialsError: it is no file, or far too long.
+        CredentialsError: it is not a regular file, or far too long.
         OSError: it cannot be read.
     """
     found = os.fstat(file.fileno())
     is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_BYTES
     content = file.read(_MAX_BYTES + 1) if is_file else b""
     if not is_file or len(content) > _MAX_BYTES:
-        raise CredentialsError(f"{path} is no file of at most {_MAX_BYTES} bytes")
+        raise CredentialsError(f"{path} is not a file of at most {_MAX_BYTES} bytes")
     return content
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without blocking, also a pipe without a writer."""
+    """Open without blocking, even a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Reloaded(Generic[_Value]):
     """A value read from files, reloaded when they change.
 
-    Where new content is invalid, or cannot be read, the last value stays; `is_overdue` says when it
-    must no longer count. The reason is logged once for each change. Thread-safe; a call takes a
-    fraction of a microsecond, and a stat of each file twice a second.
+    If new content is invalid or cannot be read, the last value stays; `is_overdue` says when it
+    must no longer be used. The reason is logged once for each change. Thread-safe. A call takes a
+    fraction of a microsecond, plus a stat of each file twice a second.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
         read: parses them.
-        clock: seconds, monotonic.
-        grace_s: how long the last value counts once they cannot be used, in seconds.
+        clock: returns monotonic seconds.
+        grace_s: how long the last value counts once the files cannot be used, in seconds.
 
     Raises:
-        CredentialsError: they cannot be used.
+        CredentialsError: the files cannot be used.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Reloaded(Generic[_Value]):
         self._clock = clock
         self._grace_s = grace_s
         self._lock = Lock()
-        self._stamp = self._stamp_now()  # before reading: later changes are noticed
+        self._stamp = self._stamp_now()  # before reading, so that later changes are noticed
         self._is_settled = _is_settled(self._stamp)
         self._value = read()
         self._failing_since_s: float | None = None
@@ -151,27 +152,27 @@ class Reloaded(Generic[_Value]):
     def current(self) -> _Value:
         """Return the value of the files, at most a second old."""
         if self._clock() >= self._look_at_s and self._lock.acquire(blocking=False):
-            try:  # while another thread looks, this one goes on
+            try:  # skipped while another thread is checking
                 self._look()
             finally:
                 self._lock.release()
         return self._value
 
     def look(self) -> None:
-        """Look at the files now."""
+        """Check the files now."""
         with self._lock:
             self._look()
 
     @property
     def look_at_s(self) -> float:
-        """When the files are to be looked at again, in seconds of the clock."""
+        """The time of the next check of the files, in seconds of the clock."""
         return self._look_at_s
 
     @property
     def failing_s(self) -> float | None:
-        """How long the files could not be used, in seconds; None while they can be.
+        """How long the files have been unusable, in seconds; None while they are usable.
 
-        They cannot while a file system does not answer.
+        They are unusable while a file system does not answer.
         """
         since_s, looking_since_s = self._failing_since_s, self._looking_since_s
         if since_s is not None:
@@ -181,7 +182,7 @@ class Reloaded(Generic[_Value]):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the files could not be used for so long that the last value must not count."""
+        """Whether the files have been unusable for so long that the last value must not be used."""
         failing_s = self.failing_s
         return failing_s is not None and failing_s >= self._grace_s
 
@@ -201,7 +202,7 @@ class Reloaded(Generic[_Value]):
             self._read_again(has_changed=has_changed)
         if self.is_overdue and not self._is_told:
             self._is_told = True
-            _LOGGER.error("%s: nobody is let in by it any more", self._failure)
+            _LOGGER.error("%s: it admits no caller any more", self._failure)
 
     def _read_again(self, *, has_changed: bool) -> None:
         try:
@@ -210,7 +211,7 @@ class Reloaded(Generic[_Value]):
             if self._failing_since_s is None:
                 self._failing_since_s = self._clock()
             if isinstance(error.__cause__, OSError):
-                self._is_settled = False  # what was in the way can go without a change of the file
+                self._is_settled = False  # the obstacle can vanish without a change of the file
             if str(error) != self._failure:
                 self._failure = str(error)
                 _LOGGER.warning("%s; what was read from it before %s", error, self._for_how_long())
@@ -239,6 +240,6 @@ def _stamp_of(path: Path) -> tuple[int, ...]:
 
 
 def _is_settled(stamp: _Stamp) -> bool:
-    """Return whether a later change gives another stamp: clocks of files advance by some ms."""
+    """Return whether any later change gives another stamp: file times advance in steps."""
     now_ns = time.time_ns()
     return all(abs(now_ns - changed_ns) > _SETTLED_NS for *_, changed_ns in filter(None, stamp))

@@ -19,7 +19,7 @@ from retriever.security.certificates import day_of, expiry_of, read_authorities,
 from retriever.security.private_files import DEFAULT_GRACE_S, LOOK_EVERY_S, Reloaded
 
 WARN_BEFORE: Final = timedelta(days=14)
-"""How long before a certificate's expiry warnings begin: time to renew it."""
+"""How long before a certificate's expiry warnings begin, to leave time to renew it."""
 
 WARN_EVERY: Final = timedelta(days=1)
 
@@ -28,13 +28,14 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where the server's TLS material lies, as PEM files.
+    """Paths of the server's TLS material, as PEM files.
 
     Attributes:
-        certificate: of the server, followed by those that lead from it to its authority.
+        certificate: certificate of the server, followed by the intermediate ones up to its
+            authority.
         key: the private key that belongs to it; readable by its owner and group only.
-        client_ca: authorities whose clients alone are let in (mutual TLS); None: clients show
-            no certificates.
+        client_ca: authorities that sign client certificates (mutual TLS); None to require no client
+            certificate.
     """
 
     certificate: Path
@@ -43,7 +44,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """All of them."""
+        """All paths."""
         return [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
 
 
@@ -55,8 +56,8 @@ class TlsMaterial:
         certificate: PEM.
         key: PEM.
         client_ca: PEM, or None.
-        expires_at: when the first of the certificates expires, and ...
-        expires_first: ... which file it is in.
+        expires_at: earliest expiry of the certificates.
+        expires_first: file of the certificate that expires first.
     """
 
     certificate: bytes
@@ -70,10 +71,10 @@ class ServerTls:
     """The server's TLS material, reloaded with its files.
 
     Args:
-        files: where it lies.
+        files: paths of the files.
 
     Raises:
-        CredentialsError: a file cannot be read, is not PEM, others may read the key, key and
+        CredentialsError: a file cannot be read or is not PEM, others may read the key, key and
             certificate do not belong together, or a certificate has expired or is not valid yet.
     """
 
@@ -89,7 +90,7 @@ class ServerTls:
 
     @property
     def expires_at(self) -> datetime:
-        """When the first of the certificates expires."""
+        """The earliest expiry of the certificates."""
         return self._reloaded.current().expires_at
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -100,18 +101,18 @@ class ServerTls:
 
     @property
     def file(self) -> Reloaded[TlsMaterial]:
-        """The files, as they are read again."""
+        """The reloaded files."""
         return self._reloaded
 
     def warn(self, now: datetime | None = None) -> bool:
-        """Log a warning where a certificate expires soon, once a day; return whether it did."""
+        """Log a warning once a day if a certificate expires soon; return whether it did."""
         now = now or datetime.now(UTC)
         material = self._reloaded.current()
         if material.expires_at - now > WARN_BEFORE or now - self._warned_at < WARN_EVERY:
             return False
         self._warned_at = now
         _LOGGER.warning(
-            "%s %s on %s: put a new one in its place, it is read without a restart",
+            "%s %s on %s: replace it, no restart is needed",
             material.expires_first,
             "expires" if material.expires_at > now else "expired",
             day_of(material.expires_at),
@@ -126,7 +127,7 @@ class ServerTls:
 
 
 def read_tls(files: TlsFiles, now: datetime | None = None) -> TlsMaterial:
-    """Read and check what a server needs for TLS.
+    """Read and check the TLS material of a server.
 
     Raises:
         CredentialsError: see `ServerTls`.
@@ -146,9 +147,9 @@ class FileState:
     """Whether a credential file can be used.
 
     Attributes:
-        name: of the setting that names the file.
-        failing_s: how long it could not be used, in seconds; None while it can be.
-        admits: whether callers are let in by what was read of it: until the grace has passed.
+        name: name of the setting that names the file.
+        failing_s: how long the file has been unusable, in seconds; None while it is usable.
+        admits: whether its last content still admits callers, which ends with the grace period.
     """
 
     name: str
@@ -161,12 +162,13 @@ class ProtectionFiles:
     """Files of a service's protection.
 
     Attributes:
-        certificate: of the server, PEM; with it, connections are encrypted.
-        key: of the certificate.
-        client_ca: authorities whose clients alone may connect.
+        certificate: certificate of the server, PEM; if given, connections are encrypted.
+        key: private key of the certificate.
+        client_ca: authorities; only clients with a certificate that they signed may connect.
         access: maps tokens and certificates to tenants.
-        insecure: listen even on reachable addresses without protection.
-        grace_s: how long callers are let in by a file that cannot be used any more, in seconds.
+        insecure: listen without protection even on addresses that other machines can reach.
+        grace_s: how long the last content of a file admits callers once the file cannot be used, in
+            seconds.
     """
 
     certificate: Path | None = None
@@ -182,9 +184,10 @@ class Protection:
     """A service's protection, ready for use.
 
     Attributes:
-        tls: None: connections are not encrypted.
-        authenticator: None: callers are not asked who they are, and all act for the tenant "".
-        insecure: listen even on reachable addresses without protection.
+        tls: TLS material; None if connections are not encrypted.
+        authenticator: identifies callers; None to skip authentication, and all act for the tenant
+            "".
+        insecure: listen without protection even on addresses that other machines can reach.
     """
 
     tls: ServerTls | None = None
@@ -193,16 +196,16 @@ class Protection:
 
     @classmethod
     def of(cls, files: ProtectionFiles) -> Self:
-        """Read and check what the files hold.
+        """Read and check the content of the files.
 
         Raises:
-            CredentialsError: a file cannot be used, or one is missing that belongs to another.
+            CredentialsError: a file cannot be used, or one that another depends on is missing.
         """
         if (files.certificate is None) != (files.key is None):
             raise CredentialsError("a certificate and its key belong together: give both")
         if files.client_ca is not None and files.certificate is None:
             raise CredentialsError(
-                "clients show certificates over TLS alone: give --certificate and --key as well"
+                "client certificates need TLS: give --certificate and --key as well"
             )
         tls = None
         if files.certificate is not None and files.key is not None:
@@ -212,7 +215,7 @@ class Protection:
         return cls(tls, Authenticator(files.access, files.client_ca, files.grace_s), files.insecure)
 
     def check(self, address: str) -> None:
-        """Refuse an address that other machines reach without authentication or encryption.
+        """Refuse an address that other machines can reach without authentication or encryption.
 
         Raises:
             InsecureAddressError: it is neither loopback nor a unix socket, encryption or
@@ -231,7 +234,7 @@ class Protection:
 
     @property
     def files(self) -> list[FileState]:
-        """How the files were when they were looked at."""
+        """The state of the files at the last check."""
         found: dict[str, Reloaded[Any]] = {}
         if self.tls is not None:
             found["certificate"] = self.tls.file
@@ -243,25 +246,25 @@ class Protection:
         ]
 
     def look(self) -> None:
-        """Look at all files now."""
+        """Check all files now."""
         if self.tls is not None:
             self.tls.file.look()
         if self.authenticator is not None:
             self.authenticator.look()
 
     async def watch(self, tell: Callable[[list[FileState]], None]) -> None:
-        """Look at the files until cancelled, also without calls; warn of what expires soon.
+        """Check the files until cancelled, even without calls; warn before certificates expire.
 
         Args:
-            tell: is told how they are each time, twice a second.
+            tell: called with their state after each check, twice a second.
         """
         if self.tls is None and self.authenticator is None:
             return
-        # A thread of its own: the shared ones can be busy for longer than a revocation may take.
+        # A separate thread: the shared ones can be busy for longer than a revocation may take.
         with ThreadPoolExecutor(1, "credentials") as thread:
             while True:
                 looking = asyncio.get_running_loop().run_in_executor(thread, self.look)
-                while not looking.done():  # a file system may not answer: that is told as well
+                while not looking.done():  # report even while a file system hangs
                     await asyncio.wait([looking], timeout=LOOK_EVERY_S)
                     tell(self.files)
                 looking.result()
@@ -272,19 +275,19 @@ class Protection:
     def _missing(self) -> str:
         if self.tls is None:
             return "connections are not encrypted"
-        return "callers are not asked who they are" if self.authenticator is None else ""
+        return "callers are not authenticated" if self.authenticator is None else ""
 
 
-_AHEAD: Final = 0.9  # of the event loop, which looks by itself where this is late
+_AHEAD: Final = 0.9  # of the interval: calls on the event loop check the files if this is late
 
 NO_PROTECTION: Final = Protection()
-"""For loopback and unix sockets."""
+"""No protection, for loopback and unix sockets."""
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine reaches an address: a unix socket, or loopback.
+    """Return whether only this machine can reach an address: a unix socket, or loopback.
 
-    A host name is loopback if all that it stands for is.
+    A host name is loopback if all addresses that it resolves to are.
     """
     if address.startswith("unix:"):
         return True

@@ -1,8 +1,9 @@
-"""Changing a private file: one process at a time, by another file that takes its place.
+"""Changing a private file, one process at a time, by replacing it with a new file.
 
-The lock is flock's, on the file itself: a lock file next to it would be root's where root comes
-first. A rename puts another file in its place, so that who has waited opens the path again; the new
-file is locked before it gets there. Editors do not lock: what they wrote meanwhile is noticed.
+The lock is an flock on the file itself: a separate lock file would belong to root if root came
+first. A rename replaces the locked file, so a process that waited for the lock opens the path
+again; the new file is locked before the rename. Editors take no lock, so a concurrent edit is
+detected before the rename.
 """
 
 import fcntl
@@ -19,28 +20,28 @@ from retriever.errors import CredentialsError
 from retriever.security.private_files import check_private, read_open_file
 
 WAIT_S: Final = 30.0
-"""Longest wait for other changes: one takes milliseconds, or a second on a disk under load."""
+"""Longest wait for the lock, in seconds; a change takes milliseconds, or a second on a busy
+disk."""
 
 _LOOK_EVERY_S: Final = 0.005
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes], *, make: bool = False) -> bytes:
-    """Change what a private file holds; its owner, group and mode stay.
+    """Change the content of a private file; its owner, group and mode stay.
 
-    Behind a symlink, the file that it leads to is changed.
+    A symlink is followed, and its target is changed.
 
     Args:
-        path: of the file.
-        change: returns the new content for the current one. What it raises leaves the file as it
-            is.
-        make: whether to make the file, with the mode 0600, if it is not there.
+        path: path of the file.
+        change: returns the new content, given the current one. If it raises, the file is unchanged.
+        make: whether to create the file, with mode 0600, if it does not exist.
 
     Returns:
-        What the file holds after it, read back.
+        The new content of the file, read back.
 
     Raises:
-        CredentialsError: it cannot be read or replaced, others may read or write it, it is locked
-            for too long, or another program has written it meanwhile.
+        CredentialsError: the file cannot be read or replaced, others may read or write it, it is
+            locked for too long, or another program has written it meanwhile.
     """
     try:
         target = path.resolve()
@@ -50,25 +51,25 @@ def rewrite(path: Path, change: Callable[[bytes], bytes], *, make: bool = False)
             check_private(target, before, by_operator=True)
             _replace(file, target, change(content), before)
             return target.read_bytes()
-    except (OSError, RuntimeError) as error:  # resolve: a symlink that leads to itself
+    except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop
         text = getattr(error, "strerror", None) or error
         raise CredentialsError(
-            f"{path} cannot be changed: {text}; it is as before: run this as a user who may write "
-            "its folder, or change the file where it comes from"
+            f"{path} cannot be changed: {text}; it is unchanged: run this as a user who may write "
+            "to its folder, or change the file at its source"
         ) from error
 
 
 @contextmanager
 def _locked(path: Path, *, make: bool) -> Iterator[BinaryIO]:
-    """Open and lock the file that is at a path; it stays there as long as all who write lock."""
+    """Open and lock the file at a path; it stays there if all writers take the lock."""
     until_s = time.monotonic() + WAIT_S
     while True:
         with os.fdopen(_opened(path, make=make), "rb") as file:
             while not _is_lock_taken(file.fileno()):
                 if time.monotonic() > until_s:
                     raise CredentialsError(
-                        f"{path} has been locked by another process for {WAIT_S:.0f} s: see which "
-                        "by `lslocks`, end it, and try again"
+                        f"{path} has been locked by another process for {WAIT_S:.0f} s: find it "
+                        "with `lslocks`, end it, and try again"
                     )
                 time.sleep(_LOOK_EVERY_S)
             if _is_at(path, os.fstat(file.fileno())):
@@ -101,16 +102,16 @@ def _is_at(path: Path, opened: os.stat_result) -> bool:
 
 
 def _replace(file: BinaryIO, path: Path, content: bytes, before: os.stat_result) -> None:
-    """Put another file with this content in the place of a locked one, and sync it."""
+    """Replace a locked file with a new file of this content, and sync it."""
     if before.st_nlink > 1:
         raise CredentialsError(
-            f"{path} has a second name (a hard link), under which it would stay as it was: remove "
+            f"{path} has a second name (a hard link), under which it would stay unchanged: remove "
             "that"
         )
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as new:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this returns
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # held until this returns
             new.write(content)
             new.flush()
             os.fchown(descriptor, before.st_uid, before.st_gid)

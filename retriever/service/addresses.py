@@ -1,4 +1,4 @@
-"""Addresses that a service listens on: what can be bound, and who may connect to a unix socket."""
+"""Addresses that a service listens on: checks before binding, and access to unix sockets."""
 
 import grp
 import os
@@ -17,7 +17,7 @@ from retriever.operations.resolving import without_password
 from retriever.security.protection import ServerTls
 
 UNIX: Final = "unix:"
-"""What addresses of unix sockets begin with."""
+"""Prefix of addresses of unix sockets."""
 
 _MAX_PORT: Final = 65535
 _NOBODY_ELSE: Final = 0o177
@@ -29,8 +29,8 @@ class SocketAccess:
     """Who may connect to a unix socket.
 
     Attributes:
-        mode: permission bits; who may write may connect.
-        group: number of the socket's group; None for that of the process.
+        mode: permission bits; users who may write may connect.
+        group: number of the socket's group; None for the group of the process.
     """
 
     mode: int = _OWNER_ALONE
@@ -38,21 +38,21 @@ class SocketAccess:
 
     @classmethod
     def of(cls, mode: str, group: str | None) -> Self:
-        """Return what is written in settings.
+        """Return the access that the settings define.
 
         Args:
             mode: octal digits.
-            group: a name or number of a group that this process can give files to.
+            group: name or number of a group that this process can give files to.
 
         Raises:
-            SettingsError: there is no such group, or this process is no member of it.
+            SettingsError: there is no such group, or this process is not a member of it.
         """
         if not group:
             return cls(int(mode, 8))
         number = _number_of(group)
         if number not in (os.getegid(), *os.getgroups()) and os.geteuid() != _ROOT:
             raise SettingsError(
-                f"--socket-group {group}: this process runs as a user who is no member of it: add "
+                f"--socket-group {group}: this process runs as a user who is not in it: add "
                 "the user to the group, or name one of its own"
             )
         return cls(int(mode, 8), number)
@@ -74,18 +74,18 @@ def _number_of(group: str) -> int:
         ) from error
 
 
-_NO_GROUP: Final = (1 << 32) - 1  # what chown(2) takes for "as it is"
+_NO_GROUP: Final = (1 << 32) - 1  # chown(2): leave unchanged
 
 
 def check_address(address: str, setting: str = "--address") -> None:
-    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536.
+    """Refuse an address that cannot be bound or that gRPC misreads: it takes ports modulo 65536.
 
     Args:
-        address: to listen on.
-        setting: that names it, for messages.
+        address: address to listen on.
+        setting: name of its setting, for messages.
 
     Raises:
-        AddressInUseError: the address is taken or cannot be bound.
+        AddressInUseError: the address is in use or cannot be bound.
     """
     if address.startswith(UNIX):
         _check_socket_is_free(Path(address.removeprefix(UNIX)), setting)
@@ -107,7 +107,7 @@ def check_address(address: str, setting: str = "--address") -> None:
 
 
 def _check_socket_is_free(path: Path, setting: str) -> None:
-    """Refuse a unix socket that somebody serves on: binding would take it away from them."""
+    """Refuse a unix socket on which another process serves: binding would take it away."""
     if not path.parent.is_dir():
         raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
     try:
@@ -121,18 +121,18 @@ def _check_socket_is_free(path: Path, setting: str) -> None:
         try:
             probe.connect(str(path))
         except OSError:
-            return  # left over from a server that is gone
-    raise AddressInUseError(f"somebody serves on {path} already: choose another {setting}")
+            return  # left over from a dead server
+    raise AddressInUseError(f"another process serves on {path} already: choose another {setting}")
 
 
 def listen(server: aio.Server, address: str, tls: ServerTls | None, access: SocketAccess) -> int:
     """Have a server listen; return the port.
 
-    A unix socket is its owner's alone at first, and then opened to whom `access` says: never to
-    others, not for a moment.
+    A unix socket is created for only its owner and then opened to those that `access` allows. At no
+    moment is it open to others.
 
     Raises:
-        AddressInUseError: the address is taken or cannot be bound, or a socket cannot be opened to
+        AddressInUseError: the address is in use or cannot be bound, or a socket cannot be opened to
             its group.
     """
     try:
@@ -143,7 +143,7 @@ def listen(server: aio.Server, address: str, tls: ServerTls | None, access: Sock
                 port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise AddressInUseError(
-            f"cannot listen on {address}: it is taken or not an address of this machine; "
+            f"cannot listen on {address}: it is in use or not an address of this machine; "
             "choose another with --address"
         ) from error
     if address.startswith(UNIX) and access != OWNER_ALONE:
@@ -152,9 +152,10 @@ def listen(server: aio.Server, address: str, tls: ServerTls | None, access: Sock
 
 
 def _open_up(path: Path, access: SocketAccess) -> None:
-    """Give a socket its group, and then its mode: the group before gets nothing of it.
+    """Set the group of a socket, then its mode, so that the previous group gets no access.
 
-    By its descriptor: what another user puts in its place meanwhile stays as it is.
+    This works on the descriptor, so a file that another user puts in its place meanwhile is not
+    changed.
     """
     if not hasattr(os, "O_PATH"):
         raise AddressInUseError("--socket-mode and --socket-group need Linux: leave them out")
@@ -164,8 +165,8 @@ def _open_up(path: Path, access: SocketAccess) -> None:
             found = os.fstat(descriptor)
             if not stat.S_ISSOCK(found.st_mode):
                 raise AddressInUseError(f"{path} was replaced while it was made: try again")
-            itself = f"/proc/self/fd/{descriptor}"  # fchmod(2) takes no such descriptor
-            if access.group not in (None, found.st_gid):  # a unit may forbid chown(2)
+            itself = f"/proc/self/fd/{descriptor}"  # fchmod(2) does not take an O_PATH descriptor
+            if access.group not in (None, found.st_gid):  # a systemd unit may forbid chown(2)
                 os.chown(itself, -1, access.group)
             Path(itself).chmod(access.mode)
         finally:
@@ -180,7 +181,7 @@ def _open_up(path: Path, access: SocketAccess) -> None:
 
 @contextmanager
 def _private_sockets() -> Iterator[None]:
-    """Let what is made meanwhile be readable and writable by this user alone."""
+    """Create files with permissions for only this user during the block."""
     before = os.umask(_NOBODY_ELSE)
     try:
         yield

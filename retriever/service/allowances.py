@@ -1,8 +1,8 @@
-"""What a tenant may ask for: work, and deletions, are counted before they are done.
+"""Rate limits of tenants: work and deletions are counted before they are done.
 
-A token bucket for each tenant holds what it may ask for in a second, or a minute. What goes beyond
-it is done, so that no request is too large for ever, and paid back by refusals until it is
-refilled. A unit of work is a node of a tree, about a microsecond.
+A token bucket for each tenant holds what it may ask for in a second or a minute. A request beyond
+that is still done, so that no request is ever too large; further requests are refused until the
+bucket has refilled. A unit of work is a node of a tree, about a microsecond.
 """
 
 import math
@@ -14,29 +14,30 @@ from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError
 
 UNITS_PER_SEQUENCE: Final = 16
-"""Of a step: its look-up, commit and messages take some 20 microseconds besides its nodes."""
+"""Units per sequence of a step: look-up, commit and messages take some 20 microseconds besides the
+nodes."""
 
 TOKENS_PER_UNIT: Final = 8
-"""Tokens that are read in a microsecond, conversion and tables included."""
+"""Tokens read per microsecond, including conversion and tables."""
 
 _MINUTE_S: Final = 60.0
 _ROUNDING_S: Final = 1e-6
 _MANY: Final = 1024
-"""Tenants before those with a full allowance are dropped: bounds memory."""
+"""Tenants kept before those with a full allowance are dropped; bounds memory."""
 
 
 def work_of_tokens(num_tokens: int) -> float:
-    """Return the units of reading tokens."""
+    """Return the units of work to read tokens."""
     return num_tokens / TOKENS_PER_UNIT
 
 
 def work_of_draft(budget_nodes: int, num_tokens: int) -> float:
-    """Return the units of reading tokens and drafting."""
+    """Return the units of work to read tokens and draft."""
     return UNITS_PER_SEQUENCE + budget_nodes + num_tokens / TOKENS_PER_UNIT
 
 
 def work_of_steps(requests: Iterable[DraftRequest]) -> float:
-    """Return the units of a step's requests: those of a draft for each outcome, too."""
+    """Return the units of work of a step's requests, including a draft for each outcome."""
     return sum(
         work_of_draft(each.budget_nodes, len(each.new_tokens))
         + sum(work_of_draft(each.budget_nodes, len(outcome)) for outcome in each.outcomes)
@@ -45,14 +46,14 @@ def work_of_steps(requests: Iterable[DraftRequest]) -> float:
 
 
 class Allowances:
-    """What tenants may still ask for.
+    """The remaining allowances of tenants.
 
     Args:
-        rates: returns what is allowed now: units of one tenant a second, infinity for no limit,
-            and how many seconds' units may have been taken for another to begin.
-        limit: the setting that says so.
-        beyond: what a tenant is told that has no more.
-        clock: seconds, rising.
+        rates: returns the current limits: units per second of one tenant, infinity for no limit,
+            and the debt in seconds up to which a new request is accepted.
+        limit: name of the setting of the limit.
+        beyond: message for a tenant that is over its limit.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -72,33 +73,34 @@ class Allowances:
     def of_work(
         cls, per_second: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> Self:
-        """Return those of work, in units."""
-        beyond = "the tenant asks for more work in a second than it may"
+        """Return the allowances of work, in units."""
+        beyond = "the tenant asks for more work per second than it may"
         return cls(lambda: (per_second(), 1.0), "max_tenant_work", beyond, clock)
 
     @classmethod
     def of_deletions(
         cls, per_minute: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> Self:
-        """Return those of deletions."""
+        """Return the allowances of deletions."""
 
         def rates() -> tuple[float, float]:
             period_s = _MINUTE_S / per_minute()
             return 1 / period_s, _MINUTE_S - period_s
 
-        beyond = "the tenant deletes more often in a minute than it may"
+        beyond = "the tenant deletes more often per minute than it may"
         return cls(rates, "max_tenant_deletions", beyond, clock)
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything may be refused now."""
+        """Whether there is a limit now."""
         return math.isfinite(self._rates()[0])
 
     def take(self, tenant: str, units: float = 1.0) -> None:
         """Take units from a tenant's allowance.
 
         Raises:
-            LimitExceededError: it is used up; the error says how long to wait. Nothing is taken.
+            LimitExceededError: the allowance is used up; the error says how long to wait. Nothing
+                is taken.
         """
         per_second, held_s = self._rates()
         if not math.isfinite(per_second):

@@ -35,16 +35,16 @@ from retriever.wire.messages import (
 )
 from retriever.wire.statuses import late_status, session_status
 
-_REQUESTS_AT_ONCE: Final = 128  # that are converted: a quarter of a millisecond
-_COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
-_DRAFTS_AT_ONCE, _NODES_AT_ONCE = 8, 256  # of one call of the kernel: some two turns of the loop
+_REQUESTS_AT_ONCE: Final = 128  # requests converted in one go: a quarter of a millisecond
+_COMMITS_AT_ONCE: Final = 32  # commits between two checks of the clock
+_DRAFTS_AT_ONCE, _NODES_AT_ONCE = 8, 256  # per kernel call: about two turns of the loop
 
-_MESSAGE_S: Final = 0.0002  # that gRPC takes on the loop to receive a message and to answer it
+_MESSAGE_S: Final = 0.0002  # gRPC's time on the loop to receive and answer a message
 _SEQUENCE_S: Final = 60e-6
-"""What a sequence of a step is expected to take: how many short steps a turn of a tenant holds."""
+"""Expected time of a sequence of a step; decides how many short steps fit in a tenant's turn."""
 
 _MOST_LASTING: Final = 4
-"""Long outputs of one stream that are remembered while it goes on; each holds its tokens."""
+"""Most long outputs of a stream that are learned while it continues; each holds its tokens."""
 
 
 MOST_FAIL_OPENS: Final = 1 << 20
@@ -55,7 +55,7 @@ More than a client misses between two messages; bounds false reports.
 
 
 def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
-    """Return a client's report of missed drafts by reason, bounded.
+    """Return a client's report of missed drafts by reason, with bounded counts.
 
     At most `MOST_FAIL_OPENS` count for each reason; unknown reasons count as unspecified.
     """
@@ -68,7 +68,7 @@ def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
 
 
 def without_drafts(message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-    """Answer a message while there is no drafter: with empty trees, and nothing is noted.
+    """Answer a message with empty trees while there is no drafter; nothing is recorded.
 
     Its sessions are unknown later, as after a restart, and clients open them again.
     """
@@ -85,11 +85,11 @@ class DraftStream:
     """Answers the messages of one stream; see `DraftStream` of the wire contract.
 
     Args:
-        jobs: does the work; shared with all streams and calls.
-        tenant: of the stream, which reaches no other tenant's sessions.
-        slot: of the stream in the fair scheduler.
-        lifecycle: while it drains, sessions are not opened.
-        answered: messages of the stream that were answered by `without_drafts`.
+        jobs: does the work; shared by all streams and calls.
+        tenant: tenant of the stream; the stream cannot reach other tenants' sessions.
+        slot: slot of the stream in the fair scheduler.
+        lifecycle: phase of the service; sessions are not opened while it drains.
+        answered: number of messages that `without_drafts` answered.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class DraftStream:
         self._lasting: deque[asyncio.Task[None]] = deque()
         self._number = answered
         self._last = pb.DraftStreamResponse(sequence_number=answered)
-        # Weak: a session that ends otherwise leaves memory at once.
+        # Weak, so that a session that ends elsewhere leaves memory immediately.
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
-        self._unsaved: list[Saving] = []  # of outputs that are still to be written
+        self._unsaved: list[Saving] = []  # saving states of outputs that are not written yet
 
     async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Return the response to a message.
@@ -135,13 +135,13 @@ class DraftStream:
         number = message.sequence_number
         if not number:
             raise InvalidRequestError(
-                "a message of a stream states its number, from 1 up by one: set sequence_number"
+                "messages of a stream are numbered from 1 up by one: set sequence_number"
             )
         if number == self._number:
             return self._last
         if number != self._number + 1:
             return _out_of_order(number, self._number + 1)
-        # Only after the work: if the stream ends before, `close` ends all its sessions.
+        # Only after the work: if the stream ends earlier, `close` ends all its sessions.
         self._last = await self._work(message, read_at_s)
         self._number = number
         return self._last
@@ -186,7 +186,7 @@ class DraftStream:
         return response
 
     async def _requests(self, steps: Sequence[pb.SessionStep]) -> list[DraftRequest]:
-        """Convert the steps of a message, and give way between some and others."""
+        """Convert the steps of a message in parts, yielding the turn in between."""
         requests: list[DraftRequest] = []
         for first in range(0, len(steps), _REQUESTS_AT_ONCE):
             requests += requests_of(steps[first : first + _REQUESTS_AT_ONCE], self._default_nodes)
@@ -207,7 +207,7 @@ class DraftStream:
         self._jobs.take_allowance(self._tenant, work)
 
     def _count_not_kept(self) -> int:
-        """Count the outputs that the disk has refused since the last response."""
+        """Return the number of outputs that the disk refused since the last response."""
         if not self._unsaved:
             return 0
         refused = sum(saving.status is SaveStatus.DISK_REFUSED for saving in self._unsaved)
@@ -254,10 +254,10 @@ class DraftStream:
         deadline_s: float | None,
         form: pb.TreeForm,
     ) -> bool:
-        """Commit and draft at once, where that is a piece of work and all fit.
+        """Commit and draft in one kernel call, if the step is small and plain enough.
 
         Returns:
-            Whether it is done; if not, nothing is.
+            Whether it was done; if not, nothing was.
         """
         is_piece = (
             len(requests) <= _DRAFTS_AT_ONCE
@@ -291,7 +291,7 @@ class DraftStream:
                     steps.append(step)
                     continue
                 steps.append(None)
-                if request.session not in not_opened:  # its refusal is there already
+                if request.session not in not_opened:  # already refused
                     _refuse(response, request.session, step)
             await self._slot.give_way()
         return steps
@@ -299,7 +299,7 @@ class DraftStream:
     async def _committed(
         self, requests: Sequence[DraftRequest]
     ) -> list[CheckedRequest | RetrieverError]:
-        """Commit new tokens; many in a worker pool, while the turn is over."""
+        """Commit new tokens; large commits run in a worker pool, outside the turn."""
         committed = self._drafter.commit_each(requests, self._tenant)
         long = {
             at: self._jobs.commit_long(self._tenant, step)
@@ -348,7 +348,7 @@ class DraftStream:
         deadline_s: float | None,
         form: pb.TreeForm,
     ) -> None:
-        """Add trees for what may come, as many as fit into the client's time."""
+        """Add trees for outcomes, as many as the client's timeout allows."""
         use = self._jobs.uses.of(self._tenant)
         until_s = math.inf if deadline_s is None else deadline_s
         for request, step in zip(requests, steps, strict=True):
@@ -391,7 +391,7 @@ def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) 
 
 
 def _size_of_part(steps: Sequence[CheckedRequest | None], at: int) -> int:
-    """Return how many steps from one on are drafted for by one call of the kernel, at least one."""
+    """Return the number of steps, at least one, to draft for in the next kernel call."""
     size = num_nodes = 0
     for step in steps[at : at + _DRAFTS_AT_ONCE]:
         num_nodes += 0 if step is None else step.request.num_nodes
@@ -409,6 +409,6 @@ def _refuse_late(response: pb.DraftStreamResponse, num_missing: int) -> None:
 def _out_of_order(number: int, awaited: int) -> pb.DraftStreamResponse:
     response = pb.DraftStreamResponse(sequence_number=number)
     what = "is stale" if number < awaited else "came too early: an earlier one was lost"
-    error = OutOfSequenceError(f"message {number} {what}; message {awaited} is awaited")
+    error = OutOfSequenceError(f"message {number} {what}; message {awaited} is expected")
     _refuse(response, "", error)
     return response

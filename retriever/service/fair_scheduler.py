@@ -1,14 +1,14 @@
-"""FairScheduler on the event loop: work is given out in slices, by tenant and then by stream.
+"""Fair scheduling on the event loop: work is divided into slices, by tenant and then by stream.
 
 This is deficit round robin (Shreedhar and Varghese, 1995) with an iteration of the event loop as a
-round. In each, a tenant may work for one slice. What work takes beyond that is a debt, for which
-the tenant sits out later rounds. So a tenant that waits has its turn in the next round, and waits
-for at most one slice of every other tenant in it, what is left of theirs in the round before, and
-one piece of work that cannot be cut. Within a tenant, its streams take turns, and all its calls
+round. In each round, a tenant may work for one slice. Work beyond that becomes a debt, for which
+the tenant sits out later rounds. So a waiting tenant gets its turn in the next round. Until then it
+waits for at most one slice of every other tenant in that round, the rest of their slices in the
+round before, and one indivisible piece of work. Within a tenant, streams take turns, and all calls
 outside of streams count as one stream.
 
-A tenant that works alone is not held back: only a stream whose slice is over waits for the next
-iteration, so that messages of others are read in between.
+A tenant that works alone is not held back, except that a stream whose slice is over waits for the
+next iteration, so that messages of others are read in between.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
 
     Attributes:
         granted: resolved when the turn comes.
-        expected_s: of the work; taken off the tenant's slice in advance.
+        expected_s: expected time of the work; deducted from the tenant's slice in advance.
     """
 
     granted: "asyncio.Future[None]"
@@ -37,12 +37,12 @@ class _Waiting(NamedTuple):
 
 
 class _Tenant:
-    """A tenant with work, or with streams that may bring some.
+    """A tenant with work, or with streams that may bring work.
 
     Attributes:
-        left_s: of its slice of a round; below 0 for a debt.
-        num_slots: streams and calls under way.
-        waiting: waits by stream, in the order of turns.
+        left_s: rest of its slice of the round; below 0 for a debt.
+        num_slots: open streams and calls in progress.
+        waiting: waits by stream, in order of turns.
     """
 
     __slots__ = ("left_s", "num_slots", "waiting")
@@ -69,8 +69,8 @@ class FairScheduler:
     """Gives out turns to the streams and calls of all tenants. For one event loop.
 
     Args:
-        uses: gets the time that tenants work.
-        clock: seconds, rising.
+        uses: records the time that tenants work.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class FairScheduler:
         self.uses = uses or TenantUses()
         self.clock = clock
         self._tenants: dict[str, _Tenant] = {}
-        self._owing: dict[str, _Tenant] = {}  # those whose slice is not whole, or who wait
+        self._owing: dict[str, _Tenant] = {}  # tenants that wait or have used some of their slice
         self._is_due = False
-        self._num_granted = 0  # turns that were given and have not begun
+        self._num_granted = 0  # turns granted but not started
 
     @property
     def num_tenants(self) -> int:
-        """Tenants with streams, calls or debts."""
+        """The number of tenants with streams, calls or debts."""
         return len(self._tenants)
 
     @contextmanager
     def slot(self, name: str, *, is_stream: bool) -> Iterator["Slot"]:
-        """Let a stream of a tenant take part during the block, or a call outside of streams."""
+        """Let a stream of a tenant, or a call outside of streams, take part during the block."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant()
@@ -103,18 +103,18 @@ class FairScheduler:
             tenant.num_slots -= 1
             if not tenant.num_slots:
                 if name in self._owing:
-                    self._come_round()  # it is gone with its debt paid
+                    self._come_round()  # removed once its debt is paid
                 else:
                     del self._tenants[name]
 
     def may_go(self, tenant: _Tenant) -> bool:
-        """Return whether a tenant may work now: it is alone, or has not had its slice."""
+        """Return whether a tenant may work now: it is alone, or has some of its slice left."""
         return tenant.left_s > 0 or len(self._tenants) == 1
 
     async def wait(self, name: str, tenant: _Tenant, key: Hashable, expected_s: float) -> float:
-        """Wait for a turn of a stream; return what was taken off the tenant's slice for it."""
+        """Wait for a turn of a stream; return the time deducted from the tenant's slice for it."""
         if len(self._tenants) == 1 and not tenant.waiting and not self._num_granted:
-            # Nobody to choose from: one iteration, where a round takes two.
+            # No other tenant: wait for one iteration only, where a round takes two.
             self._num_granted += 1
             try:
                 await asyncio.sleep(0)
@@ -128,7 +128,7 @@ class FairScheduler:
         try:
             await waiting.granted
         except asyncio.CancelledError:
-            if not waiting.granted.cancelled():  # else a round drops it
+            if not waiting.granted.cancelled():  # otherwise a round drops it
                 tenant.left_s += expected_s
             raise
         finally:
@@ -136,7 +136,7 @@ class FairScheduler:
         return expected_s
 
     def worked(self, name: str, tenant: _Tenant, seconds: float, expected_s: float) -> None:
-        """Count the work of a turn, of which some was taken off in advance."""
+        """Account for the work of a turn, of which `expected_s` was deducted in advance."""
         self.uses.of(name).seconds += seconds
         tenant.left_s += expected_s
         if len(self._tenants) == 1:
@@ -148,15 +148,15 @@ class FairScheduler:
                 self._come_round()
 
     def _come_round(self) -> None:
-        """Begin a round with the next iteration of the loop."""
+        """Schedule a round for the next iteration of the loop."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._round)
 
     def _round(self) -> None:
-        """Give each tenant its slice, and turns to those who wait."""
+        """Give each tenant its slice, and grant turns to those that wait."""
         self._is_due = False
-        if self._num_granted:  # some of the last round's turns have not begun
+        if self._num_granted:  # some turns of the last round have not started
             self._come_round()
             return
         is_alone = len(self._tenants) == 1
@@ -164,7 +164,7 @@ class FairScheduler:
             tenant.left_s = SLICE_S if is_alone else min(SLICE_S, tenant.left_s + SLICE_S)
             while tenant.waiting and tenant.left_s > 0:
                 waiting = tenant.next()
-                if not waiting.granted.done():  # else it was cancelled
+                if not waiting.granted.done():  # otherwise it was cancelled
                     tenant.left_s -= waiting.expected_s
                     self._num_granted += 1
                     waiting.granted.set_result(None)
@@ -179,13 +179,13 @@ class FairScheduler:
 
 
 class Slot:
-    """A stream's, or a call's, place in the scheduler.
+    """The place of a stream or a call in the scheduler.
 
     Args:
-        fair: the scheduler, shared with all others.
-        name: of the tenant.
-        tenant: its state.
-        key: of the stream among the tenant's.
+        fair: scheduler, shared by all slots.
+        name: name of the tenant.
+        tenant: state of the tenant.
+        key: key of the stream within the tenant.
     """
 
     __slots__ = ("_began_s", "_beyond_s", "_expected_s", "_fair", "_key", "_name", "_tenant")
@@ -199,13 +199,15 @@ class Slot:
         self._expected_s = self._beyond_s = 0.0
 
     async def take(self, expected_s: float = SLICE_S, beyond_s: float = 0.0) -> None:
-        """Wait for a turn, which begins now; `leave` ends it.
+        """Wait for a turn, which starts when this returns; `leave` ends it.
 
-        A tenant that is alone, or has some of its slice left, waits for nothing.
+        A tenant that is alone, or has some of its slice left, does not wait.
 
         Args:
-            expected_s: of the work, in seconds; what goes beyond a slice is cut by `give_way`.
-            beyond_s: that the event loop works for it outside of its turn; counted with that.
+            expected_s: expected time of the work, in seconds; `give_way` splits work beyond a
+                slice.
+            beyond_s: time that the event loop works for it outside of the turn, in seconds; counted
+                with the turn.
         """
         self._beyond_s = beyond_s
         if not self._fair.may_go(self._tenant):
@@ -227,7 +229,7 @@ class Slot:
         self._began_s = self._fair.clock()
 
     def leave(self) -> None:
-        """End the turn: before waiting for anything but a turn."""
+        """End the turn; required before waiting for anything other than a turn."""
         if self._began_s is None:
             return
         seconds = self._fair.clock() - self._began_s + self._beyond_s

@@ -1,9 +1,8 @@
-"""The gate: what stands between gRPC and the work of a call.
+"""The gate between gRPC and the work of a call.
 
-A call passes it once, whatever it asks for: it is counted, refused while the service starts or
-drains, let in with its credentials, and read; its errors become statuses. What was asked for with a
-token may be answered long after that was revoked, as a message can wait for its turn: so callers
-are looked at once more before each answer.
+Every call passes it once: it is counted, refused while the service starts or drains, authenticated,
+and parsed, and its errors become statuses. A message can wait for its turn for so long that its
+token is revoked meanwhile, so callers are checked again before each answer.
 """
 
 import logging
@@ -28,27 +27,27 @@ from retriever.wire.reading import read
 from retriever.wire.statuses import abort, status_of
 
 LONG_MESSAGE: Final = 1 << 20
-"""Bytes of a message that is read aside: copying its lists takes a tenth of a millisecond for each
-megabyte, and ten times that into pages that are new."""
+"""Messages of this many bytes are parsed in another thread: copying lists takes a tenth of a
+millisecond per megabyte, and ten times that into new pages."""
 
-_FAILED: Final = "the service could not do this: its log says why; ask again, or its operator"
+_FAILED: Final = "the service could not do this: its log says why; try again, or ask its operator"
 _CRASHED: Final = "the service failed: its log has more"
 _LOGGER: Final = logging.getLogger(__name__)
 
 _Context = aio.ServicerContext[Any, Any]
 
 Aside = Callable[[str, Callable[[], Any]], Awaitable[Any]]
-"""Does something that takes long for a tenant, and not on the event loop."""
+"""Runs long work for a tenant off the event loop."""
 
 
 class Call:
-    """A call that was let in.
+    """A call that was admitted.
 
     Args:
-        context: of gRPC.
-        caller: whose it is; None where callers are not asked who they are.
+        context: gRPC's context.
+        caller: the caller; None if callers are not authenticated.
         message: class of its messages.
-        aside: reads long ones; None where all are short.
+        aside: parses long messages; None if all are short.
 
     Attributes:
         caller: as given.
@@ -66,24 +65,24 @@ class Call:
 
     @property
     def tenant(self) -> str:
-        """The caller's tenant, "" where callers are not authenticated.
+        """The caller's tenant; "" if callers are not authenticated.
 
         Raises:
-            AccessRefusedError: they were revoked or have expired.
+            AccessRefusedError: the credentials were revoked or have expired.
         """
         return "" if self.caller is None else self.caller.tenant
 
     @property
     def left_s(self) -> float | None:
-        """The seconds that the caller still waits; None where it has no deadline."""
+        """The seconds until the caller's deadline; None without a deadline."""
         left_s: float | None = self._context.time_remaining()
         return left_s
 
     async def read(self, content: bytes) -> Any:
-        """Return the message that some bytes are, if the caller may still send it.
+        """Return the message in some bytes, if the caller may still send it.
 
         Raises:
-            RetrieverError: they are none, or it is refused; see `wire.reading`.
+            RetrieverError: the bytes are not a message, or it is refused; see `wire.reading`.
             AccessRefusedError: the caller's credentials were revoked or have expired.
         """
         tenant = self.tenant
@@ -93,14 +92,14 @@ class Call:
 
 
 class _Method(NamedTuple):
-    """A call of a contract of ours, or of another service beside it.
+    """A method of one of our contracts, or of another service on the same server.
 
     Attributes:
-        name: without the service's, for calls that are counted.
-        full_name: with it.
+        name: name without the service's, for counts.
+        full_name: name with the service's.
         message: class of its messages.
-        takes_call: whether its servicer is ours and gets a `Call`, another gRPC's context.
-        observer: counts it, and knows whether it can be taken now; None where nobody does.
+        takes_call: whether its servicer is ours and gets a `Call`; others get gRPC's context.
+        observer: counts calls, and knows whether they can be taken now; None for neither.
     """
 
     name: str
@@ -118,18 +117,18 @@ _MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Any]]] = {
 
 
 class Gate(aio.ServerInterceptor):
-    """Lets calls in; the one interceptor of a server.
+    """Admits calls; the only interceptor of a server.
 
-    A servicer of ours gets a `Call` in place of gRPC's context, and the bytes of a stream's
-    messages, which it reads with that.
+    Our servicers get a `Call` instead of gRPC's context. For streams they get the bytes of the
+    messages, and parse them with the `Call`.
 
     Args:
-        authenticator: who asks callers for credentials; None: nobody does.
-        observer: counts calls, and knows the phase of the service; None: neither is kept.
-        open_methods: full names of calls without credentials, such as health checks.
+        authenticator: checks credentials of callers; None for no authentication.
+        observer: counts calls, and knows the phase of the service; None for neither.
+        open_methods: full names of methods that need no credentials, such as health checks.
 
     Attributes:
-        aside: reads long messages; set once the service can.
+        aside: parses long messages; set once the service can.
     """
 
     def __init__(
@@ -148,14 +147,14 @@ class Gate(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the handler of a call, behind this gate; see `aio.ServerInterceptor`."""
+        """Return the handler of a call, wrapped by this gate; see `aio.ServerInterceptor`."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
         full_name = str(handler_call_details.method)
         deserializer = handler.request_deserializer
         if deserializer is None and full_name in self._open_methods:
-            return handler  # it reads bytes itself
+            return handler  # it parses bytes itself
         _, service, name = full_name.rpartition(f"/{SERVICE}/")
         method = _Method(
             name,
@@ -208,9 +207,9 @@ class Gate(aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _passing(self, method: _Method, context: _Context) -> AsyncIterator[Call]:
-        """Count a call and let it in; end it with the status of its error.
+        """Count and admit a call; end it with the status of its error.
 
-        gRPC would send the text of an unexpected error, which may hold another caller's input.
+        gRPC would send the text of an unexpected error, which may contain another caller's input.
         """
         try:
             with _counted(method, context):
@@ -221,16 +220,16 @@ class Gate(aio.ServerInterceptor):
                 except RetrieverError as error:
                     await abort(context, _for_caller(error))
         except aio.BaseError:
-            raise  # gRPC's own: the call has its status, or has ended
+            raise  # raised by gRPC: the call has its status, or has ended
         except Exception:
             _LOGGER.exception("%s failed", method.name)
             await abort(context, RetrieverError(_CRASHED))
 
     def _caller(self, method: _Method, context: _Context) -> Caller | None:
-        """Return whose call it is.
+        """Return the caller of a call.
 
         Raises:
-            AccessRefusedError: it has no valid credentials, or may not make this call.
+            AccessRefusedError: the caller has no valid credentials, or may not make this call.
         """
         if self._authenticator is None or method.full_name in self._open_methods:
             return None
@@ -240,13 +239,13 @@ class Gate(aio.ServerInterceptor):
             return Caller(self._authenticator, token, certificate, scope_for(method.full_name))
         except AccessRefusedError as error:
             if not isinstance(error, NotPermittedError):
-                _LOGGER.debug("not let in: %s", context.peer())
+                _LOGGER.debug("not admitted: %s", context.peer())
             raise
 
 
 @contextmanager
 def _counted(method: _Method, context: _Context) -> Iterator[None]:
-    """Count a call during the block, and make a span of it if that is sampled."""
+    """Count a call during the block, and make a span for it if it is sampled."""
     observer = method.observer
     if observer is None:
         yield
@@ -267,7 +266,7 @@ def _look_again(call: Call) -> None:
 
 
 def _for_caller(error: RetrieverError) -> RetrieverError:
-    """Return what a caller is told; the service's own errors are logged alone: they name files."""
+    """Return the error for the caller; internal errors, which name files, are only logged."""
     if status_of(error) is not grpc.StatusCode.INTERNAL:
         return error
     log_event(_LOGGER, logging.ERROR, "failed", str(error))

@@ -1,9 +1,9 @@
-"""Who does the work of calls and streams: the event loop in turns, or threads in pools.
+"""The work of calls and streams: on the event loop in turns, or in threads of pools.
 
-Short work is done on the loop: a draft takes tens of microseconds, less than passing it to another
-thread. Token ids that are sent as numbers are converted there, too, in slices: that needs the
-interpreter. Long work that does not need it (reading contexts, prompts and outputs) and waits for
-disks go to worker pools.
+Short work runs on the loop: a draft takes tens of microseconds, less than passing it to another
+thread. Token ids that are sent as numbers are also converted there, in slices, because the
+conversion needs the interpreter. Worker pools run long work that does not need the interpreter
+(reading contexts, prompts and outputs) and wait for disks.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ from retriever.wire.messages import (
 )
 
 LONG_PROMPT: Final = 1 << 12
-"""Longer contexts and prompts are read in a worker pool; this one takes a slice on the loop."""
+"""Longer contexts and prompts, in tokens, are read in a worker pool; this many take a slice."""
 
 _RETRY_S: Final = 0.1
-"""What a refusal for too many calls tells to wait: some hundred of them are done by then."""
+"""Retry delay in a refusal for too many calls; about a hundred calls finish in this time."""
 
 _NUMBERS_AT_ONCE: Final = 1 << 12
-"""Token ids that are sent as numbers and converted in one piece: 0.2 ms on the loop."""
+"""Token ids sent as numbers that are converted in one piece: 0.2 ms on the loop."""
 
 _Result = TypeVar("_Result")
 
@@ -58,8 +58,8 @@ class Flushing:
     """Flushes a drafter in a worker pool; one flush covers all sessions that ended during the last.
 
     Args:
-        state: of the drafter to flush.
-        disk: the pool for it.
+        state: state of the drafter to flush.
+        disk: worker pool for flushes.
     """
 
     def __init__(self, state: DrafterState, disk: WorkerPool) -> None:
@@ -100,24 +100,24 @@ class Flushing:
 
 
 _MOST_ENDS: Final = 4096
-"""Sessions whose end is remembered, a megabyte at most: a call is repeated within seconds."""
+"""Number of remembered ends of sessions, at most a megabyte: calls are repeated within seconds."""
 
 
 class RecentEnds:
-    """The sessions that have ended lately, with their lengths: the end of one may be repeated."""
+    """Recently ended sessions with their lengths, because a close may be repeated."""
 
     def __init__(self) -> None:
         self._ends: OrderedDict[SessionKey, tuple[int, Saving]] = OrderedDict()
 
     def note(self, key: SessionKey, length: int, saving: Saving) -> None:
-        """Note that a session of a stated length has ended."""
+        """Record that a session of a given length has ended."""
         self._ends.pop(key, None)
         self._ends[key] = length, saving
         if len(self._ends) > _MOST_ENDS:
             self._ends.popitem(last=False)
 
     def of(self, key: SessionKey, length: int) -> Saving | None:
-        """Return what became of a session that has ended at a length; `None` for no such one."""
+        """Return the saving of a session that ended at this length; `None` if there is none."""
         ended_at, saving = self._ends.get(key, (0, None))
         return saving if length and ended_at == length else None
 
@@ -132,16 +132,16 @@ class Jobs:
     """Does a drafter's work for tenants.
 
     Args:
-        drafter: what drafts.
+        drafter: drafter to work with.
 
     Attributes:
         drafter: as given.
-        uses: what tenants have used.
-        turns: on the event loop.
+        uses: usage of tenants.
+        turns: turns on the event loop.
         workers: threads for long work.
-        allowances: what tenants may still ask for.
+        allowances: remaining allowances of tenants.
         flushing: flushes the outputs of ended sessions.
-        ends: of sessions, for those that are repeated.
+        ends: recent ends of sessions, for repeated closes.
     """
 
     def __init__(self, drafter: ServiceFace) -> None:
@@ -161,12 +161,12 @@ class Jobs:
         """Let a call outside of streams take part during the block.
 
         Raises:
-            LimitExceededError: the tenant has too many.
+            LimitExceededError: the tenant has too many calls.
         """
         if self._num_calls[tenant] >= self._state.limits.max_tenant_waiting:
             self.uses.of(tenant).refused += 1
             raise LimitExceededError(
-                f"{self._num_calls[tenant]} calls of the tenant are under way, which is the limit: "
+                f"{self._num_calls[tenant]} calls of the tenant are active, which is the limit: "
                 f"try again in {_RETRY_S} s (max_tenant_waiting)",
                 limit="max_tenant_waiting",
                 retry_after_s=_RETRY_S,
@@ -184,7 +184,7 @@ class Jobs:
         """Take work from a tenant's allowance.
 
         Raises:
-            LimitExceededError: it is used up.
+            LimitExceededError: the allowance is used up.
         """
         try:
             self.allowances.take(tenant, work)
@@ -199,10 +199,10 @@ class Jobs:
         request: pb.DraftRequest,
         budget_nodes: int,
     ) -> pb.DraftTree:
-        """Draft for a bare context.
+        """Draft for a context without a session.
 
         Raises:
-            RetrieverError: it is refused.
+            RetrieverError: the request is refused.
         """
         context = await self._context(slot, tenant, request, budget_nodes)
         tree = self._state.draft_prepared(context, budget_nodes, request.min_probability)
@@ -218,10 +218,10 @@ class Jobs:
         request: pb.ExplainRequest,
         budget_nodes: int,
     ) -> pb.ExplainResponse:
-        """Draft for a bare context, and tell what spoke for each node.
+        """Draft for a context without a session, and return the evidence for each node.
 
         Raises:
-            RetrieverError: it is refused.
+            RetrieverError: the request is refused.
         """
         context = await self._context(slot, tenant, request, budget_nodes)
         slot.leave()
@@ -242,23 +242,23 @@ class Jobs:
         """Open a session of a tenant, in a turn.
 
         Raises:
-            RetrieverError: it is refused.
+            RetrieverError: the request is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
         options = options_in(opening, tenant)
         predicted = predicted_in(opening.predictions)
         session = await self._prepared(slot, prompt_of(opening), predicted, options)
-        # `begin` runs on the loop: a call cancelled before leaves no session.
+        # `begin` runs on the loop, so a call that is cancelled earlier leaves no session.
         self._state.begin(SessionKey(tenant, opening.session_id), session)
         return session
 
     async def add_predictions(
         self, slot: Slot, addition: pb.AddPredictionsRequest, tenant: str
     ) -> None:
-        """Add predictions to a session of a tenant, in a turn that is over meanwhile.
+        """Add predictions to a session of a tenant; the turn ends while they are read.
 
         Raises:
-            RetrieverError: they are refused.
+            RetrieverError: the predictions are refused.
         """
         predictions = await self._predictions(slot, predicted_in(addition.predictions))
         key = SessionKey(tenant, addition.session_id)
@@ -279,11 +279,11 @@ class Jobs:
         """End a session of a tenant, in a turn; `Flushing` writes its output.
 
         Returns:
-            What becomes of its output, known after the next flush; and what remembers a long one,
-            which goes on if the caller leaves, None for a short one.
+            How its output is saved, which is known after the next flush; and the task that learns a
+            long output, which continues if the caller leaves, None for a short one.
 
         Raises:
-            RetrieverError: it is refused.
+            RetrieverError: the request is refused.
         """
         key, length = SessionKey(tenant, closing.session_id), closing.length
         tokens = await self._tokens(slot, new_tokens_of(closing))
@@ -304,12 +304,12 @@ class Jobs:
         return saving, self._last(self._remember(tenant, pieces))
 
     def commit_long(self, tenant: str, step: CheckedRequest) -> "asyncio.Task[None]":
-        """Begin to commit the many tokens of a step; it goes on if the caller leaves."""
+        """Start to commit the many tokens of a step; this continues if the caller leaves."""
         commit = partial(self.drafter.commit_long, step)
         return self._last(self.workers.reading.run(tenant, commit, can_refuse=False))
 
     def close(self) -> None:
-        """End the threads of the pools after the work that is under way."""
+        """End the threads of the pools after the work in progress."""
         self.workers.close()
 
     async def _context(
@@ -319,10 +319,10 @@ class Jobs:
         request: pb.DraftRequest | pb.ExplainRequest,
         budget_nodes: int,
     ) -> Session:
-        """Read the context of a bare draft, once it is its turn.
+        """Read the context of a draft without a session, in a turn.
 
         Raises:
-            RetrieverError: it is refused.
+            RetrieverError: the request is refused.
         """
         context, predicted = context_of(request), predicted_in(request.predictions)
         num_tokens = context.num_tokens + _num_predicted(predicted)
@@ -351,7 +351,7 @@ class Jobs:
         if options.constraint is not None:
             num_tokens += LONG_PROMPT  # it may have to be compiled
         prepared = await self._read(slot, tenant, num_tokens, prepare)
-        del pool  # its outputs stayed in memory for this
+        del pool  # kept the outputs in memory until here
         self._read_by(tenant, num_tokens)
         return prepared
 
@@ -362,7 +362,7 @@ class Jobs:
         return [Prediction(await self._tokens(slot, sent), label) for sent, label in predicted]
 
     async def _loaded(self, slot: Slot, tenant: str) -> object:
-        """Load a tenant's outputs, if they are not in memory; the result keeps them there."""
+        """Load a tenant's outputs if they are not in memory; the result keeps them there."""
         if self.drafter.is_loaded(tenant):
             return self.drafter.load(tenant)
         slot.leave()
@@ -371,7 +371,7 @@ class Jobs:
         return pool
 
     async def _tokens(self, slot: Slot, sent: SentIds) -> TokenIds:
-        """Convert token ids of a message, in a turn: many numbers in pieces."""
+        """Convert token ids of a message, in a turn; many numbers in pieces."""
         if len(sent.numbers) <= _NUMBERS_AT_ONCE or sent.packed:
             return sent.tokens()
         tokens = np.empty(len(sent.numbers), np.int32)
@@ -384,7 +384,7 @@ class Jobs:
     async def _read(
         self, slot: Slot, tenant: str, num_tokens: int, read: Callable[[], _Result]
     ) -> _Result:
-        """Read tokens in a worker pool if they are many; the turn is over meanwhile."""
+        """Read tokens, in a worker pool and outside the turn if there are many."""
         if num_tokens <= LONG_PROMPT:
             return read()
         slot.leave()
@@ -398,7 +398,7 @@ class Jobs:
         self.flushing.request()
 
     def _last(self, work: Any) -> "asyncio.Task[Any]":
-        """Do work that goes on if its caller leaves."""
+        """Start work that continues if its caller leaves."""
         task = asyncio.get_running_loop().create_task(work)
         self._lasting.add(task)
         task.add_done_callback(self._lasting.discard)
@@ -417,10 +417,10 @@ def _num_predicted(predicted: Sequence[tuple[SentIds, str]]) -> int:
 
 
 def tokens_of_opening(opening: pb.OpenSessionRequest) -> int:
-    """Return how many tokens an opening brings."""
+    """Return the number of tokens in an opening."""
     return prompt_of(opening).num_tokens + _num_predicted(predicted_in(opening.predictions))
 
 
 def tokens_of_addition(addition: pb.AddPredictionsRequest) -> int:
-    """Return how many tokens an addition of predictions brings."""
+    """Return the number of tokens in an addition of predictions."""
     return _num_predicted(predicted_in(addition.predictions))

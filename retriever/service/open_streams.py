@@ -1,4 +1,4 @@
-"""The open streams of a service: they end with a status when the service ends."""
+"""The open streams of a service, which end with a status when the service ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ _Message = TypeVar("_Message")
 class OpenStreams:
     """Ends streams between two messages, so that no response is cut and no call is cancelled.
 
-    gRPC cancels what is left at its own shutdown: a client can't tell that from a crash.
+    gRPC cancels the remaining streams at shutdown, which a client cannot distinguish from a crash.
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,10 @@ class OpenStreams:
         self._is_ending = False
 
     async def until_end(self, messages: AsyncIterator[_Message]) -> AsyncIterator[_Message]:
-        """Give the messages of a stream until the caller or the service ends it.
+        """Yield the messages of a stream until the caller or the service ends it.
 
         Raises:
-            DrainingError: the service ends it.
+            DrainingError: the service ends the stream.
         """
         task = asyncio.current_task()
         if task is None:
@@ -35,17 +35,17 @@ class OpenStreams:
             except StopAsyncIteration:
                 return
             except asyncio.CancelledError:
-                if not self._is_ending or task.uncancel():  # the caller has left, too
+                if not self._is_ending or task.uncancel():  # the caller has left as well
                     raise
                 break
             finally:
                 self._waiting.discard(task)
             yield message
-            del message  # it may have megabytes, and the next one may come late
+            del message  # it may be megabytes, and the next one may come late
         raise DrainingError("the service ends now: open the sessions on another one, or later")
 
     def end(self) -> None:
-        """End the streams that wait for a message now, and the others after their response."""
+        """End streams that wait for a message immediately, and the others after their response."""
         self._is_ending = True
         for task in self._waiting:
             task.cancel()

@@ -1,7 +1,7 @@
 """The gRPC servicer: translates messages and calls the embedded drafter.
 
-Deletions run one at a time, with a rate limit for each tenant: each rewrites the log, during which
-other tenants' outputs wait, so that endless deletions would block all closes.
+Deletions run one at a time, with a rate limit for each tenant. Each deletion rewrites the log while
+other tenants' outputs wait, so endless deletions would block all closes.
 """
 
 import asyncio
@@ -47,8 +47,9 @@ class Deleting:
     """Admits one deletion at a time, at a limited rate for each tenant.
 
     Args:
-        per_minute: returns the deletions of one tenant: a burst, refilled over a minute.
-        clock: seconds, monotonic.
+        per_minute: returns the deletions that one tenant may make in a burst, refilled over a
+            minute.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class Deleting:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the turn of a tenant's deletion, which ends with the block.
+        """Wait for the turn of a tenant's deletion; the turn ends with the block.
 
         Raises:
-            LimitExceededError: the tenant is over its rate, or too many wait; the message says when
-            to retry.
+            LimitExceededError: the tenant is over its rate, or too many deletions wait; the message
+                says when to retry.
         """
         self._allowances.take(tenant)
         if self._num_waiting >= _MAX_WAITING:
@@ -80,13 +81,13 @@ class Deleting:
 class RetrieverServicer:
     """The calls of the wire contract, on one event loop.
 
-    A draft takes tens of microseconds, less than passing it to another thread. Method names are the
-    contract's; the gate turns what they raise into statuses.
+    A draft takes tens of microseconds, less than passing it to another thread. Method names are
+    those of the contract; the gate turns their errors into statuses.
 
     Args:
-        drafter: what drafts; None if `answer_with` sets it before the first call.
+        drafter: drafter to use; None if `answer_with` sets it before the first call.
         pad_replies: whether drafts are padded to hide their size.
-        lifecycle: the phase of the service.
+        lifecycle: phase of the service.
         models: names of the models that it drafts for.
 
     Attributes:
@@ -110,7 +111,7 @@ class RetrieverServicer:
             self.answer_with(drafter)
 
     def answer_with(self, drafter: EmbeddedDrafter) -> None:
-        """Set the drafter; no call may come before."""
+        """Set the drafter; must be called before the first call arrives."""
         self._known = drafter
         self._drafter = ServiceFace(drafter.state)
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
@@ -118,17 +119,17 @@ class RetrieverServicer:
         self._deleting = Deleting(lambda: drafter.limits.max_tenant_deletions)
 
     async def aside(self, tenant: str, work: Callable[[], _Result]) -> _Result:
-        """Do something that takes long for a tenant in a thread, in turn with others."""
+        """Run long work for a tenant in a thread, in turn with other tenants."""
         if self._known is None:
             return work()
         return await self._jobs.workers.reading.run(tenant, work, can_refuse=False)
 
     def is_busy(self) -> bool:
-        """Return whether long messages are worked on."""
+        """Return whether long messages are being processed."""
         return self._jobs.workers.reading.num_tenants > 0
 
     def close(self) -> None:
-        """End the threads that work for calls, after what is under way."""
+        """End the threads that work for calls, after the work in progress."""
         self._jobs.close()
 
     async def Draft(self, request: pb.DraftRequest, call: Call) -> pb.DraftResponse:
@@ -231,7 +232,7 @@ class RetrieverServicer:
                         padded_budgets(message, self._default_nodes),
                         message.tree_form,
                     )
-                del message  # the next one may come late
+                del message  # free it: the next one may come late
                 yield response
 
     async def CloseSession(
@@ -315,7 +316,7 @@ class RetrieverServicer:
         del request, call
         info = replace(self._info, phase=self._lifecycle.phase.value)
         if self._known is not None:
-            limits = asdict(self._known.limits)  # those in force: they can change
+            limits = asdict(self._known.limits)  # the current limits, which can change
             info = replace(
                 info,
                 limits={name: float(limit) for name, limit in limits.items()},
@@ -329,7 +330,7 @@ class RetrieverServicer:
 
 
 def _left_of(call: Call) -> int:
-    """Return the microseconds that a call has left; 0 where it has no deadline."""
+    """Return the microseconds until the deadline of a call; 0 without a deadline."""
     left_s = call.left_s
     return 0 if left_s is None else timeout_to_wire(max(left_s, 0.0))
 

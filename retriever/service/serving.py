@@ -50,11 +50,11 @@ def give_back() -> None:
 def keep_message_memory() -> None:
     """Have glibc keep the memory of messages for the next ones; `give_back` returns it.
 
-    A message of a million tokens is copied twice as it is received, which takes 1 ms into memory
-    that was used before, and 5 ms into new pages: all streams wait for it. By default glibc maps
-    the first such blocks one by one, gives back what is free at the end of its heap, and has an
-    arena for each thread, which gives its pages back by rules of its own. Takes effect for threads
-    that begin later. Source: mallopt(3).
+    A message of a million tokens is copied twice as it is received. That takes 1 ms into memory
+    that was used before and 5 ms into new pages, and all streams wait for it. By default glibc maps
+    the first such blocks one by one, returns free memory at the end of its heap, and has one arena
+    per thread, which returns its pages by separate rules. Takes effect for threads that start
+    later. Source: mallopt(3).
     """
     if _set_option is not None:
         _set_option(_MOST_ARENAS, 1)
@@ -63,9 +63,9 @@ def keep_message_memory() -> None:
 
 
 def switch_quickly() -> None:
-    """Have threads hold the interpreter for 0.5 ms at most while another waits, not 5.
+    """Let threads hold the GIL for at most 0.5 ms while another waits, instead of 5 ms.
 
-    The event loop gives it up in every kernel, and waits for it where a thread of a pool has it.
+    The event loop releases the GIL in every kernel, and waits for it while a pool thread holds it.
     """
     sys.setswitchinterval(_SWITCH_S)
 
@@ -73,19 +73,20 @@ def switch_quickly() -> None:
 def settle() -> None:
     """Exclude all current objects from garbage collection: they live until the end.
 
-    A full collection takes 75 ms with all modules loaded; without them it takes time by the new
-    objects alone. Source: gc.freeze of Python.
+    A full collection takes 75 ms with all modules loaded; without them its time depends only on new
+    objects. Source: Python's gc.freeze.
     """
     gc.collect()
     gc.freeze()
 
 
-_SHORTEST_PERIOD_S: Final = 0.01  # a look takes microseconds
-_LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
+_SHORTEST_PERIOD_S: Final = 0.01  # a check takes microseconds
+_LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this much too late
 _GIVE_BACK_EVERY_S: Final = 5.0
 _GIVE_BACK_AFTER_S: Final = 60.0
-"""Latest time of giving back while long messages are worked on: the next one, of 4 MB, takes new
-pages then, a thousand of two microseconds each, and all streams wait for it."""
+"""Memory is returned at least this often, even while long messages are being processed. The next
+message of 4 MB then takes a thousand new pages of two microseconds each, and all streams wait for
+it."""
 
 
 @asynccontextmanager
@@ -95,8 +96,8 @@ async def sweeping(drafter: EmbeddedDrafter, is_busy: Callable[[], bool]) -> Asy
     Freed memory is returned to the system regularly.
 
     Args:
-        drafter: whose sessions they are.
-        is_busy: whether long messages are worked on.
+        drafter: drafter of the sessions.
+        is_busy: returns whether long messages are being processed.
     """
     tasks = [asyncio.create_task(_sweep(drafter)), asyncio.create_task(_give_back(is_busy))]
     try:
@@ -109,7 +110,7 @@ async def sweeping(drafter: EmbeddedDrafter, is_busy: Callable[[], bool]) -> Asy
 
 
 async def _sweep(drafter: EmbeddedDrafter) -> None:
-    while True:  # the limit can change meanwhile
+    while True:  # the limit can change
         period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
         await asyncio.sleep(max(period_s, _SHORTEST_PERIOD_S))
         ServiceFace(drafter.state).end_idle()
@@ -125,11 +126,11 @@ async def _give_back(is_busy: Callable[[], bool]) -> None:
             waited_s = 0.0
 
 
-DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kill later
+DEFAULT_DRAIN_S: Final = 10.0  # most generations end within this time; supervisors kill later
 
 _GRACE_S: Final = 0.5  # for the last responses of calls
 
-_LOOK_S: Final = 0.2  # latest end of a wait for a compiler
+_LOOK_S: Final = 0.2  # interval between checks of the compiler process
 
 _logger = logging.getLogger(__name__)
 
@@ -160,14 +161,14 @@ class _Listening:
         return drafter
 
     async def _ensure_kept(self, widths: Collection[int]) -> None:
-        """Have kernels compiled in a process beside, unless they are kept; answer meanwhile."""
+        """Compile kernels in another process, unless they are cached; answer calls meanwhile."""
         if await asyncio.to_thread(cold_start.are_kept, widths):
             return
         await self.observer.lifecycle.begin_compiling()
         log_event(_logger, logging.WARNING, "compiling", "kernels are compiled; no drafts yet")
         process = await asyncio.to_thread(cold_start.begin_compiling, widths)
         try:
-            while process.poll() is None:  # noqa: ASYNC110  (no event of the loop tells)
+            while process.poll() is None:  # noqa: ASYNC110  (the loop has no event for this)
                 await asyncio.sleep(_LOOK_S)
         finally:
             process.kill()
@@ -182,12 +183,13 @@ async def start(
     *,
     pad_replies: bool = False,
 ) -> tuple[aio.Server, str]:
-    """Start serving. Until the drafter is warm, calls are refused and health says so.
+    """Start serving. Until the drafter is warm, calls are refused and health checks say so.
 
     Args:
-        drafter: what drafts; warmed up here, so that the first draft waits for no compiler.
-        address: `host:port` (port 0: a free one), or `unix:/path`.
-        observer: counts calls and tells the phase.
+        drafter: drafter to serve; warmed up here, so that the first draft does not wait for the
+            compiler.
+        address: `host:port` (port 0: any free one), or `unix:/path`.
+        observer: counts calls and knows the phase.
         protection: authentication of callers and encryption.
         pad_replies: whether drafts are padded to hide their size.
 
@@ -195,8 +197,8 @@ async def start(
         The running server, and the address that it listens on.
 
     Raises:
-        AddressInUseError: the address is taken or cannot be bound.
-        InsecureAddressError: other machines reach the address, and it is not protected.
+        AddressInUseError: the address is in use or cannot be bound.
+        InsecureAddressError: other machines can reach the address, and it is not protected.
     """
     observer = observer or ServiceObserver()
     listening = await _listen(
@@ -221,14 +223,14 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     """Serve until SIGINT or SIGTERM, then until sessions have ended, for at most `drain_s`.
 
     Listens first, so that health checks are answered, then opens the drafter. Outputs of sessions
-    that are open at the end are remembered. A second signal ends the process at once with status
-    128 plus the signal's number; files are then consistent, as after `kill -9`.
+    that are open at the end are kept. A second signal ends the process immediately with status 128
+    plus the signal's number; files stay consistent, as after `kill -9`.
 
     Args:
         open_drafter: opens the drafter, in another thread; the caller shuts it down.
         max_message_bytes: size of the largest accepted message.
         address: as for `start`.
-        observer: counts calls and tells the phase.
+        observer: counts calls and knows the phase.
         protection: authentication of callers and encryption.
         socket_access: who may connect, if the address is a unix socket.
         pad_replies: whether drafts are padded.
@@ -236,9 +238,9 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         models: names of the models that it drafts for, for `GetServerInfo`.
 
     Raises:
-        AddressInUseError: the address is taken or cannot be bound.
-        InsecureAddressError: other machines reach the address, and it is not protected.
-        RetrieverError: the drafter cannot be opened; IndexerError the same.
+        AddressInUseError: the address is in use or cannot be bound.
+        InsecureAddressError: other machines can reach the address, and it is not protected.
+        RetrieverError: the drafter cannot be opened; also IndexerError.
     """
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -257,7 +259,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     opening = asyncio.create_task(listening.open(open_drafter))
     ending = asyncio.create_task(stopped.wait())
     await asyncio.wait({opening, ending}, return_when=asyncio.FIRST_COMPLETED)
-    if not opening.done() and observer.lifecycle.is_compiling:  # nothing is there to be kept
+    if not opening.done() and observer.lifecycle.is_compiling:  # there is nothing to keep
         for task in (opening, watching, telling):
             task.cancel()
         with suppress(asyncio.CancelledError):
@@ -279,7 +281,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
 
 
 async def _tell_ready(listening: _Listening, stopped: asyncio.Event) -> None:
-    """Say where calls are taken, once they are, unless the end has come before."""
+    """Report the address once calls are taken, unless the service ends before."""
     await listening.observer.lifecycle.ready()
     if stopped.is_set():
         return

@@ -1,9 +1,9 @@
-"""Worker pools: threads for long work, of one kind each, so that no kind waits for another.
+"""Worker pools: threads for long work, one pool per kind, so that no kind waits for another.
 
-Work is done whole, and of each tenant one at a time, in the order in which it came: however much a
-tenant asks for, another's work is next. Long work takes a tenth of a second for a million tokens,
-almost all of it in kernels, which need no lock of the interpreter: the system shares processors out
-among the threads. What was cancelled is not begun; what has begun is done.
+Work is not interrupted. Each tenant has one piece of work running at a time, in order of arrival,
+so another tenant's work is next no matter how much one asks for. Long work takes a tenth of a
+second for a million tokens, almost all of it in kernels that do not hold the GIL, so the system
+shares processors among the threads. Cancelled work is not started; started work is finished.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from typing import Any, Final, TypeVar
 from retriever.errors import LimitExceededError
 from retriever.sessions.draft_counts import TenantUses
 
-_LEAST_WAIT_S: Final = 0.05  # what a refusal tells to wait: below it, retries would be a load
-_WEIGHT_OF_LAST: Final = 0.1  # of the last work in the mean of durations
-_NICENESS: Final = 4  # more, and a thread that holds the interpreter is kept waiting with it
+_LEAST_WAIT_S: Final = 0.05  # least retry delay in a refusal: below, retries would be a load
+_WEIGHT_OF_LAST: Final = 0.1  # weight of the latest duration in the mean
+_NICENESS: Final = 4  # with more, a thread that holds the GIL would be kept waiting with it
 
 _Result = TypeVar("_Result")
 
 
 def _yield_processors() -> None:
-    """Have this thread take processors after threads of usual priority; see setpriority(2)."""
+    """Lower the priority of this thread, behind normal threads; see setpriority(2)."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class _Work:
-    """What is done in a pool, and the future of what it comes to, which is resolved on the loop."""
+    """A piece of work in a pool, and the future of its result, which is resolved on the loop."""
 
     __slots__ = ("answer", "do")
 
@@ -49,12 +49,12 @@ class WorkerPool:
     """Threads for one kind of work; used from one event loop.
 
     Args:
-        name: of its threads.
-        num_threads: tenants that are worked for at once.
-        max_waiting: returns how much work of one tenant may be in the pool at once.
-        uses: gets the time that tenants take.
-        computes: whether its work takes processors, and not disks: threads that do yield them to
-            the event loop, where the system keeps a priority for each thread (Linux).
+        name: name of its threads.
+        num_threads: tenants that are served concurrently.
+        max_waiting: returns how many pieces of work of one tenant may be in the pool.
+        uses: records the time that tenants take.
+        computes: whether its work is CPU-bound, not disk-bound. Such threads yield to the event
+            loop if the system has per-thread priorities (Linux).
     """
 
     def __init__(
@@ -70,26 +70,26 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(num_threads, f"foredraft-{name}", initializer=begin)
         self._max_waiting = max_waiting
         self._uses = uses
-        self._tenants: dict[str, deque[_Work]] = {}  # the first of each is in the threads
+        self._tenants: dict[str, deque[_Work]] = {}  # the first of each is in a thread
         self._mean_s = 0.0
 
     @property
     def num_tenants(self) -> int:
-        """Tenants with work that is not done."""
+        """The number of tenants with unfinished work."""
         return len(self._tenants)
 
     async def run(
         self, tenant: str, do: Callable[[], _Result], *, can_refuse: bool = True
     ) -> _Result:
-        """Do something for a tenant in a thread, after what came before; return what it returns.
+        """Run work for a tenant in a thread, after its earlier work; return the result.
 
         Args:
-            tenant: whose turn it takes.
-            do: what is done.
+            tenant: tenant whose turn it takes.
+            do: the work.
             can_refuse: whether the caller can be told to try again.
 
         Raises:
-            LimitExceededError: too much of the tenant's work waits; the error says how long to.
+            LimitExceededError: too much of the tenant's work waits; the error says when to retry.
         """
         queue = self._tenants.get(tenant, ())
         if can_refuse and len(queue) >= self._max_waiting():
@@ -101,11 +101,11 @@ class WorkerPool:
         try:
             result: _Result = await work.answer
         finally:
-            del work  # its answer holds the error, whose traceback holds this frame
+            del work  # breaks a cycle: its answer holds the error, whose traceback holds this frame
         return result
 
     def close(self) -> None:
-        """End the threads after the work that is under way."""
+        """End the threads after the work in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _refusal(self, tenant: str, num_waiting: int) -> LimitExceededError:
@@ -119,7 +119,7 @@ class WorkerPool:
         )
 
     def _begin_next(self, tenant: str) -> None:
-        """Pass the first work of a tenant that somebody waits for to the threads."""
+        """Pass the first uncancelled work of a tenant to the threads."""
         queue = self._tenants[tenant]
         while queue and queue[0].answer.done():  # cancelled
             queue.popleft()
@@ -129,24 +129,24 @@ class WorkerPool:
             del self._tenants[tenant]
 
     def _do(self, tenant: str, work: _Work) -> None:
-        """Do some work; called in a thread of the pool."""
+        """Do a piece of work; called in a thread of the pool."""
         result: object = None
         error: BaseException | None = None
         began_s = time.monotonic()
         try:
             if not work.answer.done():
                 result = work.do()
-        except BaseException as raised:  # noqa: BLE001  (raised again where it is waited for)
+        except BaseException as raised:  # noqa: BLE001  (raised again in the waiting caller)
             error = raised
         seconds = time.monotonic() - began_s
         loop = work.answer.get_loop()
-        del work  # its answer holds what it came to, which may be much
+        del work  # its answer holds the result, which may be large
         loop.call_soon_threadsafe(self._end_first, tenant, seconds, result, error)
 
     def _end_first(
         self, tenant: str, seconds: float, result: object, error: BaseException | None
     ) -> None:
-        """Pass on what the first work of a tenant came to, if somebody still waits; begin another.
+        """Pass on the result of a tenant's first work if it is still awaited, and start the next.
 
         Called on the loop.
         """
@@ -165,15 +165,15 @@ class WorkerPool:
 class WorkerPools:
     """The worker pools of a service.
 
-    Reading takes all processors but one, at most four: kernels without the interpreter's lock. It
-    has two threads at least, so that a tenant's long prompt leaves one to others. Explaining is
-    Python, and more threads would only take the interpreter from drafts. Disks and loading get two:
-    one tenant's slow one leaves a thread to others.
+    Reading runs kernels that do not hold the GIL, on all processors except one, at most four. It
+    has at least two threads, so that one tenant's long prompt leaves a thread to others. Explaining
+    is Python, and more threads would only take the GIL from drafts. Disks and loading get two
+    threads each: one tenant's slow work leaves a thread to others.
 
     Attributes:
         reading: long contexts, prompts, commits and outputs.
-        explaining: where drafts come from.
-        disk: outputs to be written, and deletions.
+        explaining: explanations of drafts.
+        disk: writes of outputs, and deletions.
         loading: outputs of tenants that are not in memory.
     """
 
@@ -185,6 +185,6 @@ class WorkerPools:
         self.loading = WorkerPool("loading", 2, most, uses)
 
     def close(self) -> None:
-        """End the threads after the work that is under way."""
+        """End the threads after the work in progress."""
         for pool in (self.reading, self.explaining, self.disk, self.loading):
             pool.close()

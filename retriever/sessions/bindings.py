@@ -1,4 +1,4 @@
-"""The indexes and listed phrases of each tenant: shared ones, and ones bound to it alone."""
+"""The indexes and listed phrases of each tenant: shared ones and ones bound only to it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +27,8 @@ class Bound:
     """Indexes and phrases of one tenant, which replace the shared ones.
 
     Attributes:
-        indexes: open or missing, shared ones included; opened for this tenant alone.
-        phrases: shared ones included; None: the shared ones only.
+        indexes: open or missing, including the shared ones; opened separately for this tenant.
+        phrases: including the shared ones; None for only the shared ones.
     """
 
     indexes: Sequence[IndexState] | None = None
@@ -40,8 +40,8 @@ class BoundPaths:
     """Paths of indexes and phrases bound to tenants; other tenants never draft from them.
 
     Attributes:
-        indexes: of each tenant, in addition to the shared ones.
-        phrases: of each tenant, shared ones included.
+        indexes: indexes of each tenant, in addition to the shared ones.
+        phrases: phrases of each tenant, including the shared ones.
     """
 
     indexes: Mapping[str, Sequence[Path | str]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class BoundPaths:
 
         Args:
             shared: paths of the shared indexes.
-            open_index: opens the index at a path; the caller closes all on an error.
+            open_index: opens the index at a path; on an error, the caller closes all.
 
         Raises:
             IndexerError: an index is missing, damaged or of another tokenizer.
@@ -78,8 +78,8 @@ class Attached:
     """An index that is drafted from.
 
     Attributes:
-        index: in its current snapshot, or missing.
-        tenant: that alone drafts from it; None: all do.
+        index: the index in its current snapshot, or missing.
+        tenant: the only tenant that drafts from it; None if all do.
     """
 
     index: IndexState
@@ -88,13 +88,13 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class IndexOutcome:
-    """What came of the nodes that some indexes proposed together.
+    """Outcome of the nodes that some indexes proposed together.
 
     Attributes:
-        indexes: that were drafted from as one corpus.
-        tenant: that alone drafts from them; None: all tenants without indexes of their own.
+        indexes: the indexes that were drafted from as one corpus.
+        tenant: the only tenant that drafts from them; None for all tenants without bound indexes.
         num_drafted: nodes from them.
-        num_accepted: those that came true.
+        num_accepted: accepted nodes from them.
     """
 
     indexes: tuple[Path, ...]
@@ -108,7 +108,7 @@ class Bindings:
 
     Args:
         indexes: open or missing; shared by the tenants without bound ones.
-        phrases: the same.
+        phrases: phrases, shared likewise.
         bound: bound indexes and phrases by tenant.
         sessions: sessions that draft from them.
         lock: held while the sessions are used.
@@ -160,12 +160,12 @@ class Bindings:
 
     @property
     def missing(self) -> list[Path]:
-        """Indexes that some tenant is to draft from and that cannot be opened."""
+        """Indexes that a tenant should draft from but that cannot be opened."""
         return sorted({path for each in self._all() for path in each.missing})
 
     @property
     def outcomes(self) -> list[IndexOutcome]:
-        """What came of drafts from the indexes, shared ones first; without sets of none."""
+        """Outcomes of drafts from each set of indexes, shared ones first; without empty sets."""
         named: list[tuple[str | None, RefreshedCorpora]] = [(None, self._shared)]
         named.extend(sorted(self._bound.items()))
         return [
@@ -175,7 +175,7 @@ class Bindings:
         ]
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on; 0: no longer."""
+        """Refresh periodically from now on; 0 stops this."""
         with self._changing:
             self._refresh_s = refresh_s
             for each in self._all():
@@ -199,12 +199,12 @@ class Bindings:
     def attach(self, path: Path, tenant: str | None, opened: _Open) -> Attached:
         """Draft from one more index; sessions do so with their next draft.
 
-        Blocks until it is open and warm, which takes as long as adding up phrase tables.
+        Blocks until it is open and warm, which takes as long as summing phrase tables.
 
         Args:
-            path: of the index.
-            tenant: that alone drafts from it; None: all do.
-            opened: opens an index, having checked its vocabulary.
+            path: path of the index.
+            tenant: the only tenant that drafts from it; None for all.
+            opened: opens an index after checking its vocabulary.
 
         Raises:
             NotPossibleError: it is attached already.
@@ -223,16 +223,16 @@ class Bindings:
             return self._find(path, tenant)
 
     def detach(self, path: Path, tenant: str | None) -> Attached:
-        """Draft from an index no longer; sessions draft without it from their next draft on.
+        """Stop drafting from an index; sessions draft without it from their next draft on.
 
         Raises:
             UnknownIndexError: no such index is attached to this tenant, or to all.
-            indexer.errors.IndexerError: phrase tables of the others cannot be added up.
+            indexer.errors.IndexerError: phrase tables of the others cannot be summed.
         """
         with self._changing:
             found = self._find(path, tenant)
             if tenant is None:
-                for each in reversed(self._all()):  # after a failure it is still found as shared
+                for each in reversed(self._all()):  # after a failure, it still is among the shared
                     each.change(lambda now: _without(now, path))
             else:
                 corpora = self._bound[tenant]
@@ -250,7 +250,7 @@ class Bindings:
         done: list[RefreshedCorpora] = []
         try:
             for each in self._all():
-                num_shared = len(self._shared.indexes) - bool(done)  # it is the first
+                num_shared = len(self._shared.indexes) - bool(done)  # `_shared` is done first
                 each.change(partial(_with, path, opened, num_shared))
                 done.append(each)
         except BaseException:
@@ -260,11 +260,11 @@ class Bindings:
             raise
 
     def _bind(self, tenant: str, path: Path, opened: _Open) -> None:
-        """Give a tenant that drafts from the shared indexes alone one of its own."""
+        """Bind the first index to a tenant that drafts only from the shared indexes so far."""
         shared = self._shared.indexes
         bound = RefreshedCorpora([], self._sessions, self._lock)
         bound.change(lambda _: _opened_anew(shared, path, opened))
-        self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
+        self._bound = {**self._bound, tenant: bound}  # a new dict: others iterate over the old one
         with self._lock:
             self._sessions.set_corpus(bound.current.corpus, self._shared.current.corpus, tenant)
         bound.watch(self._refresh_s)
@@ -277,7 +277,7 @@ class Bindings:
         raise UnknownIndexError(f"no index {path} is attached to {whose}: list what is attached")
 
     def warm(self) -> None:
-        """Have no draft wait for pages of the indexes that are in memory."""
+        """Map resident pages of the indexes, so that no draft waits for them."""
         for each in self._all():
             each.current.warm()
 
@@ -322,7 +322,7 @@ def _own(indexes: Iterable[IndexState], shared: Iterable[IndexState]) -> list[In
 
 
 def _with(path: Path, opened: _Open, place: int, indexes: Sequence[IndexState]) -> list[IndexState]:
-    """Return indexes with one more, opened, at a place."""
+    """Open an index; return the indexes with it inserted at a place."""
     return [*indexes[:place], opened(path), *indexes[place:]]
 
 
@@ -376,10 +376,10 @@ def common_vocabulary(
     """Return the common vocabulary of all indexes and phrases; None if unknown.
 
     Args:
-        indexes: open or missing, the shared ones.
-        phrases: the same.
+        indexes: the shared indexes, open or missing.
+        phrases: the shared phrases.
         bound: bound indexes and phrases by tenant.
-        vocabulary: that all must have; None: that of the first index.
+        vocabulary: the vocabulary that all must have; None for that of the first index.
 
     Raises:
         InvalidRequestError: they differ, or a phrase has a token outside it.
@@ -404,7 +404,7 @@ def parsed_bindings(options: Iterable[str], what: str) -> dict[str, list[Path]]:
     """Return the paths of each tenant from options of the form TENANT=PATH.
 
     Raises:
-        InvalidRequestError: one has another form, or its tenant's name is invalid.
+        InvalidRequestError: one has a different form, or its tenant's name is invalid.
     """
     found: dict[str, list[Path]] = {}
     for option in options:

@@ -1,8 +1,9 @@
-"""Kernels are compiled once on a machine: here, or in a process beside, and nobody waits for it.
+"""Compiles kernels once per machine: here, or in a separate process, so that no draft waits.
 
-`python -m retriever.sessions.cold_start WHAT...` compiles what is named and keeps it on disk, from
-where another process loads it: the width of a token in bytes for all that drafts need, or the name
-of `RareKernels`: one of ours, or a module whose function `warm` calls them.
+`python -m retriever.sessions.cold_start WHAT...` compiles the named kernels and caches them on
+disk, where other processes load them. WHAT is the width of a token in bytes, for all kernels that
+drafts need, or the name of `RareKernels`: a built-in one, or a module whose function `warm` calls
+them.
 """
 
 import os
@@ -47,24 +48,24 @@ from retriever.tree import Source
 _log = getLogger(__name__)
 
 _CONTEXT: Final = np.zeros(2 * MAX_MATCH, np.int32)
-_NICENESS: Final = 5  # with 10 it would hardly come to its end beside a busy engine
+_NICENESS: Final = 5  # with 10 it would hardly finish next to a busy engine
 _NOTHING: Final = "nothing"
-"""Asked for where nothing can be kept."""
+"""Requested if nothing can be cached."""
 
 
 def warm_stores() -> None:
-    """Compile or load what opening a drafter needs, whatever it drafts from."""
+    """Compile or load the kernels for opening a drafter, whatever it drafts from."""
     store = ChainStore(len(_CONTEXT), CONTEXT_LIMITS, Source.CONTEXT, _CONTEXT[:1])
-    store.append(_CONTEXT[:1])  # as of a long prompt
+    store.append(_CONTEXT[:1])  # as for a long prompt
     store.extend(_CONTEXT[:1])
     Generations(0).add(_CONTEXT)
 
 
 def warm_drafts(widths: Iterable[int]) -> None:
-    """Compile or load what a first draft needs: opening a session, drafting, ending it.
+    """Compile or load the kernels for a first draft: opening a session, drafting, ending it.
 
     Args:
-        widths: bytes of a token in what is drafted from, see `width_of`.
+        widths: bytes of a token in the corpora that are drafted from, see `width_of`.
     """
     for width in widths:
         _warm_width(width)
@@ -83,7 +84,7 @@ def _warm_width(width: int) -> None:
 
 
 def width_of(corpus: Corpus) -> int:
-    """Return the bytes of a token: drafts from corpora of one width need the same kernels."""
+    """Return the bytes of a token; drafts from corpora of the same width need the same kernels."""
     return corpus.tables.tokens2.dtype.itemsize
 
 
@@ -91,7 +92,7 @@ def _warm_groups() -> None:
     pool = Pool("", Generations(0), running=RunningOutputs())
     running = Databases(Context(_CONTEXT), pool, Corpus([], tables_of([])))
     running.join(SequenceOptions(group="group"), is_shared=True)
-    running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # so many that the ring grows
+    running.commit(np.zeros(FEWEST_TOKENS, np.int32))  # enough for the ring to grow
     running.leave()
 
 
@@ -125,10 +126,10 @@ def warm_rare() -> None:
 
 
 def are_kept(widths: Iterable[int] = ()) -> bool:
-    """Load what drafts need; return whether all of it is kept on disk.
+    """Load the kernels that drafts need; return whether all of them are cached on disk.
 
     Args:
-        widths: as for `warm_drafts`; none for what opening a drafter needs alone.
+        widths: as for `warm_drafts`; without any, only the kernels for opening a drafter.
     """
     with suppress(NotKeptError), only_kept():
         warm_stores()
@@ -138,18 +139,18 @@ def are_kept(widths: Iterable[int] = ()) -> bool:
 
 
 def ensure_kept(widths: Iterable[int]) -> None:
-    """Compile what drafts need in a process beside, unless it is kept; wait for it."""
+    """Compile the kernels for drafts in a separate process, unless cached; wait for it."""
     widths = list(widths)
     if not are_kept(widths):
         begin_compiling(widths).wait()
 
 
 def begin_compiling(widths: Iterable[int] = ()) -> "subprocess.Popen[bytes]":
-    """Compile what drafts need in a process beside, which yields the processor to all others.
+    """Compile the kernels for drafts in a separate process of low priority.
 
     Returns:
-        The process. Where it fails or cannot keep anything, what is missing is compiled by whoever
-        needs it.
+        The process. If it fails or cannot cache anything, missing kernels are compiled by the
+        process that needs them.
     """
     return _start(map(str, widths))
 
@@ -162,18 +163,18 @@ def _start(what: Iterable[str]) -> "subprocess.Popen[bytes]":
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of this process, with where it finds these packages."""
+    """Return the environment of this process, with its module search path."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def defer_rare() -> None:
-    """Have rare kernels that are not kept compiled in a process beside, once they are wanted."""
+    """Compile rare kernels that are not cached in a separate process, when they are wanted."""
     for kernels in RARE.values():
         defer(kernels)
 
 
 def defer(kernels: RareKernels) -> None:
-    """Have kernels compiled in a process beside, once they are wanted, unless they are kept."""
+    """Compile kernels in a separate process when they are wanted, unless they are cached."""
     try:
         with only_kept():
             _warm_of(kernels)()
@@ -187,7 +188,7 @@ def _warm_of(kernels: RareKernels) -> Callable[[], None]:
 
 def _compile_rare(kernels: RareKernels) -> None:
     _log.warning(
-        "compiling the kernels of %s in a process beside: drafts go on without them for now",
+        "compiling the kernels of %s in a separate process: drafts do without them until it ends",
         kernels.name.rpartition(".")[2],
     )
     Thread(target=_make_ready, args=(kernels,), name="foredraft-compile", daemon=True).start()

@@ -1,13 +1,13 @@
-"""Surviving index files that are cut while they are mapped into memory.
+"""Surviving index files that are truncated while they are mapped into memory.
 
-A read behind the new end of a mapped file raises SIGBUS, which ends the process. The handler here
-maps zeros over the missing pages, lets the read go on, and wakes a thread that has the index
-dropped. Drafts in between read zeros, as from a damaged disk: kernels expect any value.
+A read beyond the new end of a mapped file raises SIGBUS, which ends the process. The handler here
+maps zeros over the missing pages, lets the read continue, and wakes a thread that drops the index.
+Until then drafts read zeros, as from a damaged disk; kernels tolerate any value.
 
-The handler is compiled with llvmlite. A handler of Python would run only after the instruction that
-failed, which is repeated without end. It only calls mmap, write and sigaction: the last two are
-async-signal-safe (signal-safety(7)), the first is a system call without state in the C library.
-systemd's journal survives cut files in the same way: systemd, src/basic/sigbus.c.
+The handler is compiled with llvmlite. A Python handler would run only after the instruction that
+failed, which is repeated forever. The handler calls only mmap, write and sigaction: the last two
+are async-signal-safe (signal-safety(7)), the first is a system call without state in the C library.
+systemd's journal survives truncated files in the same way: systemd, src/basic/sigbus.c.
 """
 
 import ctypes
@@ -32,20 +32,20 @@ from indexer.reader import Index
 _logger = logging.getLogger(__name__)
 
 _IS_KNOWN: Final = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-"""Where the layouts below are right: those of glibc and musl on 64-bit Linux."""
+"""Whether the layouts below are right: those of glibc and musl on 64-bit Linux."""
 
 _ADDRESS_AT: Final = 16  # of siginfo_t.si_addr
 _ACTION_WORDS: Final = 32  # for a struct sigaction, which takes 19
-_FLAGS_WORD: Final = 17  # sigaction.sa_flags, behind the handler and a mask of 128 bytes
+_FLAGS_WORD: Final = 17  # sigaction.sa_flags, after the handler and a mask of 128 bytes
 _FLAGS: Final = 0x4 | 0x08000000  # SA_SIGINFO, SA_ONSTACK
-_MAP_FIXED: Final = 0x10  # of mmap(2); Python's module lacks it
+_MAP_FIXED: Final = 0x10  # flag of mmap(2) that Python's module lacks
 _ERROR_OUTPUT: Final = 2  # file descriptor
 
 _MAX_MAPS: Final = 1 << 16
 """Most maps of a process: Linux allows 65,530 (vm.max_map_count)."""
 
 _ROW: Final = ("begin", "end", "was_cut", "line", "line_bytes")
-"""Of a map: its addresses, whether it was cut, and the last words if that is not survived."""
+"""Columns of a map: its addresses, whether it was cut, and the message if the process must end."""
 
 _WAS_CUT: Final = _ROW.index("was_cut")
 
@@ -119,17 +119,17 @@ end:
 """
 """The handler: finds the map of the address that was read, and maps zeros from its page on.
 
-Behind the missing page there is nothing of a cut file. One that is none of an index's goes to the
-handler before; without one, a line is written and the process ends as it would have."""
+A cut file has nothing after the missing page. If no index has the address, the handler calls the
+previous handler; without one, it writes a line and the process ends as it would have."""
 
 
 class Watched(NamedTuple):
-    """What is watched for cut files in this process.
+    """The maps that this process watches for cut files.
 
     Attributes:
         num_maps: maps whose files may be cut.
-        num_left: maps that there is room for beside these; more are not watched.
-        num_told: who is told of a cut.
+        num_left: further maps that there is room for; more are not watched.
+        num_told: number of methods that are called after a cut.
     """
 
     num_maps: int
@@ -153,7 +153,7 @@ class _Guard:
         Thread(target=self._tell, name="foredraft-cut-files", daemon=True).start()
 
     def watch(self, array: NDArray[Any], line: bytes) -> None:
-        """Survive from now on that the file of an array is cut, until the array is gone."""
+        """Survive a cut of an array's file from now on, until the array is freed."""
         with self._lock:
             if id(array) in self._places:
                 return
@@ -169,19 +169,19 @@ class _Guard:
         finalize(array, self._forget, id(array)).atexit = False
 
     def was_cut(self, array: NDArray[Any]) -> bool:
-        """Return whether a read of an array came behind the end of its file."""
+        """Return whether a read of an array was beyond the end of its file."""
         place = self._places.get(id(array))
         return place is not None and bool(self._table[place, _WAS_CUT])
 
     def watched(self) -> Watched:
-        """Return how much is watched, and who is told."""
+        """Return how many maps are watched, and how many methods are called after a cut."""
         with self._lock:
             num_left = _MAX_MAPS - int(self._count[0]) + len(self._free)
             num_told = sum(each() is not None for each in self._told)
             return Watched(len(self._places), num_left, num_told)
 
     def call(self, react: Callable[[], None]) -> None:
-        """Have a method called, in another thread, after a cut was met."""
+        """Register a method to be called, in another thread, after a cut was found."""
         with self._lock:
             told = [each for each in self._told if each() is not None]
             this = WeakMethod(react)
@@ -213,7 +213,7 @@ class _Guard:
 
 
 def _install(count: NDArray[np.int64], table: NDArray[np.int64], event: int) -> tuple[object, ...]:
-    """Compile the handler and handle SIGBUS by it; return what must be kept in memory.
+    """Compile the handler and install it for SIGBUS; return the objects that must stay alive.
 
     Raises:
         OSError: the system refuses.
@@ -253,7 +253,7 @@ def _install(count: NDArray[np.int64], table: NDArray[np.int64], event: int) -> 
 
 @cache
 def _guard() -> _Guard | None:
-    """Return the guard of this process; None where cut files are not survived."""
+    """Return the guard of this process; None if cut files are not survived."""
     if not _IS_KNOWN:
         return None
     try:
@@ -264,14 +264,14 @@ def _guard() -> _Guard | None:
 
 
 def survive_cuts(indexes: Iterable[Index], react: Callable[[], None]) -> None:
-    """Have reads of indexes go on, with zeros, where their files are cut.
+    """Let reads of indexes continue, with zeros, where their files are cut.
 
-    Elsewhere than on Linux on x86-64 or ARM64 this does nothing.
+    Works only on Linux on x86-64 or ARM64; elsewhere this does nothing.
 
     Args:
-        indexes: open.
-        react: a method, called in another thread after a read has met a cut, of these or of other
-            indexes, as long as its object lives.
+        indexes: open indexes.
+        react: a method, called in another thread after a read has found a cut, of these or of
+            other indexes, as long as its object lives.
     """
     guard = _guard()
     if guard is None:
@@ -279,7 +279,7 @@ def survive_cuts(indexes: Iterable[Index], react: Callable[[], None]) -> None:
     for index in indexes:
         line = (
             f"error: a file of the index {index.path} was cut while it was drafted from, and there "
-            "was no memory to go on: restore the index and start again\n"
+            "was no memory to continue: restore the index and start again\n"
         ).encode("utf-8", "backslashreplace")
         for array in index.mapped_arrays():
             guard.watch(array, line)
@@ -287,12 +287,12 @@ def survive_cuts(indexes: Iterable[Index], react: Callable[[], None]) -> None:
 
 
 def watched() -> Watched | None:
-    """Return what is watched in this process; None where cut files are not survived."""
+    """Return what is watched in this process; None if cut files are not survived."""
     guard = _guard()
     return None if guard is None else guard.watched()
 
 
 def was_cut(index: Index) -> bool:
-    """Return whether a read has met a cut file of an index."""
+    """Return whether a read has found that a file of an index was cut."""
     guard = _guard()
     return guard is not None and any(guard.was_cut(each) for each in index.mapped_arrays())

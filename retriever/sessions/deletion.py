@@ -1,4 +1,4 @@
-"""Deletion of a drafter's data: at once in memory, then on disk; other callers draft in between."""
+"""Deletion of a drafter's data: first in memory, then on disk; other callers draft in between."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +28,10 @@ def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of 
     Other callers draft during waits for the disk.
 
     Args:
-        sessions: the open ones.
+        sessions: the open sessions.
         pools: generations, and their log.
-        plugins: delete what they keep, where they can't tell sessions apart that of the tenant.
+        plugins: delete the data that they keep; if they cannot distinguish sessions, all of the
+            tenant's.
         lock: held while sessions or pools are used.
         scope: what to delete.
         tell: called with the scope, and with the lock held, before anything is removed.
@@ -57,7 +58,7 @@ def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of 
 
 
 def _sessions_of(scope: Scope, sessions: Sessions, lock: Lock) -> list[tuple[SessionKey, Session]]:
-    """Return the open sessions of an origin; none for a whole tenant: its sessions continue."""
+    """Return the open sessions of an origin; none for a whole tenant, whose sessions continue."""
     if not scope.origin:
         return []
     with lock:

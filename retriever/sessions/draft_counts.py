@@ -1,4 +1,4 @@
-"""Counts of drafts and their outcomes (a microsecond a step), and a census of memory."""
+"""Counts of drafts and their outcomes (a microsecond per step), and a census of memory."""
 
 import resource
 import time
@@ -31,8 +31,8 @@ class Latencies:
     """A histogram of latencies.
 
     Attributes:
-        counts: one for each of `BOUNDS_S`, and one for longer ones.
-        total_s: their sum, in seconds.
+        counts: one count for each bound in `BOUNDS_S`, and one for longer latencies.
+        total_s: sum of all latencies, in seconds.
     """
 
     __slots__ = ("counts", "total_s")
@@ -50,23 +50,23 @@ class Latencies:
 class DraftCounts:
     """Counts that only rise. Writers hold the drafter's lock; readers need none.
 
-    `failed_open` takes no lock: only the thread that answers clients calls it.
+    `failed_open` takes no lock, because only the thread that answers clients calls it.
 
     A node is counted with the next step of its session, or its end. It counts as accepted if the
-    tokens committed next are its path, even if the verifier had cut it off: an upper bound of
-    accepted tokens.
+    tokens committed next follow its path, even if the verifier had truncated the draft. So the
+    count is an upper bound of the accepted tokens.
 
     Args:
-        counted: what a `Predictor` counts; made here if not given.
+        counted: counts of a `Predictor`; made here if not given.
 
     Attributes:
         by_source: int64[2, MAX_SOURCES], nodes and accepted nodes.
-        by_accepted: int64[MAX_POSITIONS + 2], drafts with a known outcome by how many of their
-            tokens came, `MAX_POSITIONS` for so many and more; the last number are the tokens
-            committed after these.
-        steps: times of steps, waits for other drafts included.
+        by_accepted: int64[MAX_POSITIONS + 2], drafts with a known outcome by number of accepted
+            tokens, where `MAX_POSITIONS` includes larger numbers; the last entry is the number of
+            tokens committed after these drafts.
+        steps: times of steps, including waits for other drafts.
         drafts: times of steps divided by their sequences, counted for each sequence.
-        num_bare: drafts of bare contexts among them.
+        num_bare: drafts of bare contexts among `drafts`.
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
@@ -79,7 +79,7 @@ class DraftCounts:
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of `num_drafts` sequences."""
-        if num_drafts == 1:  # mostly: the bucket is the same
+        if num_drafts == 1:  # the usual case: both have the same bucket
             bucket, steps, drafts = bisect_left(BOUNDS_S, seconds), self.steps, self.drafts
             steps.counts[bucket] += 1
             drafts.counts[bucket] += 1
@@ -102,11 +102,11 @@ class DraftCounts:
 
     @property
     def num_committed(self) -> int:
-        """Tokens committed after these."""
+        """Tokens committed after drafts with a known outcome."""
         return int(self.by_accepted[-1])
 
     def accepted_at(self) -> list[int]:
-        """Return how many drafts had their token accepted at each position, the first one first."""
+        """Return how many drafts had their token accepted at each position, from the first on."""
         from_end = accumulate(reversed(self.by_accepted[1:-1].tolist()))
         return list(from_end)[::-1]
 
@@ -124,21 +124,21 @@ _PAUSE_S: Final = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What a drafter has in memory.
+    """The data that a drafter has in memory.
 
     Attributes:
-        sessions: how many are open, by tenant.
+        sessions: number of open sessions, by tenant.
         session_tokens: tokens of their sequences.
         session_bytes: memory of the sequences.
-        tenants: tenants whose generations are in memory.
+        tenants: number of tenants whose generations are in memory.
         generations_tokens: tokens of the generations, and one for the end of each.
         generations_bytes: memory of the generations.
-        reserved_bytes: taken from the ceiling `max_bytes`: of the above and of `recycled_bytes`,
-            and of contexts that are read or drafted for just now.
-        untouched_bytes: of these, the room for tokens to come, which takes no pages yet.
-        base_bytes: what the process had when it became ready, without the above and with the pages
-            of files, such as indexes, that are resident now.
-        recycled_bytes: memory of what decoders found likely.
+        reserved_bytes: memory charged against `max_bytes`: the above, `recycled_bytes`, and
+            contexts that are currently read or drafted for.
+        untouched_bytes: the part of `reserved_bytes` for future tokens that is not resident yet.
+        base_bytes: memory of the process when it became ready, without the above, plus the pages of
+            files, such as indexes, that are resident now.
+        recycled_bytes: memory of the decoders' findings.
     """
 
     sessions: Mapping[str, int]
@@ -154,7 +154,7 @@ class Census:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that the process should have, in bytes."""
+        """Expected memory of the process, in bytes."""
         return self.base_bytes + self.reserved_bytes - self.untouched_bytes
 
 
@@ -164,21 +164,21 @@ NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class DrafterStats:
-    """What a drafter holds, and what it has counted since it was opened.
+    """The content of a drafter, and its counts since it was opened.
 
     Attributes:
-        indexes: the shared ones, in their current snapshots.
-        missing_indexes: indexes that some tenant is to draft from and that cannot be opened.
-        index_outcomes: what came of the nodes that indexes proposed, by the indexes drafted from
-            together.
+        indexes: the shared indexes, in their current snapshots.
+        missing_indexes: indexes that a tenant should draft from but that cannot be opened.
+        index_outcomes: outcomes of the nodes that indexes proposed, by set of indexes that are
+            drafted from together.
         refresh_failures: failed attempts to open a changed or missing index.
         num_sessions: open sessions.
-        draft_counts: of drafts and their outcomes; these go on rising.
+        draft_counts: counts of drafts and their outcomes; the object keeps counting.
         is_logged: whether there is a state directory.
-        log_failures: outputs that could not be written to that.
-        plugins: what plugins have counted, by name.
-        evictions: how often what has made room; see `EVICTED`.
-        census: what is in memory; `NOTHING_HELD` where it was not asked for.
+        log_failures: outputs that could not be written to the state directory.
+        plugins: counts of plugins, by name.
+        evictions: number of evictions by kind; see `EVICTED`.
+        census: what is in memory; `NOTHING_HELD` if it was not requested.
     """
 
     indexes: tuple[Index, ...] = ()
@@ -202,9 +202,9 @@ def census_of(
     Pauses regularly, so that other threads can draft.
 
     Args:
-        sessions: a copy of the open sessions; some may have ended since.
-        pools: those in memory.
-        ledger: of the memory.
+        sessions: a copy of the open sessions; some may have ended since then.
+        pools: the pools in memory.
+        ledger: the memory ledger.
         lock: held while a pool is used.
     """
     by_tenant: Counter[str] = Counter()
@@ -236,14 +236,14 @@ def _tokens_of(pool: Pool, lock: Lock) -> int:
 
 @dataclass(slots=True)
 class TenantUse:
-    """What a tenant has used since its first call. Counts only rise; readers need no lock.
+    """A tenant's use since its first call. Counts only rise; readers need no lock.
 
     Attributes:
         drafts: trees made for it.
-        tokens: tokens read for it: of contexts, prompts and steps.
+        tokens: tokens read for it, of contexts, prompts and steps.
         nodes: nodes of its trees.
         seconds: time that the service worked for it, in all threads.
-        refused: calls and messages that were beyond its share.
+        refused: calls and messages that exceeded its share.
     """
 
     drafts: int = 0
@@ -253,7 +253,7 @@ class TenantUse:
     refused: int = 0
 
     def add(self, other: "TenantUse") -> None:
-        """Add what another has used."""
+        """Add the use of another tenant."""
         self.drafts += other.drafts
         self.tokens += other.tokens
         self.nodes += other.nodes
@@ -262,14 +262,14 @@ class TenantUse:
 
 
 MOST_USES: Final = 1024
-"""Tenants counted apart: some 200 bytes each, and a table that people can read."""
+"""Most tenants that are counted separately: some 200 bytes each, and a table people can read."""
 
 
 class TenantUses:
-    """Use by tenant, of those that used most lately. For one writer; `copy` is for other threads.
+    """Use of the most recently active tenants. For one writer; `copy` is for other threads.
 
     Attributes:
-        others: of all tenants that are no longer counted apart.
+        others: use of all tenants that are no longer counted separately.
     """
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ class TenantUses:
         self.others = TenantUse()
 
     def of(self, tenant: str) -> TenantUse:
-        """Return a tenant's use, to be added to."""
+        """Return a tenant's use, for the caller to add to."""
         use = self._by_tenant.get(tenant)
         if use is None:
             use = self._by_tenant[tenant] = TenantUse()
@@ -288,7 +288,7 @@ class TenantUses:
         return use
 
     def copy(self) -> dict[str, TenantUse]:
-        """Return a copy by tenant, the one that was used last the last."""
+        """Return a copy by tenant, the most recently active one last."""
         return {name: replace(use) for name, use in self._by_tenant.copy().items()}
 
 
@@ -298,9 +298,9 @@ def _untouched_of(pool: Pool, lock: Lock) -> int:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Return this process's resident memory, and how much of it are pages of files, in bytes.
+    """Return this process's resident memory, and how much of it is pages of files, in bytes.
 
-    Zeros where that is not known.
+    Returns zeros if that is unknown.
     """
     with suppress(OSError):
         _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())

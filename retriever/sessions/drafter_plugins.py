@@ -1,7 +1,7 @@
-"""What plugins of a drafter are told of.
+"""The interface of a drafter's plugins.
 
-A plugin keeps more than the drafter itself does: what decoders found likely, or outputs of other
-drafters. Core imports none: options name one, or it is found by its name where it is installed.
+A plugin keeps further data: findings of decoders, or outputs of other drafters. The core imports no
+plugin: options name one, or an installed one is found by its name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +20,12 @@ _FINDINGS: Final = "retriever.plugins.findings"
 
 
 class DrafterPlugin:
-    """A plugin of one drafter. What it does not override does nothing.
+    """A plugin of one drafter. Methods that it does not override do nothing.
 
     Attributes:
-        name: in reports.
-        counts: what it has counted, for `DrafterStats.plugins`; None: nothing.
-        num_bytes: of what it holds in memory.
+        name: its name in reports.
+        counts: its counts, for `DrafterStats.plugins`; None without any.
+        num_bytes: memory of its data.
     """
 
     name = ""
@@ -36,40 +36,40 @@ class DrafterPlugin:
         """Note the tokenizer, once it is known."""
 
     def on_remembered(self, entry: Entry) -> None:
-        """Note an output that joins the generations; takes a microsecond."""
+        """Note an output that joins the generations; must take no more than a microsecond."""
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Note that the block writes what was remembered before it to the state directory."""
+        """Note that the block writes previously remembered outputs to the state directory."""
         yield
 
     def on_deleting(self, scope: Scope) -> None:
-        """Note that a caller deletes a scope, which is still there; the drafter's lock is held."""
+        """Note that a caller will delete a scope; called with the drafter's lock held."""
 
     def on_deleted(self, scope: Scope) -> None:
-        """Delete a scope, without the lock: the drafter's own memory has gone."""
+        """Delete a scope, without the lock; the drafter's own memory of it is already deleted."""
 
     def settle(self) -> None:
-        """Write what the next process needs to know of a caller's deletion."""
+        """Write what the next process needs to know about a caller's deletion."""
 
     def bytes_by_tenant(self) -> Mapping[str, int]:
-        """Return the memory that is held of each tenant."""
+        """Return the memory held for each tenant, in bytes."""
         return {}
 
     def evict_idle(self, may_go: Callable[[str], bool]) -> bool:
-        """Let what is held of one tenant leave memory, without waiting; return False if none may.
+        """Evict one tenant's data from memory, without waiting; return False if none may go.
 
         Args:
-            may_go: whether that of a tenant may.
+            may_go: returns whether a tenant's data may be evicted.
         """
         del may_go
         return False
 
     def evict(self, tenant: str) -> None:
-        """Let what is held of a tenant leave memory; what is on disk stays."""
+        """Evict a tenant's data from memory; data on disk stays."""
 
     def metrics(self) -> Iterable[Any]:
-        """Return what it has counted, as families of `prometheus_client`."""
+        """Return its counts, as metric families of `prometheus_client`."""
         return ()
 
     def shut_down(self) -> None:
@@ -93,7 +93,7 @@ class PluginOptions(Protocol):
 
 
 class FindingsKeeper(DrafterPlugin):
-    """Keeps what decoders found likely, by tenant and model; here, where none does, refuses it."""
+    """Keeps findings of decoders by tenant and model; this base class refuses them."""
 
     name = "recycled"
 
@@ -103,13 +103,13 @@ class FindingsKeeper(DrafterPlugin):
         """Keep findings of a model; see `FindingsStore.share_findings`.
 
         Args:
-            tenant: whose decoder found them.
+            tenant: the tenant whose decoder found them.
             model: fingerprint of the model.
-            findings: of at most `MAX_FINDINGS` contexts.
-            vocabulary_size: ids are below it; None if it is not known.
+            findings: findings of at most `MAX_FINDINGS` contexts.
+            vocabulary_size: token ids are below it; None if unknown.
 
         Raises:
-            NotPossibleError: none are kept here.
+            NotPossibleError: findings are not kept here.
         """
         del tenant, model, findings, vocabulary_size
         raise self._refusal()
@@ -118,7 +118,7 @@ class FindingsKeeper(DrafterPlugin):
         """Return a page of a tenant's findings of a model; see `FindingsStore.fetch_findings`.
 
         Raises:
-            NotPossibleError: none are kept here.
+            NotPossibleError: findings are not kept here.
         """
         del tenant, model, before
         raise self._refusal()
@@ -132,7 +132,7 @@ class FindingsKeeper(DrafterPlugin):
 
 
 def findings_of(state: Any) -> FindingsKeeper:
-    """Return what keeps findings of a `DrafterState`, or what refuses them where it is absent."""
+    """Return the keeper of a `DrafterState`'s findings, or one that refuses if not installed."""
     if not is_installed(_FINDINGS):
         return FindingsKeeper()
     keeper: FindingsKeeper = import_module(f"{_FINDINGS}.kept_findings").attach(state)
@@ -140,7 +140,7 @@ def findings_of(state: Any) -> FindingsKeeper:
 
 
 class Plugins(list[DrafterPlugin]):
-    """All plugins of a drafter, told one after the other."""
+    """All plugins of a drafter, called one after the other."""
 
     def on_vocabulary(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
         """See `DrafterPlugin.on_vocabulary`."""
@@ -148,7 +148,7 @@ class Plugins(list[DrafterPlugin]):
             each.on_vocabulary(fingerprint, vocabulary)
 
     def on_remembered(self, entry: Entry | None) -> None:
-        """See `DrafterPlugin.on_remembered`; nothing was remembered without an entry."""
+        """See `DrafterPlugin.on_remembered`; without an entry, nothing was remembered."""
         if entry is not None:
             for each in self:
                 each.on_remembered(entry)
@@ -176,7 +176,7 @@ class Plugins(list[DrafterPlugin]):
             each.settle()
 
     def evict_idle(self, may_go: Callable[[str], bool]) -> str:
-        """See `DrafterPlugin.evict_idle`; return the name of the plugin that had something."""
+        """See `DrafterPlugin.evict_idle`; return the name of the plugin that evicted, or ""."""
         return next((each.name for each in self if each.evict_idle(may_go)), "")
 
     def shut_down(self) -> None:

@@ -1,4 +1,4 @@
-"""What a drafter holds: databases, predictor and sessions in the process, under one lock.
+"""The state of a drafter: databases, predictor and sessions in the process, under one lock.
 
 The lock is held for a step, for a commit, or for a slice of longer work. It is free during waits
 for a disk, a server or a long prompt, except for the one write when the tokenizer becomes known.
@@ -84,45 +84,45 @@ _TOKEN: Final = np.dtype(np.int32)
 _DONE: Final = object()
 
 PAUSE_S: Final = 1e-4
-"""Long enough for a thread to take a lock that another takes again and again: Python's locks are
+"""Long enough for a thread to get a lock that another thread takes repeatedly: Python's locks are
 not fair."""
 
 _MANY: Final = 1 << 12  # tokens
 
 
 class DrafterState:
-    """What a drafter holds, and what is done with it by a process and by a service alike.
+    """The state of a drafter, and the operations that a process and a service share.
 
-    `ending` and `drafting_ahead` work in pieces, of a millisecond or two, and yield without the
-    lock after each.
+    `ending` and `drafting_ahead` work in pieces of a millisecond or two and yield without the lock
+    after each.
 
     Args:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
         options: see `DrafterOptions`.
 
     Attributes:
-        limits: in force; `take_limits` changes them.
-        vocabulary: of the indexes, or as given.
+        limits: the limits in force; `take_limits` changes them.
+        vocabulary: vocabulary of the indexes, or as given.
         lock: held while sessions, pools or the predictor are used.
         predictor: grows the trees.
-        sessions: the open ones.
-        ledger: of the memory.
-        eviction: makes room in that.
+        sessions: the open sessions.
+        ledger: the memory ledger.
+        eviction: makes room in the ledger.
         bindings: indexes and phrases by tenant.
         pools: outputs by tenant, and their log.
-        findings: what decoders found likely.
-        grammars: of constrained outputs.
-        plugins: what else keeps data of it; `findings` and `grammars` are of them.
+        findings: keeps findings of decoders.
+        grammars: keeps compiled grammars of constrained outputs.
+        plugins: the plugins, including `findings` and `grammars`.
         draft_counts: counts of drafts and their outcomes.
-        uses: what each tenant has used, as far as a service counts it.
-        fingerprint: of the tokenizer; empty while it is unknown.
-        named: the tokenizers that tenants named meanwhile, fingerprints by tenant.
-        base_bytes: memory of the process when it was ready, without what is counted.
+        uses: use by tenant, as counted by a service.
+        fingerprint: fingerprint of the tokenizer; empty while it is unknown.
+        named: fingerprints by tenant of the tokenizers that tenants named while it is unknown.
+        base_bytes: memory of the process when it was ready, without the counted data.
         hold: whether indexes are held in memory.
         copying: held while the state directory is copied.
 
     Raises:
-        InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
+        InvalidRequestError: the indexes have different vocabularies, or a phrase has another one.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
         RetrieverError: a plugin cannot be attached.
@@ -183,8 +183,8 @@ class DrafterState:
 
         Args:
             prompt: integers[n].
-            options: of the sequence.
-            charge: that of `ServiceFace.charge_reading`, if it was called.
+            options: options of the sequence.
+            charge: the charge from `ServiceFace.charge_reading`, if it was called.
 
         Raises:
             InvalidRequestError: the prompt or an option is invalid.
@@ -199,7 +199,7 @@ class DrafterState:
         needed = context_bytes(len(tokens))
         try:
             charge = charge or self.ledger.take(tenant, needed)
-            charge.ensure(needed)  # before the memory is
+            charge.ensure(needed)  # before the memory is allocated
             context = Context(tokens, charge)
         except MemoryError as error:
             raise out_of_memory() from error
@@ -227,7 +227,7 @@ class DrafterState:
                 self._join(prepared)
 
     def add_predictions(self, key: SessionKey, predictions: Sequence[Prediction]) -> None:
-        """Do as `EmbeddedDrafter.add_predictions` does; they are read without the lock."""
+        """Do as `EmbeddedDrafter.add_predictions` does; predictions are read without the lock."""
         added = self._predictions(predictions)
         while True:
             with self.lock:
@@ -248,8 +248,9 @@ class DrafterState:
     ) -> Iterator[DraftTree]:
         """Draft for the outcomes of a committed request; yield without the lock after each.
 
-        Ends at an outcome that cannot be answered: the time of `time.monotonic` is over, the
-        sequence has gone on or has ended, or a database has no room or knows only what has come.
+        Stops at the first outcome that cannot be drafted for: `until_s` (by `time.monotonic`) has
+        passed, the sequence has continued or ended, or a database has no room or does not support
+        drafts ahead.
         """
         session, request = step.session, step.request
         for outcome in step.outcomes:
@@ -276,10 +277,10 @@ class DrafterState:
     def end(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> Saving:
-        """End a sequence as `close` does, without waiting for the state directory: see `flush`.
+        """End a sequence as `close` does, without waiting for the state directory; see `flush`.
 
         Returns:
-            What becomes of its output; whether the disk took it is known after the next `flush`.
+            Save status of its output; whether the disk took it is known after the next `flush`.
         """
         saving, pieces = self.ending(key, new_tokens, remember=remember)
         finish(pieces)
@@ -296,10 +297,10 @@ class DrafterState:
         """Do as `end` does; the iterator adds the output to the generations, in pieces.
 
         Args:
-            key: of the session.
-            new_tokens: as of `end`.
-            remember: as of `end`.
-            length: of the whole sequence, if it is stated.
+            key: key of the session.
+            new_tokens: as for `end`.
+            remember: as for `end`.
+            length: length of the whole sequence, if stated.
 
         Raises:
             OutOfSequenceError: the session has another length; it stays open.
@@ -314,16 +315,17 @@ class DrafterState:
                 check_stated_length(key.name, num_known, len(tokens), length)
             self.sessions.remove(key)
             self.predictor.note(ended.databases, tokens)
-            # Its tokens are not added to the sequence: nothing is drafted from that any more.
+            # The tokens are not added to the sequence, because nothing drafts from it any more.
             if not (remember and ended.remember):
                 return Saving(SaveStatus.NOTHING), self.locked(iter(()))
             saving, pieces = self.remembering(key, ended, tokens)
         return saving, self.locked(pieces)
 
     def flush(self) -> None:
-        """Write remembered outputs to the state directory, and have plugins know.
+        """Write remembered outputs to the state directory, and notify plugins.
 
-        Outputs that the disk refuses stay in memory: what `end` returned and `log_failures` tell.
+        Outputs that the disk refuses stay in memory, as the result of `end` and `log_failures`
+        show.
         """
         if self._keeps_elsewhere:
             with self.plugins.storing():
@@ -341,14 +343,14 @@ class DrafterState:
         return tree
 
     def share_findings(self, model: str, findings: Findings, *, tenant: str = "") -> None:
-        """Keep what a decoder's model found likely, for a later run or the tenant's others.
+        """Keep findings of a decoder for a later run or the tenant's other decoders.
 
-        It is neither drafted from nor checked here: wrong findings cost drafts of the tenant's
-        decoders, and never change an output. See `FindingsStore.share_findings`.
+        They are neither drafted from nor verified here: wrong findings degrade drafts of the
+        tenant's decoders but never change an output. See `FindingsStore.share_findings`.
 
         Raises:
-            InvalidRequestError: they cannot be findings.
-            NotPossibleError: none are kept here.
+            InvalidRequestError: they are not valid findings.
+            NotPossibleError: findings are not kept here.
             LimitExceededError: there is no room for them.
             StorageError: the disk refuses.
         """
@@ -359,12 +361,12 @@ class DrafterState:
             self.name_vocabulary(tenant)
 
     def fetch_findings(self, model: str, before: int = 0, *, tenant: str = "") -> FoundPage:
-        """Return a page of what a tenant's decoders found likely; see `FindingsStore`."""
+        """Return a page of the findings of a tenant's decoders; see `FindingsStore`."""
         check_tenant_name(tenant)
         return self.findings.fetch(tenant, model, before)
 
     def delete(self, tenant: str, key: SessionKey | None = None) -> None:
-        """Delete a tenant's data, or that of the sessions of a name; see `EmbeddedDrafter.delete`.
+        """Delete data of a tenant or of its sessions of a name; see `EmbeddedDrafter.delete`.
 
         Other callers draft meanwhile.
         """
@@ -381,7 +383,7 @@ class DrafterState:
             self.plugins.settle()
 
     def forget(self, scope: Scope, tell: Callable[[Scope], None]) -> None:
-        """Delete a scope, having told of it; see `deletion.forget`."""
+        """Delete a scope after calling `tell` with it; see `deletion.forget`."""
         forget(self.sessions, self.pools, self.plugins, self.lock, scope, tell)
 
     def shut_down(self) -> None:
@@ -393,11 +395,11 @@ class DrafterState:
 
     @property
     def token_widths(self) -> set[int]:
-        """Bytes of a token in what tenants draft from: each needs kernels of its own."""
+        """Token widths, in bytes, of the tenants' corpora; each width needs separate kernels."""
         return set(map(width_of, self.bindings.corpora_of_all()))
 
     def census(self) -> Census:
-        """Count what is in memory now, with short pauses so that drafts are not held up."""
+        """Count the data in memory now, with short pauses so that drafts are not held up."""
         with self.lock:
             sessions = self.sessions.all()
         census = census_of(sessions, self.pools.all(), self.ledger, self.lock)
@@ -408,7 +410,7 @@ class DrafterState:
         )
 
     def _join(self, session: Session) -> None:
-        """Have a session serve its group; where there is no room for it, it does not."""
+        """Make a session serve its group, unless there is no room for that."""
         pool = session.databases.pool
         if session.options.group and pool.running is None and GROUPS.are_wanted():
             with suppress(LimitExceededError):
@@ -426,10 +428,10 @@ class DrafterState:
             yield
 
     def tokens(self, tokens: ArrayLike) -> TokenIds:
-        """Return int32[n], a copy, unless it is a view of bytes: the caller's array may change.
+        """Return int32[n], copied unless it is a view of bytes, because the caller may change it.
 
         Raises:
-            InvalidRequestError: they are no integers of the vocabulary in one dimension.
+            InvalidRequestError: they are not a one-dimensional array of token ids.
         """
         if type(tokens) is np.ndarray and tokens.dtype is _TOKEN and tokens.ndim == 1:
             base: object = tokens.base
@@ -439,9 +441,9 @@ class DrafterState:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
     def _are_inside(self, tokens: TokenIds) -> bool:
-        """Return whether all of int32[n] are of the vocabulary."""
+        """Return whether all of int32[n] are in the vocabulary."""
         bound = self.predictor.bounds[BOUNDS.VOCABULARY]
-        if len(tokens) > _MANY:  # four times as fast, and slower for few
+        if len(tokens) > _MANY:  # four times as fast for many tokens, slower for few
             return bool(tokens.view(np.uint32).max() < bound)
         return bool(first_outside(tokens, bound) < 0)
 
@@ -468,10 +470,10 @@ class DrafterState:
         return self.pools.get(tenant)
 
     def checked(self, request: DraftRequest, namespace: str) -> CheckedRequest:
-        """Return a request after the checks against its session, with the lock held.
+        """Check a request against its session, with the lock held.
 
         Raises:
-            RetrieverError: it is refused.
+            RetrieverError: the request is refused.
         """
         session = self.sessions.get(SessionKey(namespace, request.session))
         check_not_committing(session, request.session)
@@ -489,7 +491,7 @@ class DrafterState:
     def step(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Do a step with the lock held; it is refused as a whole or not at all.
 
-        The kernel checks its numbers.
+        The kernel checks the numbers of the requests.
         """
         if len(requests) > 1:
             check_batch(requests, self.limits)
@@ -500,12 +502,12 @@ class DrafterState:
         except (RefusedStepError, struct.error, TypeError) as error:
             check_batch(requests, self.limits)
             place = error.place if isinstance(error, RefusedStepError) else 0
-            self.checked(requests[place], "")  # these tell why
+            self.checked(requests[place], "")  # raises an error with the reason
             raise
 
     def asked(self, request: DraftRequest, namespace: str = "") -> Asked:
-        """Return what the predictor is asked, unchecked but for tokens that are no int32[n]."""
-        key: Any = (namespace, request.session)  # it is made faster than a `SessionKey`
+        """Return a request for the predictor; only tokens that are not int32[n] are checked."""
+        key: Any = (namespace, request.session)  # faster to make than a `SessionKey`
         session = self.sessions.get(key)
         if session.is_committing:
             check_not_committing(session, request.session)
@@ -522,7 +524,7 @@ class DrafterState:
     def remembering(
         self, key: SessionKey, ended: Session, tokens: TokenIds = NO_TOKENS
     ) -> tuple[Saving, Iterator[None]]:
-        """Return what becomes of an ended session's output, and the pieces in which it is added."""
+        """Return the save status of an ended session's output, and the pieces that add it."""
         context = ended.databases.context
         output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
         if len(output):
@@ -533,7 +535,7 @@ class DrafterState:
         return entry.saving if entry is not None else Saving(SaveStatus.NOTHING), pieces
 
     def name_vocabulary(self, tenant: str) -> None:
-        """Take a tenant's tokenizer for what is kept on disk or replicated, if none was known."""
+        """Adopt a tenant's tokenizer for stored and replicated data, if none was known."""
         fingerprint = self.named.get(tenant, "")
         if self.fingerprint or not fingerprint or not self._keeps_elsewhere:
             return
@@ -552,7 +554,7 @@ class DrafterState:
         self._bound_steps()
 
     def _bound_steps(self) -> None:
-        """Have the predictor check steps against the limits and the vocabulary."""
+        """Set the predictor's bounds from the limits and the vocabulary."""
         bounds, limits = self.predictor.bounds, self.limits
         most = min(limits.max_budget_nodes, limits.max_step_nodes)
         bounds[BOUNDS.NODES] = most if limits.max_batch > 0 else -1
@@ -562,19 +564,19 @@ class DrafterState:
 
 
 def finish(pieces: Iterable[None], pause_s: float = 0.0) -> None:
-    """Do all pieces of work; with a pause, other threads surely get the lock between them."""
+    """Do all pieces of work; a pause makes sure that other threads get the lock between them."""
     for _ in pieces:
         time.sleep(pause_s)
 
 
 def check_not_committing(session: Session, name: str) -> None:
-    """Refuse a second request of a session while its tokens are being noted.
+    """Refuse a second request of a session during a long commit.
 
     Raises:
-        OutOfSequenceError: they are.
+        OutOfSequenceError: its tokens are being committed.
     """
     if session.is_committing:
         raise OutOfSequenceError(
-            f"the tokens of another step of session {shown(name)} are being noted: send one step "
+            f"another step of session {shown(name)} is still being committed: send one step "
             "of a session after the other"
         )

@@ -1,4 +1,4 @@
-"""The embedded drafter: its members, over the state that a service shares."""
+"""The embedded drafter: an interface to the state that a service also uses."""
 
 import math
 import time
@@ -31,9 +31,8 @@ class EmbeddedDrafter(OfOneProcess):
         options: see `DrafterOptions`.
 
     Attributes:
-        state: what it holds: a service asks that for more, see `ServiceFace`, and an operator, see
-            `Administration`.
-        vocabulary: of the indexes, or as given.
+        state: its state, which services (`ServiceFace`) and operators (`Administration`) also use.
+        vocabulary: vocabulary of the indexes, or as given.
         keeps_tenants: see `Drafter`.
 
     Raises: as `DrafterState`.
@@ -46,12 +45,12 @@ class EmbeddedDrafter(OfOneProcess):
     ) -> None:
         self.state = state = DrafterState(indexes, **options)
         self.vocabulary = state.vocabulary
-        # Of each step: found without a detour.
+        # Used in each step: saves attribute look-ups.
         self._lock, self._counts, self._step = state.lock, state.draft_counts, state.step
 
     @property
     def limits(self) -> Limits:
-        """Upper limits of what is accepted, in force now."""
+        """The limits in force."""
         return self.state.limits
 
     @classmethod
@@ -62,7 +61,7 @@ class EmbeddedDrafter(OfOneProcess):
         bound: BoundPaths | None = None,
         **options: Unpack[OpeningOptions],
     ) -> Self:
-        """Open the indexes at `paths` and draft from them; otherwise as the constructor.
+        """Open the indexes at `paths` and draft from them; otherwise like the constructor.
 
         Raises:
             indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
@@ -80,7 +79,7 @@ class EmbeddedDrafter(OfOneProcess):
         """Begin a sequence; see `Drafter.open`.
 
         Drafts come from the tenant's own generations, never another's, and from its running
-        sequences; and from predictions, in this session alone.
+        sequences. Predictions are used only in this session.
         """
         state = self.state
         state.begin(SessionKey("", session), state.prepare(prompt, options))
@@ -88,10 +87,10 @@ class EmbeddedDrafter(OfOneProcess):
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
         """Add texts that the rest of a sequence is expected to contain.
 
-        One with the tokens of another of the session is that one, and costs nothing.
+        A prediction with the same tokens as an earlier one of the session is ignored.
 
         Args:
-            session: an open one; no other session's drafts are affected.
+            session: an open session; no other session's drafts are affected.
             predictions: in any order.
 
         Raises:
@@ -104,8 +103,8 @@ class EmbeddedDrafter(OfOneProcess):
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        A step is checked as a whole first: if any request is refused, nothing is kept of the step.
-        A service's are refused one by one.
+        A step is checked as a whole first: if any request is refused, nothing of the step is done.
+        (A service refuses requests individually.)
         """
         began = perf_counter()
         with self._lock:
@@ -116,10 +115,10 @@ class EmbeddedDrafter(OfOneProcess):
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
-        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
+        """Commit new tokens and draft for tokens that may come; see `AheadDrafter.draft_ahead`.
 
-        The sequences as they are are drafted for, too, for what came of the last draft is learned
-        from. A step is checked as a whole first, as by `draft`.
+        The current sequences are drafted for, too, because learning needs the last draft. A step is
+        checked as a whole first, as by `draft`.
         """
         state = self.state
         check_batch(requests, state.limits)
@@ -153,8 +152,8 @@ class EmbeddedDrafter(OfOneProcess):
     ) -> DraftTree:
         """Draft for a bare context, integers[n], oldest first, without a session.
 
-        Nodes less probable than `min_probability` are left out. `predictions` are what is expected
-        to follow, from the beginning of each.
+        Nodes less probable than `min_probability` are left out. `predictions` are texts that are
+        expected to follow, each from its beginning.
 
         Raises:
             InvalidRequestError: the context, a prediction, the budget or the tenant is invalid.
@@ -165,7 +164,7 @@ class EmbeddedDrafter(OfOneProcess):
         return self.state.draft_prepared(prepared, budget_nodes, min_probability)
 
     def remember(self, output: ArrayLike, *, tenant: str = "") -> None:
-        """Add the output of a sequence generated elsewhere, and keep it as `close` does."""
+        """Add the output of a sequence generated elsewhere, and save it as `close` does."""
         state = self.state
         pool, tokens = state.pool(tenant), state.tokens(output)
         with state.lock:
@@ -174,19 +173,19 @@ class EmbeddedDrafter(OfOneProcess):
         state.flush()
 
     def delete(self, tenant: str = "", session: str | None = None) -> None:
-        """Delete a tenant's outputs and what its decoders found likely, in memory and on disk.
+        """Delete a tenant's outputs and the findings of its decoders, in memory and on disk.
 
-        Open sessions do not remember what they have generated so far either. Replicated outputs are
+        Open sessions will not remember what they have generated so far. Replicated outputs are
         deleted on the server and by the other drafters as soon as the server can be reached.
 
         Args:
-            tenant: whose; empty for callers without one.
-            session: delete the outputs of sessions of this name alone, and end an open one. The
-                tenant's learned weights stay then: they hold no tokens. What its decoders found
-                likely goes as a whole: which session it is from is not known.
+            tenant: the tenant; empty for callers without one.
+            session: delete only the outputs of sessions of this name, and end an open one. The
+                tenant's learned weights then stay, because they contain no tokens. All findings of
+                its decoders are deleted, because their session is unknown.
 
         Raises:
-            InvalidRequestError: a name is none.
+            InvalidRequestError: a name is invalid.
             StorageError: the disk refuses; the data in memory is deleted anyway.
         """
         self.state.delete(tenant, None if session is None else SessionKey("", session))
@@ -194,16 +193,16 @@ class EmbeddedDrafter(OfOneProcess):
     def refresh(self) -> bool:
         """Switch to the indexes' latest snapshots once these are warm; return whether any changed.
 
-        An index that cannot be opened stays at its old snapshot: that is counted in
+        An index that cannot be opened stays at its old snapshot. The failure is counted in
         `DrafterStats.refresh_failures` and logged, and the next refresh retries.
         """
         return self.state.bindings.refresh()
 
     def warm(self) -> None:
-        """Compile or load now what a first draft needs, so that none waits for it.
+        """Compile or load the kernels for drafts now, so that no draft waits for them.
 
-        What groups, predictions, listed phrases and drafts ahead need besides is compiled when the
-        first of them comes.
+        Additional kernels for groups, predictions, listed phrases and drafts ahead are compiled on
+        first use.
         """
         state = self.state
         warm_drafts(state.token_widths)
@@ -212,11 +211,11 @@ class EmbeddedDrafter(OfOneProcess):
         state.base_bytes = resident_bytes()[0] - state.census().memory_bytes
 
     def stats(self, *, census: bool = True) -> DrafterStats:
-        """Return what it holds and what it has counted.
+        """Return the content of the drafter and its counts.
 
         Args:
-            census: whether to count what is in memory, too. That takes short pauses, so that drafts
-                are not held up: leave it out to look often.
+            census: whether to count the data in memory, too. This pauses regularly, so that drafts
+                are not held up; leave it out for frequent calls.
         """
         state = self.state
         return DrafterStats(

@@ -1,4 +1,4 @@
-"""Eviction: what leaves memory where there is no room for more, the longest idle first."""
+"""Eviction: makes room in memory by removing data, the longest idle first."""
 
 import logging
 from collections import Counter
@@ -12,7 +12,7 @@ from retriever.sessions.drafter_plugins import Plugins
 from retriever.sessions.session_table import Sessions
 
 EVICTED: Final = ("recycled", "pools", "generations", "sessions")
-"""What makes room: what decoders found likely, outputs of whole tenants, older halves of outputs,
+"""Kinds of evicted data: findings of decoders, outputs of whole tenants, older halves of outputs,
 idle sessions."""
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -21,19 +21,19 @@ _LOGGER: Final = logging.getLogger(__name__)
 class Eviction:
     """Makes room in a ledger; see `Evictor`.
 
-    Where the service is at its ceiling, these go in turn: what decoders of a tenant found likely,
-    where no state keeps it; outputs of tenants without open sessions, the older half of the
-    tenant's own, then sessions idle for longer than `idle_eviction_s`. Where a tenant is at its own
-    ceiling, the same of its own go. No tenant that has its share takes from one that has no more
-    than its own and called within `idle_session_s`; a share is an equal part of the ceiling for
-    each such tenant.
+    If the service is at its ceiling, these are evicted in turn: a tenant's findings of decoders
+    that no state directory keeps; outputs of tenants without open sessions; the older half of the
+    requesting tenant's outputs; then sessions idle for longer than `idle_eviction_s`. If a tenant
+    is at its own ceiling, the same is evicted from its own data. A share is an equal part of the
+    ceiling for each tenant that has open sessions or called within `idle_session_s`. A tenant that
+    exceeds its share takes nothing from such tenants that do not exceed theirs.
 
     Args:
-        ledger: of the memory.
-        sessions: the open ones.
+        ledger: the memory ledger.
+        sessions: the open sessions.
         pools: outputs.
-        plugins: keep more, which goes first.
-        lock: the drafter's.
+        plugins: keep further data, which is evicted first.
+        lock: the drafter's lock.
 
     Attributes:
         counts: how often each of `EVICTED` has made room.
@@ -56,14 +56,14 @@ class Eviction:
         self.counts: Counter[str] = Counter()
 
     def __call__(self, tenant: str, num_bytes: int, limit: str, *, is_locked: bool) -> bool:
-        """Let one thing go; return False if there is nothing more that may."""
+        """Evict one thing; return False if nothing more may be evicted."""
         if is_locked:
             return self._evict(tenant, num_bytes, limit)
         with self._lock:
             return self._evict(tenant, num_bytes, limit)
 
     def _evict(self, tenant: str, num_bytes: int, limit: str) -> bool:
-        if self._is_under_way:  # what shrinks takes memory for what stays
+        if self._is_under_way:  # shrinking takes memory for the part that stays
             return False
         self._is_under_way = True
         try:
@@ -84,7 +84,7 @@ class Eviction:
             self._is_under_way = False
 
     def _spared(self, tenant: str, num_bytes: int) -> set[str]:
-        """Return the tenants that make no room for this one."""
+        """Return the tenants whose data may not be evicted for this one."""
         active = {
             *self._sessions.tenants,
             *self._pools.used_within(self._sessions.limits.idle_session_s),
@@ -104,7 +104,7 @@ class Eviction:
         evicted = self._pools.evict_idle({tenant, *spared, *self._sessions.tenants})
         if evicted and not self._pools.is_logged and not self.counts["pools"]:
             _LOGGER.warning(
-                "outputs of tenants without open sessions make room, and are lost: there is no "
+                "outputs of tenants without open sessions are evicted and lost: there is no "
                 "state directory (max_bytes)"
             )
         self.counts["pools"] += evicted

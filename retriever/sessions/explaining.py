@@ -1,4 +1,4 @@
-"""Explaining a draft: its tree, with the evidence for each node."""
+"""Explaining a draft: its tree with the evidence for each node."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def explain(  # noqa: PLR0913  (the last four are options)
 ) -> Explanation:
     """Draft as `draft_context` does, with the evidence for each node; takes milliseconds.
 
-    At most `max_documents` are named for each. Generations are not shown.
+    At most `max_documents` are named for each node. Generations are not shown.
 
     Raises:
         InvalidRequestError: the context, a prediction, a number or the tenant is invalid.
@@ -52,7 +52,7 @@ def explain_prepared(
     with state.lock:
         tree = state.grow(prepared.databases, budget_nodes, min_probability)
         evidence = DraftedRows.of(state.predictor, budget_nodes)
-        # Of this draft, even after a refresh.
+        # The indexes of this draft, even after a refresh.
         indexes = state.bindings.corpora(prepared.tenant).current.indexes
     supports = list(trace_nodes(tree, prepared.databases, evidence))
     return Explanation(tree, tuple(locate(supports, indexes, max_documents)))

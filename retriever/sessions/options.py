@@ -28,13 +28,14 @@ def check_files(
     *,
     skip_missing: bool = False,
 ) -> None:
-    """Open files for a moment: a wrong path fails before a tokenizer or a model is loaded.
+    """Open and close files, so that a wrong path fails before a tokenizer or a model is loaded.
 
     Args:
         indexes: directories of indexes.
         phrases: files of listed phrases.
-        vocabulary: of the caller's tokenizer, if known.
-        skip_missing: whether indexes that cannot be opened will be skipped; none is opened here.
+        vocabulary: vocabulary of the caller's tokenizer, if known.
+        skip_missing: whether indexes that cannot be opened will be skipped; then none is opened
+            here.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -47,7 +48,7 @@ def check_files(
 
 
 def indexed_tokenizer(indexes: Sequence[Path]) -> str | None:
-    """Return what the first of some indexes says that its tokenizer is called, if any does.
+    """Return the tokenizer's name from the first index that has one, None without any.
 
     Raises:
         IndexerError: an index cannot be opened.
@@ -72,12 +73,13 @@ def load_phrases(  # noqa: PLR0913  (the last three are options)
     say: Callable[[str], object] = _print_to_standard_error,
     track: Track = lambda items, _: items,
 ) -> ListedPhrases | None:
-    """Load listed phrases and report what was loaded and left out; None where no file is named.
+    """Load listed phrases and report what was loaded and left out; None if no file is given.
 
     Args:
         paths: files of listed phrases.
         encode: the target model's tokenizer, without special tokens.
-        vocabulary: of the token ids; None for that of the first index that can be opened.
+        vocabulary: vocabulary of the token ids; None for that of the first index that can be
+            opened.
         indexes: paths of the drafter's indexes.
         say: takes a line of the report; standard error by default.
         track: shows progress.
@@ -104,26 +106,27 @@ class OpeningOptions(TypedDict, total=False):
     """Options of a drafter that are independent of bound indexes.
 
     Attributes:
-        vocabulary: of the sequences' tokenizer; an index of another is refused.
-        limits: upper limits of what is accepted.
+        vocabulary: vocabulary of the sequences' tokenizer; an index with another one is refused.
+        limits: upper limits for requests and memory.
         state: a directory that keeps outputs and learned weights, so that a restarted drafter
-            drafts as well as before; None to keep them in memory alone. One drafter at a time.
+            drafts as well as before; None to keep them only in memory. One drafter at a time.
         durability: with "process", outputs survive the end of this process, even by a kill; with
             "disk" also a power failure, at the cost of a disk write in every `close`.
         phrases: listed phrases.
-        hold_indexes: whether to copy the indexes' files to memory instead of mapping them: they can
-            be cut or overwritten then.
-        skip_missing: whether an index that cannot be opened is logged as an error and tried again
-            by every refresh, instead of being raised.
-        refresh_s: period of looking for changed indexes in a separate thread, in seconds; 0 for
-            never. `refresh` looks at once.
-        threads: most threads over which a step of several sequences is divided; 1 by default: a
-            helper that waits for a processor holds the step up, so name only as many as are free.
+        hold_indexes: whether to copy the indexes' files to memory instead of mapping them, so that
+            files can be truncated or overwritten.
+        skip_missing: whether an index that cannot be opened is logged as an error and retried by
+            every refresh, instead of raising the error.
+        refresh_s: how often to check for changed indexes in a separate thread, in seconds; 0 for
+            never. `refresh` checks immediately.
+        threads: most threads that a step of several sequences is divided over; 1 by default. A
+            helper thread that waits for a processor delays the step, so give only as many as are
+            free.
         predictor: grows the trees, with room for `limits`; made if not given.
-        plugins: options of plugins, such as `ReplicationOptions`; each is attached.
-        tokenizer: returns the sequences' tokenizer, for those with a constraint; called at the
-            first of them. None: sequences with one are refused.
-        clock: seconds, rising, by which sessions are idle; `time.monotonic` by default.
+        plugins: options of plugins to attach, such as `ReplicationOptions`.
+        tokenizer: returns the sequences' tokenizer; called at the first sequence with a constraint.
+            None: such sequences are refused.
+        clock: a monotonic clock in seconds, for idle sessions; `time.monotonic` by default.
     """
 
     vocabulary: Vocabulary | None
@@ -145,7 +148,7 @@ class DrafterOptions(OpeningOptions, total=False):
     """All options of a drafter.
 
     Attributes:
-        bound: indexes and phrases of tenants, in place of the shared ones; their indexes are closed
+        bound: indexes and phrases of tenants, which replace the shared ones; the indexes are closed
             with the drafter.
     """
 
@@ -164,15 +167,15 @@ def opened_indexes(
     """Open indexes, shared and bound; they are closed if the block fails.
 
     Args:
-        paths: of the shared indexes.
+        paths: paths of the shared indexes.
         bound: paths of indexes and phrases of tenants.
-        vocabulary: that all must have; None: that of the first.
+        vocabulary: the vocabulary that all must have; None for that of the first.
         hold: see `OpeningOptions.hold_indexes`.
         skip_missing: see `OpeningOptions.skip_missing`.
 
     Raises:
         indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer; if these
-            are skipped, none can be opened that tells the vocabulary.
+            are skipped, no index can be opened to get the vocabulary.
         InvalidRequestError: a tenant's name is invalid.
     """
     shared, bound = list(paths), bound or BoundPaths()
@@ -188,7 +191,7 @@ def opened_indexes(
 
 
 def _first_vocabulary(paths: Sequence[Path | str]) -> Vocabulary | None:
-    """Return the vocabulary of the first index that can be opened; None of no paths."""
+    """Return the vocabulary of the first index that can be opened; None without paths."""
     for path in paths[:-1]:
         with suppress(IndexerError), Index.open(path) as index:
             return index.vocabulary
@@ -199,7 +202,7 @@ def _first_vocabulary(paths: Sequence[Path | str]) -> Vocabulary | None:
 
 
 class _Opening:
-    """Opens indexes, and logs what is missing and what is held."""
+    """Opens indexes, and logs which are missing and which are held in memory."""
 
     def __init__(self, vocabulary: Vocabulary | None, *, hold: bool, skip_missing: bool) -> None:
         self._vocabulary = vocabulary

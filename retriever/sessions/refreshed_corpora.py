@@ -5,8 +5,8 @@ it. Drafts use the old snapshot until the new one is open and its corpus is warm
 is exchanged between two drafts and the old snapshot is closed, so that a writer can remove unused
 segments.
 
-An index whose files are cut while it is drafted from is dropped; it is missing, as one that could
-not be opened at the start, until a refresh can open it.
+An index whose files are truncated while it is in use is dropped. It then counts as missing, like an
+index that could not be opened at the start, until a refresh can open it.
 """
 
 import logging
@@ -33,7 +33,7 @@ from retriever.tree import Source
 
 _logger = logging.getLogger(__name__)
 
-_REHEARSED_SESSIONS: Final = 128  # the last used: 6 ms of drafting, and the pages it reads
+_REHEARSED_SESSIONS: Final = 128  # last used sessions: 6 ms of drafting, plus reading pages
 _REHEARSAL_NODES: Final = 32  # a usual budget of engines with trees
 _PAGE_ENTRIES: Final = 1024
 """Entries of `Segment.starts` in a page of memory."""
@@ -44,7 +44,7 @@ class Corpora:
     """Open indexes and their joint corpus; immutable.
 
     Attributes:
-        indexes: in the order given.
+        indexes: the indexes, in the order given.
         corpus: their segments and phrase tables.
     """
 
@@ -57,17 +57,17 @@ class Corpora:
         indexes: Sequence[Index],
         before: Self | None = None,
     ) -> Self:
-        """Return the corpus of open indexes of one vocabulary.
+        """Return the corpus of open indexes with the same vocabulary.
 
-        Adding up large phrase tables of several indexes takes seconds.
+        Summing large phrase tables of several indexes takes seconds.
 
         Args:
-            indexes: what to draft from.
-            before: an earlier corpus of the same indexes: its outcomes are counted on, and its
-                phrase tables are reused if none are new.
+            indexes: the indexes to draft from.
+            before: the previous corpus: its outcome counts are continued, and its phrase tables are
+                reused if no tables have changed.
 
         Raises:
-            indexer.errors.IndexerError: phrase tables cannot be added up.
+            indexer.errors.IndexerError: phrase tables cannot be summed.
         """
         segments = [segment for index in indexes for segment in index.segments]
         if before is not None and _phrases(indexes) == _phrases(before.indexes):
@@ -78,7 +78,7 @@ class Corpora:
         return cls(tuple(indexes), Corpus(segments, tables, outcomes=outcomes))
 
     def warm(self) -> None:
-        """Have no draft wait for pages of the indexes that are in memory."""
+        """Map resident pages of the indexes, so that no draft waits for them."""
         for index in self.indexes:
             index.enter_resident_pages()
 
@@ -91,10 +91,10 @@ class Corpora:
 
 
 def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
-    """Draft for contexts from a new corpus to load its pages: the first real draft must not wait.
+    """Draft from a new corpus to load its pages, so that the first real draft does not wait.
 
     Args:
-        corpus: not in use yet.
+        corpus: the corpus, not in use yet.
         contexts: int32[n] each, the last tokens of a sequence.
     """
     cold_start.ensure_kept([cold_start.width_of(corpus)])
@@ -112,11 +112,11 @@ def _phrases(indexes: Iterable[Index]) -> list[object]:
 
 @dataclass(frozen=True, slots=True)
 class MissingIndex:
-    """An index that is to be drafted from and that could not be opened yet.
+    """An index that should be drafted from but could not be opened yet.
 
     Attributes:
         path: its directory.
-        vocabulary: that it must have.
+        vocabulary: the vocabulary that it must have.
         hold: whether to hold it in memory.
     """
 
@@ -167,7 +167,7 @@ class RefreshedCorpora:
         self._thread: Thread | None = None
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on, in a separate thread; 0: no longer."""
+        """Refresh periodically from now on, in a separate thread; 0 stops this."""
         self._unwatch()
         if refresh_s > 0 and not self._is_shut_down.is_set():
             self._is_unwatched = Event()
@@ -186,12 +186,12 @@ class RefreshedCorpora:
 
     @property
     def indexes(self) -> tuple[IndexState, ...]:
-        """The indexes in the order given, those too that are missing."""
+        """The indexes in the order given, including missing ones."""
         return self._indexes
 
     @property
     def outcome(self) -> tuple[int, int]:
-        """Nodes of the corpus itself in all drafts from these indexes, and those accepted."""
+        """Nodes of source `CORPUS` in all drafts from these indexes, and accepted ones."""
         drafted, accepted = self._corpora.corpus.outcomes[:, Source.CORPUS].tolist()
         return drafted, accepted
 
@@ -226,14 +226,14 @@ class RefreshedCorpora:
     def change(self, changed: Callable[[tuple[IndexState, ...]], Sequence[IndexState]]) -> None:
         """Switch to other indexes once their corpus is warm.
 
-        An index that is no longer among them closes with the last draft that uses it.
+        A removed index closes with the last draft that uses it.
 
         Args:
-            changed: returns the indexes from now on, given those of now; the new ones among them
-                are closed on an error.
+            changed: returns the new indexes, given the current ones; those that are not among the
+                current ones are closed on an error.
 
         Raises:
-            IndexerError: phrase tables cannot be added up.
+            IndexerError: phrase tables cannot be summed.
         """
         with self._refreshing:
             indexes = tuple(changed(self._indexes))
@@ -257,16 +257,16 @@ class RefreshedCorpora:
             self._sessions.set_corpus(successor.corpus, self._corpora.corpus)
 
     def drop_cut(self) -> None:
-        """Go on without the indexes that had a file cut while it was drafted from.
+        """Drop the indexes that had a file truncated while in use.
 
-        Takes as long as adding up the phrase tables of the others.
+        Takes as long as summing the phrase tables of the others.
         """
         with self._refreshing:
             if not self._is_shut_down.is_set():
                 self._drop_cut()
 
     def shut_down(self) -> None:
-        """End the thread and close the indexes; waits for a refresh under way."""
+        """End the thread and close the indexes; waits for a running refresh."""
         self._is_shut_down.set()
         self._unwatch()
         with self._refreshing:
@@ -279,7 +279,7 @@ class RefreshedCorpora:
             self._thread = None
 
     def _changed(self, indexes: Sequence[IndexState]) -> Corpora:
-        """Return the corpus of indexes; the new ones among them are closed on an error."""
+        """Return the corpus of indexes; new ones among them are closed on an error."""
         try:
             return Corpora.of(_open_among(indexes), self._corpora)
         except BaseException:
@@ -294,7 +294,7 @@ class RefreshedCorpora:
                 self.refresh()
             except Exception:
                 self.failures += 1
-                _logger.exception("indexes are drafted from as they were before")
+                _logger.exception("indexes could not be refreshed: drafts use the old snapshots")
 
     def _drop_cut(self) -> bool:
         """Turn cut indexes into missing ones; return whether there were any."""
@@ -310,15 +310,15 @@ class RefreshedCorpora:
             index.close()
             self.failures += 1
             _logger.error(
-                "a file of %s was cut while it was drafted from: drafts go on without this index "
-                "until it is whole; replace an index by renaming, never in place",
+                "a file of %s was cut while it was drafted from: drafts continue without this "
+                "index until it is intact; replace an index by renaming, never in place",
                 index.path,
                 extra={"event": "index_cut"},
             )
         return True
 
     def _corpora_of(self, indexes: Sequence[IndexState]) -> Corpora | None:
-        """Return the corpus of indexes; None if none is new, or they do not go together."""
+        """Return the corpus of indexes; None if no index is new or no corpus can be made."""
         renewed = [each for each in _open_among(indexes) if each not in self._corpora.indexes]
         if not renewed:
             return None
@@ -358,16 +358,16 @@ class RefreshedCorpora:
         del older  # outside the lock: unused files are unmapped here
 
     def _keep(self, path: Path, error: Exception) -> None:
-        """Count and log that an index stays as it is: at its old snapshot, or missing."""
+        """Count and log that an index stays at its old snapshot or stays missing."""
         self.failures += 1
         reason = str(error) or type(error).__name__
         if self._reasons.get(path) == reason:
             return
         self._reasons[path] = reason
         if path in self.missing:
-            _logger.error("%s is still missing, and not drafted from: %s", path, reason)
+            _logger.error("%s still cannot be opened, and drafts go without it: %s", path, reason)
         else:
-            _logger.warning("%s is drafted from as it was before: %s", path, reason)
+            _logger.warning("drafts keep using the old snapshot of %s: %s", path, reason)
 
     def _announce(self, index: Index) -> None:
         self._reasons.pop(index.path, None)

@@ -1,4 +1,4 @@
-"""What a service asks of a drafter: steps of its streams in parts, and what they are charged."""
+"""The interface of a drafter for a service: steps of its streams in parts, with memory charges."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.tree import DraftTree
 
 _READING_BYTES: Final = 16
-"""Memory of a token while a prompt is read: 4 in its message, 8 as it leaves that, 4 in a copy."""
+"""Memory of a token while a prompt is read: 4 bytes in its message, 8 when decoded, 4 in a copy."""
 
 _MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
 
@@ -30,24 +30,25 @@ class ServiceFace:
     A step is `step_each`, or `commit_each` and `draft_each`.
 
     Args:
-        state: of the drafter, which others may use at the same time.
+        state: state of the drafter, which others may use at the same time.
 
     Attributes:
-        state: as given; it has the parts that a process uses, too.
+        state: as given; it also has the operations for use within a process.
     """
 
     def __init__(self, state: DrafterState) -> None:
         self.state = state
 
     def charge_reading(self, tenant: str, num_tokens: int, num_predicted: int = 0) -> Charge:
-        """Take the memory of a prompt, and what reading it needs, before it waits for its turn.
+        """Charge the memory of a prompt, and of reading it, before it is queued.
 
-        It is all taken at once: if those that wait held a part, none of them might find the rest.
+        All of it is charged at once, because prompts that each hold only a part of their memory
+        could wait for each other forever.
 
         Args:
-            tenant: whose prompt it is.
-            num_tokens: of the prompt, or about as many.
-            num_predicted: of predictions, or about as many.
+            tenant: tenant of the prompt.
+            num_tokens: tokens of the prompt, at least approximately.
+            num_predicted: tokens of predictions, at least approximately.
 
         Returns:
             The charge, for `prepare`, which takes it over.
@@ -60,11 +61,11 @@ class ServiceFace:
         return self.state.ledger.take(tenant, needed)
 
     def step_each(self, requests: Sequence[DraftRequest], namespace: str) -> list[DraftTree] | None:
-        """Commit new tokens and draft, at once for all; return the trees in order.
+        """Commit new tokens and draft for all requests at once; return the trees in order.
 
-        Nothing is done, and None returned, where a request is refused or brings so many tokens that
-        committing them takes long: `commit_each` refuses one by one then. The caller has called
-        `check_batch`.
+        If a request is refused, or has so many tokens that committing them takes long, nothing is
+        done and None is returned. The caller then uses `commit_each`, which refuses requests
+        individually. The caller has called `check_batch`.
         """
         state = self.state
         with state.lock, suppress(RetrieverError, RefusedStepError, struct.error, TypeError):
@@ -76,10 +77,10 @@ class ServiceFace:
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
     ) -> list[CheckedRequest | RetrieverError]:
-        """Commit new tokens; return a step, or why it is refused, for each request in order.
+        """Commit new tokens; return a step or the refusal for each request, in order.
 
-        A refused request does not affect others. The caller has called `check_batch`. Where
-        committing takes long, the session `is_committing` then, until `commit_long` is called.
+        A refused request does not affect others. The caller has called `check_batch`. If committing
+        takes long, the session `is_committing` until `commit_long` is called.
         """
         committed: list[CheckedRequest | RetrieverError] = []
         with self.state.lock:
@@ -87,7 +88,7 @@ class ServiceFace:
                 try:
                     step = self._charged(request, namespace)
                 except RetrieverError as error:
-                    # Its frames hold this list, and so sessions that may have ended.
+                    # Its frames hold this list and thereby sessions that may have ended.
                     committed.append(error.with_traceback(None))
                     continue
                 committed.append(step)
@@ -98,9 +99,9 @@ class ServiceFace:
         return committed
 
     def commit_long(self, step: CheckedRequest) -> None:
-        """Commit the tokens of a step, which takes long, without the lock.
+        """Commit the tokens of a step without the lock, because this takes long.
 
-        Meanwhile other requests of its session are refused. It can end.
+        Meanwhile other requests of the session are refused, but the session can end.
 
         Raises:
             UnknownSessionError: the session has ended meanwhile.
@@ -109,26 +110,26 @@ class ServiceFace:
         try:
             with self.state.lock:
                 self.state.predictor.note(session.databases, new_tokens)
-            session.databases.append(new_tokens)  # nobody else reads or writes them meanwhile
+            session.databases.append(new_tokens)  # nothing else reads or writes them meanwhile
         finally:
             with self.state.lock:
                 session.is_committing = False
                 if not session.is_open:
-                    session.databases.clear()  # it may have been before all were added
+                    session.databases.clear()  # it may have been cleared before all were added
         if not session.is_open:
             raise UnknownSessionError(
-                f"session {shown(request.session)} has ended while its tokens were noted"
+                f"session {shown(request.session)} ended while its tokens were being committed"
             )
 
     def draft_each(self, steps: Sequence[CheckedRequest | None]) -> list[DraftTree]:
-        """Draft for committed requests; also for sessions that have ended since.
+        """Draft for committed requests, including those of sessions that have ended since.
 
         Args:
-            steps: committed; `None` for a request that was refused, whose tree is empty.
+            steps: committed steps; None for a refused request, whose tree is empty.
         """
         trees = [DraftTree.empty()] * len(steps)
         with self.state.lock:
-            # One is left out while its session is written for another step, without the lock.
+            # A session that another step is writing, without the lock, is left out.
             asked = {
                 at: _drafting(step)
                 for at, step in enumerate(steps)
@@ -140,7 +141,7 @@ class ServiceFace:
         return trees
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
-        """End sessions that are still open, and keep nothing of them; return how many."""
+        """End those sessions that are still open, without remembering them; return how many."""
         with self.state.lock:
             return self.state.sessions.discard(ended)
 
@@ -150,7 +151,7 @@ class ServiceFace:
             return self.state.sessions.end_idle()
 
     def remember_open(self) -> int:
-        """Remember the outputs of open sessions so far, and no later tokens; return how many."""
+        """Remember the current outputs of open sessions, without later tokens; return how many."""
         with self.state.lock:
             remembered = [each for each in self.state.sessions.items() if each[1].remember]
             for key, session in remembered:
@@ -168,7 +169,7 @@ class ServiceFace:
         return self.state.pool(tenant)
 
     def is_loaded(self, tenant: str) -> bool:
-        """Return whether a tenant's generations are in memory: loading them is slow."""
+        """Return whether a tenant's generations are in memory, because loading them is slow."""
         return tenant in self.state.pools
 
     def indexes_of(self, tenant: str) -> tuple[Index, ...]:
@@ -178,13 +179,13 @@ class ServiceFace:
     def check_vocabulary(self, fingerprint: str, tenant: str = "") -> None:
         """Refuse the tokens of another tokenizer.
 
-        Without a vocabulary of the drafter's own, a tenant's is the first that it names, as long as
-        it has open sessions or outputs in memory, so that no client locks out other tenants. A
-        state directory and replication are for one: that of the first output that is kept there,
-        which is the drafter's from then on.
+        If the drafter has no vocabulary, each tenant has the first tokenizer that it names, as long
+        as it has open sessions or outputs in memory. So no client can lock out other tenants. A
+        state directory and replication allow only one tokenizer: that of the first output stored
+        there, which becomes the drafter's.
 
         Raises:
-            VocabularyMismatchError: `fingerprint` is neither empty nor this drafter's.
+            VocabularyMismatchError: `fingerprint` is neither empty nor the expected one.
             InvalidRequestError: it is not a fingerprint.
         """
         if not fingerprint:
@@ -211,7 +212,7 @@ class ServiceFace:
         return has_outputs or tenant in self.state.sessions.tenants
 
     def _charged(self, request: DraftRequest, namespace: str = "") -> CheckedRequest:
-        """Check a request, and take the memory for its tokens."""
+        """Check a request and charge the memory for its tokens."""
         step = self.state.checked(request, namespace)
         step.session.databases.context.make_room(len(step.new_tokens))
         return step
@@ -229,7 +230,7 @@ class ServiceFace:
 
 
 def _drafting(step: CheckedRequest) -> Asked:
-    """Return what is asked for a sequence whose tokens are committed."""
+    """Return the request to draft for a sequence whose tokens are committed."""
     databases, request = step.session.databases, step.request
     drafting = request._replace(new_tokens=NO_TOKENS, length=len(databases.context))
     return databases, drafting

@@ -21,13 +21,13 @@ class Session:
     """One sequence.
 
     Attributes:
-        databases: that it is drafted from.
+        databases: the databases that it is drafted from.
         prompt_length: tokens of the prompt.
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
         is_open: whether it has not ended.
-        is_committing: whether a long commit is under way, which nothing else may come between.
-        options: that it was opened with, but for the predictions.
+        is_committing: whether a long commit is running, during which other requests are refused.
+        options: the options that it was opened with, without the predictions.
     """
 
     databases: Databases
@@ -48,7 +48,7 @@ class CheckedRequest(NamedTuple):
     """A request after the checks against its session.
 
     Attributes:
-        session: of the sequence.
+        session: session of the sequence.
         new_tokens: int32[n], inside the vocabulary.
         request: as received.
         outcomes: int32[k] each, inside the vocabulary.
@@ -65,7 +65,7 @@ class Sessions:
 
     Args:
         limits: numbers of sessions and tokens, and the idle time.
-        clock: seconds, rising.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +87,7 @@ class Sessions:
 
         Raises:
             SessionExistsError: the name is taken.
-            LimitExceededError: the number of sessions is at its limit, and none is idle.
+            LimitExceededError: the number of sessions is at its limit, and no session is idle.
         """
         self._open.check_free(key)
         self.end_idle()
@@ -124,7 +124,7 @@ class Sessions:
         return self._clock() - session.last_used_s
 
     def end_longest_idle(self, is_meant: Callable[[Session], bool]) -> bool:
-        """End the longest idle of some, if it is beyond `idle_eviction_s`; return whether it is."""
+        """End the longest idle matching session if it exceeds `idle_eviction_s`; return whether."""
         for key, session in self._open.items():
             if self.idle_s(session) <= self._limits.idle_eviction_s:
                 return False
@@ -149,7 +149,7 @@ class Sessions:
         return session
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
-        """End those that are still open; return how many. A new one of the same name stays."""
+        """End those that are still open; return how many. A new session of the same name stays."""
         gone = [key for key, session in ended if self._open.find(key) is session]
         for key in gone:
             self.remove(key)
@@ -200,21 +200,22 @@ class Sessions:
     def set_corpus(self, corpus: Corpus, older: Corpus, tenant: str | None = None) -> None:
         """Move sessions, or those of a tenant, from an older corpus to this one.
 
-        The older one can close then.
+        The older corpus can then be closed.
         """
         for session in self._open.values():
             if session.databases.corpus is older and tenant in {None, session.tenant}:
                 session.databases.set_corpus(corpus)
 
     def _make_place(self, tenant: str) -> None:
-        """End the session that has been idle longest, where there is no place for one more.
+        """End the longest idle session if there is no place for another.
 
-        For a tenant's own limit that is one of its own. For the service's it is any, but for those
-        of tenants that have no more than their share if this one has its own: equal parts of
-        `max_sessions` for all tenants with open sessions.
+        At the tenant's limit, this is one of its own sessions. At the service's limit, it can be
+        any tenant's. But if this tenant has reached its share, sessions of tenants that do not
+        exceed theirs are spared. A share is an equal part of `max_sessions` for each tenant with
+        open sessions.
 
         Raises:
-            LimitExceededError: none is idle for longer than `idle_eviction_s`.
+            LimitExceededError: no such session is idle for longer than `idle_eviction_s`.
         """
         limits, of_tenant = self._limits, self._tenant_sessions[tenant]
         if of_tenant >= limits.max_tenant_sessions:
@@ -254,5 +255,5 @@ class Sessions:
                 break
             self.remove(key)
             return
-        # When there will be room tells of other tenants' sessions, so a fixed wait is told.
+        # The real waiting time would reveal other tenants' sessions, so it is a constant.
         raise LimitExceededError(refusal, limit=limit, retry_after_s=RETRY_S)

@@ -1,1 +1,1 @@
-"""Recorded traffic as token ids: read from files, and kept on disk meanwhile."""
+"""Recorded traffic as token ids: reading it from files, and spooling it to disk."""

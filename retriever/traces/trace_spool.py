@@ -1,4 +1,4 @@
-"""Traces as token ids on disk: read once, gone through many times, one at a time in memory."""
+"""Traces as token ids on disk: read once, iterated over many times, one at a time in memory."""
 
 import os
 import tempfile
@@ -15,9 +15,9 @@ from retriever.drafter import Prediction, TokenIds
 from retriever.traces.traces import Trace
 
 _HEADER: Final = 6
-"""Numbers before the tokens of a trace: its label, the lengths of prompt and output, how many
-predictions follow, each behind its own length and that of its label, and the bytes of its group and
-its lane, which come last."""
+"""Count of numbers before the tokens of a trace: its label, the lengths of prompt and output, the
+number of predictions, and the lengths in bytes of its group and lane. Each prediction follows its
+length and that of its label. Group and lane come last."""
 
 Lane = Callable[[], Iterator[Trace]]
 """Returns recorded outputs that follow one another."""
@@ -26,16 +26,16 @@ Lane = Callable[[], Iterator[Trace]]
 class TraceSpool:
     """Traces in a temporary file, each with a number as its label.
 
-    A process that is given the spool reads from the same file, for as long as that is there.
+    A process that receives the spool reads from the same file, as long as the file exists.
 
     Attributes:
-        num_traces: how many there are.
+        num_traces: number of traces.
     """
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         self._file: Any = file
         self._path = path
-        self._at = 0  # where is read, which processes that share the file don't share
+        self._at = 0  # read position; not shared by processes that share the file
         self.num_traces = 0
         self._places: list[int] = []
         self._names: list[tuple[str, str]] = []
@@ -55,25 +55,25 @@ class TraceSpool:
             self._file.write(array("i", [len(each.tokens), len(label_bytes)]).tobytes())
             self._file.write(each.tokens.astype(np.int32).tobytes() + label_bytes)
         self._file.write(b"".join(named))
-        self._file.flush()  # for who reads, of this process or of another
+        self._file.flush()  # for readers in this process or another
         self.num_traces += 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_file": None}
 
     def labelled(self) -> Iterator[tuple[int, Trace]]:
-        """Yield the label and the trace of each, in order."""
+        """Yield each trace with its label, in order."""
         for place in self._places:
             yield self._trace_at(place)
 
     def lanes(self) -> Iterator[list[Lane]]:
-        """Yield the lanes of each group, in the order in which they begin, the groups likewise.
+        """Yield the lanes of each group; groups and lanes are in the order of their first traces.
 
-        A trace without a group is a group of its own. Others may iterate meanwhile.
+        A trace without a group is a separate group. Others may iterate meanwhile.
         """
         groups: dict[tuple[str, int], dict[tuple[str, int], list[int]]] = {}
         for number, (group, lane) in enumerate(self._names):
-            # What has no name is told apart by its number.
+            # Groups and lanes without a name are distinguished by the trace's number.
             lanes = groups.setdefault((group, -1 if group else number), {})
             lanes.setdefault((lane, -1 if lane else number), []).append(number)
         for lanes in groups.values():
@@ -102,8 +102,8 @@ class TraceSpool:
         return np.frombuffer(self._bytes(4 * count), np.int32)
 
     def _bytes(self, size: int) -> bytes:
-        if self._file is None:  # in a process that was given the spool
-            self._file = Path(self._path).open("rb")  # noqa: SIM115  (as long as the process lasts)
+        if self._file is None:  # in a process that received the spool
+            self._file = Path(self._path).open("rb")  # noqa: SIM115  (until the process ends)
         read = os.pread(self._file.fileno(), size, self._at)
         self._at += size
         return read
@@ -111,6 +111,6 @@ class TraceSpool:
 
 @contextmanager
 def trace_spool() -> Iterator[TraceSpool]:
-    """Have an empty spool during the block."""
+    """Yield an empty spool, whose file is deleted after the block."""
     with tempfile.NamedTemporaryFile() as file:
         yield TraceSpool(file, file.name)

@@ -1,4 +1,4 @@
-"""Recorded outputs of models: a prompt, and what the model went on to write."""
+"""Recorded outputs of models: a prompt, and the text that the model wrote after it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS: Final = 0.1
-"""Share of tokens that are parts of characters from which on they decide every figure."""
+"""Share of tokens that are parts of characters above which they dominate all figures."""
 
 
 @dataclass(slots=True)
 class TokenizerFit:
     """How a tokenizer divides texts.
 
-    Where it knows a script badly, a character is several tokens, of which all but the first are
-    easy to draft: a share of them flatters every drafter.
+    If it knows a script badly, a character is several tokens. All but the first are easy to draft,
+    so many of them flatter every drafter.
 
     Attributes:
-        num_characters: of the texts.
-        num_tokens: of the texts.
-        num_parts: tokens that are parts of one character.
+        num_characters: characters of the texts.
+        num_tokens: tokens of the texts.
+        num_parts: tokens that are only a part of a character.
     """
 
     num_characters: int = 0
@@ -62,7 +62,7 @@ class TokenizerFit:
 
     @property
     def caution(self) -> str:
-        """Why no figure of these tokens tells how well a model's own are drafted, if none does."""
+        """Warning if these tokens' figures do not apply to a model's own tokens; else empty."""
         if self.share_of_parts <= MOST_PARTS:
             return ""
         return (
@@ -71,14 +71,14 @@ class TokenizerFit:
         )
 
     def as_json(self) -> dict[str, float]:
-        """Return what is reported."""
+        """Return the reported figures."""
         return {
             "tokens_per_character": self.num_tokens / max(self.num_characters, 1),
             "share_of_parts": self.share_of_parts,
         }
 
     def count(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
-        """Count a text, given the characters that each of its tokens stands for."""
+        """Count a text, given the span of characters of each of its tokens."""
         same = [left == right for left, right in pairwise(offsets)]
         neighbours = zip([False, *same], [*same, False], strict=True) if offsets else ()
         self.num_characters += len(text)
@@ -87,14 +87,14 @@ class TokenizerFit:
 
 
 class ChatEncoder:
-    """Encodes with a model's own tokenizer, which is loaded at the first use: it may take seconds.
+    """Encodes with a model's own tokenizer, which is loaded on first use; this can take seconds.
 
     Args:
         name: hub id, directory or `.gguf` file; None for that of an index, or the default model.
-        index_name: what an index says that its tokenizer is called; see `indexed_tokenizer`.
+        index_name: the tokenizer's name according to an index; see `indexed_tokenizer`.
 
     Attributes:
-        fit: of the outputs that were encoded.
+        fit: fit of the encoded outputs.
     """
 
     def __init__(self, name: str | None, index_name: str | None = None) -> None:
@@ -104,21 +104,21 @@ class ChatEncoder:
 
     @cached_property
     def tokenizer(self) -> "CoreTokenizer | PreTrainedTokenizerBase":
-        """The tokenizer, without transformers where that is possible."""
+        """The tokenizer, loaded without transformers if possible."""
         if self._name is None and self._index_name is not None:
             return load_indexed(self._index_name)
         return load_core(self._name or DEFAULT_MODEL)
 
     @property
     def used_tokenizer(self) -> str | None:
-        """The name of the tokenizer; None while none was needed."""
+        """The name of the tokenizer; None until it is needed."""
         if "tokenizer" not in vars(self):
             return None
         return self._name or self._index_name or DEFAULT_MODEL
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The vocabulary that ids belong to; None where none was named and none was needed."""
+        """The vocabulary of the ids; None if no tokenizer was named and none has been needed."""
         if self._name is None and "tokenizer" not in vars(self):
             return None
         return vocabulary_of(self.tokenizer)
@@ -131,7 +131,7 @@ class ChatEncoder:
         """Return the ids of a conversation in the chat template, ready for the next answer.
 
         Raises:
-            UnusableError: the template does not take it.
+            UnusableError: the template refuses it.
         """
         tokenizer = self.tokenizer
         if not tokenizer.chat_template:
@@ -153,11 +153,11 @@ class ChatEncoder:
 
 NO_TRACE: Final = "no trace"
 _STATED: Final = frozenset({"group", "lane", "prediction", "predictions"})
-"""Keys of records that say more of an answer: none of them is a repeat."""
+"""Keys that describe an answer further: records with one of them are never repeats."""
 
 REPEATED: Final = "answer that was read before"
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
-_MAX_LABEL: Final = 64  # characters: no longer than a label may be, in any script
+_MAX_LABEL: Final = 64  # characters: within the limit of labels in any script
 _OTHERS: Final = frozenset(
     (
         "messages",
@@ -170,7 +170,7 @@ _OTHERS: Final = frozenset(
         *SYSTEM,
     )
 )
-"""Keys next to `output` that make more of a record than a text and what followed it."""
+"""Keys next to `output` that mark a record as more than a prompt and its output."""
 
 
 class TextEncoder(Protocol):
@@ -184,7 +184,7 @@ class TextEncoder(Protocol):
         """Return the ids of a conversation so far, as the model would see it.
 
         Raises:
-            UnusableError: it cannot see it.
+            UnusableError: the model cannot read it.
         """
         ...
 
@@ -198,11 +198,13 @@ class Trace:
     """One recorded output.
 
     Attributes:
-        prompt: int32[n], what the model was given.
-        output: int32[m], what it wrote.
-        predictions: what it was expected to write.
-        group: outputs that were written at once and say about the same; empty for none.
-        lane: of the group; outputs of one lane follow one another. Empty for a lane of its own.
+        prompt: int32[n], the model's input.
+        output: int32[m], the model's output.
+        predictions: texts that the output was expected to contain.
+        group: name of a group of outputs that were written concurrently and are similar; empty for
+            none.
+        lane: name of a lane in the group; outputs of a lane follow one another. Empty for a
+            separate lane.
     """
 
     prompt: TokenIds
@@ -222,22 +224,23 @@ def read_traces(
     limit: int | None = None,
     skipped: RecordingTally | None = None,
 ) -> Iterator[Trace]:
-    """Read recorded outputs: of each conversation, every turn of the assistant that is one.
+    """Read recorded outputs: from each conversation, the turns of the assistant.
 
-    The file is opened at once and read as the result is iterated over: a log may be large.
+    The file is opened immediately and read while the result is iterated over, because a log may be
+    large.
 
     Args:
         path: JSON lines (`.gz` or plain), JSON, CSV or Parquet. A record is a conversation as
-            `conversation_of` knows it, or has `prompt_ids` and `output_ids`. Conversations in
-            which the assistant does not speak are passed over. What it says that an output was
-            expected to contain (`prediction`, `predictions`) is read, too.
-        encoder: for texts.
+            `conversation_of` reads it, or has `prompt_ids` and `output_ids`. Conversations without
+            a turn of the assistant are skipped. Expected contents of an output (`prediction`,
+            `predictions`) are read, too.
+        encoder: encodes texts.
         limit: most traces.
-        skipped: counts conversations, and records that hold no trace; None to refuse such.
+        skipped: counts conversations, and records without a trace; None to refuse such records.
 
     Raises:
-        TraceError: the file cannot be read or holds no trace, or a record that is not to be skipped
-            is none; its place is named.
+        TraceError: the file cannot be read or has no trace, or a record without a trace is refused;
+            the message names its place.
     """
     return (trace for trace, _ in islice(stream_traces(path, encoder, skipped), limit))
 
@@ -245,7 +248,7 @@ def read_traces(
 def stream_traces(
     path: Path, encoder: TextEncoder, skipped: RecordingTally | None = None
 ) -> Iterator[_Traced]:
-    """Read what `read_traces` reads, each trace with its record."""
+    """Read as `read_traces` does; yield each trace with its record."""
     reading = _Reading(path, encoder, skipped)
     sides = reading.sides(_sides)
     first = next(sides, None)
@@ -255,7 +258,7 @@ def stream_traces(
 
 
 def _some(traces: Iterator[_Traced], reading: "_Reading") -> Iterator[_Traced]:
-    """Yield traces; that there is none, because all were skipped, is an error."""
+    """Yield traces; raise an error if there are none because all were skipped."""
     is_empty = True
     for each in traces:
         is_empty = False
@@ -267,10 +270,10 @@ def _some(traces: Iterator[_Traced], reading: "_Reading") -> Iterator[_Traced]:
 def read_outputs(
     path: Path, encoder: TextEncoder, skipped: RecordingTally | None = None
 ) -> Iterator[TokenIds]:
-    """Read the outputs alone, for example as recent generations; prompts may be missing.
+    """Read only the outputs, for example as recent generations; prompts may be missing.
 
     Raises:
-        TraceError: see `read_traces`; but a file may be empty.
+        TraceError: see `read_traces`, except that a file may be empty.
     """
     reading = _Reading(path, encoder, skipped)
     sides = reading.sides(_outputs)
@@ -284,11 +287,11 @@ _Prompt = _Text | tuple[Turn, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """A prompt and an output before they are encoded, and where they stand.
+    """A prompt and an output before they are encoded, with their record and its place.
 
     Attributes:
-        is_last: whether what the record says was expected is this output.
-        group: of the answers to one prompt, of which the record has several; empty for one.
+        is_last: whether the record's predictions are for this output.
+        group: group of the answers, if the record has several to one prompt; else empty.
     """
 
     prompt: _Prompt
@@ -300,7 +303,7 @@ class _Sides:
 
 
 class _Reading:
-    """Reading a file once; what cannot be used is counted, or refused."""
+    """Reading a file once; unusable records are counted or refused."""
 
     def __init__(self, path: Path, encoder: TextEncoder, skipped: RecordingTally | None) -> None:
         self._path = path
@@ -310,7 +313,7 @@ class _Reading:
         self.tally = RecordingTally() if skipped is None else skipped
 
     def sides(self, take: "_Take") -> Iterator[_Sides]:
-        """Yield the sides in all records."""
+        """Yield the prompts and outputs of all records."""
         for place, row in self._records():
             with self._skipping(place):
                 found = list(take(row, self._path, self.tally))
@@ -323,27 +326,27 @@ class _Reading:
                     yield _Sides(prompt, output, row, place, is_last, group)
 
     def _was_read(self, row: Any, prompt: "_Prompt", output: "_Text") -> bool:
-        """Return whether an answer to the same was read before, as logs that grow have it.
+        """Return whether the same answer to the same prompt was read before, as in growing logs.
 
-        Answers that were written at once, of which a record states the group, may be equal.
+        Answers that were written concurrently, with a group in their record, may be equal.
         """
         if isinstance(output, np.ndarray) or isinstance(prompt, np.ndarray):
             return False
         if isinstance(row, dict) and not _STATED.isdisjoint(row):
             return False
-        key = hash((prompt, output))  # of 64 bits: a million answers collide once in 40 million
+        key = hash((prompt, output))  # 64 bits: a million answers collide with p = 1 in 40 million
         was_read = key in self._seen
         self._seen.add(key)
         return was_read
 
     def traces(self, recorded: Iterable[_Sides]) -> Iterator[_Traced]:
-        """Yield the traces that sides are, with their records."""
+        """Yield the encoded traces of prompts and outputs, with their records."""
         for each in recorded:
             with self._skipping(each.place):
                 yield self._trace(each), each.row
 
     def without_trace(self) -> TraceError:
-        """Return the error that there is no output, and why."""
+        """Return the error for a file without outputs, with the reason."""
         return TraceError(f"{self._path} holds no recorded output: {self.tally.why_nothing()}")
 
     def _records(self) -> Iterator[tuple[str, Any]]:
@@ -390,7 +393,7 @@ def _sides(row: Any, path: Path, tally: RecordingTally) -> list[_Taken]:
     """Return the prompts and outputs of a record, and how many answers it has to each prompt.
 
     Raises:
-        UnusableError: it is no trace.
+        UnusableError: it is not a trace.
     """
     if _is_plain(row):
         return [(_field(row, "prompt"), _field(row, "output"), 1)]
@@ -426,7 +429,7 @@ def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
 
 
 def _place_in(row: Any) -> tuple[str, str]:
-    """Return the group and the lane that a record states, empty where it states none."""
+    """Return the group and the lane that a record states, empty if it states none."""
     if not isinstance(row, dict):
         return "", ""
     group, lane = (row.get(name) for name in ("group", "lane"))
@@ -437,13 +440,13 @@ def _place_in(row: Any) -> tuple[str, str]:
 
 
 def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:
-    """Return what a record says that its output, the last one, was expected to contain.
+    """Return the predictions of a record for its last output.
 
-    That is its `predictions`, a list of texts or of `{"text": …}` or `{"ids": […]}` with a `label`;
-    or its `prediction`, also in its `request`: a text, or what OpenAI's API takes.
+    These are its `predictions`, a list of texts or of `{"text": …}` or `{"ids": […]}` with a
+    `label`; or its `prediction`, also in its `request`: a text, or an object as in OpenAI's API.
 
     Raises:
-        UnusableError: it is none of that.
+        UnusableError: they have a different form.
     """
     if not isinstance(row, dict):
         return ()
@@ -476,21 +479,21 @@ def _listed(stated: Any, label: str, encoder: TextEncoder) -> Prediction:
     if "ids" in fields:
         return Prediction(_checked(fields["ids"], "`predictions`"), label)
     if not isinstance(fields["text"], str):
-        raise UnusableError(NO_TRACE, "`predictions` hold a text that is none")
+        raise UnusableError(NO_TRACE, "`predictions` hold a text that is not a string")
     text = whole_characters(fields["text"])
     return Prediction(np.array(encoder.encode_output(text), np.int32), label)
 
 
 def _field(row: Any, name: str) -> str | TokenIds:
-    """Return one side of a trace: its text, or its ids where they are given."""
+    """Return the prompt or the output of a trace: its text, or its ids if given."""
     if not isinstance(row, dict):
-        raise UnusableError(NO_TRACE, f"a trace is a JSON object, this is none; {EXPECTED}")
+        raise UnusableError(NO_TRACE, f"a trace is a JSON object, but this is not; {EXPECTED}")
     ids = row.get(f"{name}_ids")
     if ids is not None:
         return _checked(ids, f"`{name}_ids`")
     text = row.get(name)
     if not isinstance(text, str):
-        problem = "is no text" if name in row else "is missing"
+        problem = "is not text" if name in row else "is missing"
         raise UnusableError(
             NO_TRACE, f"`{name}` {problem}: give it as text, or `{name}_ids` as a list"
         )
@@ -499,12 +502,12 @@ def _field(row: Any, name: str) -> str | TokenIds:
 
 def _checked(ids: ArrayLike, what: str) -> TokenIds:
     if not isinstance(ids, list):
-        raise UnusableError(NO_TRACE, f"{what} is no list of token ids")
+        raise UnusableError(NO_TRACE, f"{what} is not a list of token ids")
     for value in ids:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise UnusableError(NO_TRACE, f"{what} holds {value!r}, which is no token id")
+            raise UnusableError(NO_TRACE, f"{what} holds {value!r}, which is not a token id")
         if not 0 <= value <= _MAX_TOKEN_ID:
             raise UnusableError(
-                NO_TRACE, f"{what} holds {value}, which is no token id: they fit into four bytes"
+                NO_TRACE, f"{what} holds {value}, which is not a token id: they fit into four bytes"
             )
     return checked_tokens(ids, None)

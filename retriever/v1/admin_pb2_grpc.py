@@ -26,15 +26,16 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Administers a running service. Served at an address of its own, never where drafts are; a caller
-    needs a credential of the scope "admin", or, where the service knows no credentials, the
-    permission to open the unix socket.
+    """Administers a running service. Served at a separate address, never at that of drafts. A caller
+    needs a credential of the scope "admin" or, if the service uses no credentials, permission to
+    open the unix socket.
 
-    Statuses are those of RetrieverService, and FAILED_PRECONDITION for what this service cannot do as
-    it is, NOT_FOUND for an index that is not attached. A call that changes something is in the audit
-    log; where that cannot be written, the call is refused with FAILED_PRECONDITION and nothing changes.
+    Statuses are those of RetrieverService. In addition, FAILED_PRECONDITION means that the service
+    cannot do this in its current state, and NOT_FOUND that an index is not attached. A call that
+    changes something is recorded in the audit log; if that cannot be written, the call is refused
+    with FAILED_PRECONDITION and nothing changes.
 
-    Token ids of sequences and outputs are in no response.
+    No response contains token ids of sequences or outputs.
     """
 
     def __init__(self, channel):
@@ -106,26 +107,27 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Administers a running service. Served at an address of its own, never where drafts are; a caller
-    needs a credential of the scope "admin", or, where the service knows no credentials, the
-    permission to open the unix socket.
+    """Administers a running service. Served at a separate address, never at that of drafts. A caller
+    needs a credential of the scope "admin" or, if the service uses no credentials, permission to
+    open the unix socket.
 
-    Statuses are those of RetrieverService, and FAILED_PRECONDITION for what this service cannot do as
-    it is, NOT_FOUND for an index that is not attached. A call that changes something is in the audit
-    log; where that cannot be written, the call is refused with FAILED_PRECONDITION and nothing changes.
+    Statuses are those of RetrieverService. In addition, FAILED_PRECONDITION means that the service
+    cannot do this in its current state, and NOT_FOUND that an index is not attached. A call that
+    changes something is recorded in the audit log; if that cannot be written, the call is refused
+    with FAILED_PRECONDITION and nothing changes.
 
-    Token ids of sequences and outputs are in no response.
+    No response contains token ids of sequences or outputs.
     """
 
     def ListSessions(self, request, context):
-        """Lists the open sessions, the longest idle first, as they were when the call began.
+        """Lists the sessions that were open when the call began, the longest idle first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndSessions(self, request, context):
-        """Ends sessions. The next step of one is refused with NOT_FOUND.
+        """Ends sessions. The next step of an ended session is refused with NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,38 +141,38 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EvictTenant(self, request, context):
-        """Takes a tenant's generations and weights out of memory. What is kept of them on disk stays, and
-        is loaded again at the tenant's next call. While sessions use them they stay in memory until the
-        last of these ends.
+        """Evicts a tenant's generations and weights from memory. Those on disk stay, and are loaded again
+        at the tenant's next call. While sessions use them, they stay in memory until the last of these
+        sessions ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUse(self, request, context):
-        """Tells what tenants have used since the service began.
+        """Returns the usage of tenants since the service started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAttachedIndexes(self, request, context):
-        """Lists the indexes of all tenants in the snapshots that are drafted from now.
+        """Lists the indexes of all tenants, in the snapshots that are currently drafted from.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachIndex(self, request, context):
-        """Drafts from one more index, until it is detached or the service ends. Answered once the index is
-        open and warm; open sessions draft from it with their next step.
+        """Attaches an index to draft from until it is detached or the service ends. Answered once the
+        index is open and warm; open sessions draft from it from their next step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DetachIndex(self, request, context):
-        """Drafts from an index no longer; its files stay. Open sessions are told nothing of it from their
+        """Stops drafting from an index; its files stay. Open sessions no longer draft from it from their
         next step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,33 +180,33 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSettings(self, request, context):
-        """Tells the settings in force, and where each comes from; secrets are masked.
+        """Returns the settings in force and the origin of each; secrets are masked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReloadSettings(self, request, context):
-        """Reads the settings file and the environment again, and puts in force what can change while the
-        service runs. Where anything else has changed the call is refused with FAILED_PRECONDITION,
-        which names it, and nothing changes.
+        """Rereads the settings file and the environment, and applies what can change while the service
+        runs. If anything else has changed, the call is refused with FAILED_PRECONDITION, which names
+        it, and nothing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SnapshotState(self, request, context):
-        """Copies the state directory as it is at one moment, to the folder for such copies on the
-        service's machine. A service that begins with the copy drafts as this one would after a restart.
-        Closing sessions wait for the copy, drafts do not. Refused without a state directory or a folder
-        for copies, and while another copy is made.
+        """Copies the state directory, as of one moment, to the folder for copies on the service's
+        machine. A service that starts with the copy drafts as this one would after a restart. Closing
+        sessions wait for the copy, drafts do not. Refused without a state directory or a folder for
+        copies, and while another copy is being made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Has the service drain and end, as SIGTERM does.
+        """Makes the service drain and end, as SIGTERM does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -282,15 +284,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Administers a running service. Served at an address of its own, never where drafts are; a caller
-    needs a credential of the scope "admin", or, where the service knows no credentials, the
-    permission to open the unix socket.
+    """Administers a running service. Served at a separate address, never at that of drafts. A caller
+    needs a credential of the scope "admin" or, if the service uses no credentials, permission to
+    open the unix socket.
 
-    Statuses are those of RetrieverService, and FAILED_PRECONDITION for what this service cannot do as
-    it is, NOT_FOUND for an index that is not attached. A call that changes something is in the audit
-    log; where that cannot be written, the call is refused with FAILED_PRECONDITION and nothing changes.
+    Statuses are those of RetrieverService. In addition, FAILED_PRECONDITION means that the service
+    cannot do this in its current state, and NOT_FOUND that an index is not attached. A call that
+    changes something is recorded in the audit log; if that cannot be written, the call is refused
+    with FAILED_PRECONDITION and nothing changes.
 
-    Token ids of sequences and outputs are in no response.
+    No response contains token ids of sequences or outputs.
     """
 
     @staticmethod

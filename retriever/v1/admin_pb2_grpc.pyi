@@ -27,15 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """Administers a running service. Served at an address of its own, never where drafts are; a caller
-    needs a credential of the scope "admin", or, where the service knows no credentials, the
-    permission to open the unix socket.
+    """Administers a running service. Served at a separate address, never at that of drafts. A caller
+    needs a credential of the scope "admin" or, if the service uses no credentials, permission to
+    open the unix socket.
 
-    Statuses are those of RetrieverService, and FAILED_PRECONDITION for what this service cannot do as
-    it is, NOT_FOUND for an index that is not attached. A call that changes something is in the audit
-    log; where that cannot be written, the call is refused with FAILED_PRECONDITION and nothing changes.
+    Statuses are those of RetrieverService. In addition, FAILED_PRECONDITION means that the service
+    cannot do this in its current state, and NOT_FOUND that an index is not attached. A call that
+    changes something is recorded in the audit log; if that cannot be written, the call is refused
+    with FAILED_PRECONDITION and nothing changes.
 
-    Token ids of sequences and outputs are in no response.
+    No response contains token ids of sequences or outputs.
     """
 
     @_typing.overload
@@ -43,107 +44,109 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     ListSessions: _grpc.UnaryStreamMultiCallable[_admin_pb2.ListSessionsRequest, _admin_pb2.ListSessionsResponse]
-    """Lists the open sessions, the longest idle first, as they were when the call began."""
+    """Lists the sessions that were open when the call began, the longest idle first."""
     EndSessions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EndSessionsRequest, _admin_pb2.EndSessionsResponse]
-    """Ends sessions. The next step of one is refused with NOT_FOUND."""
+    """Ends sessions. The next step of an ended session is refused with NOT_FOUND."""
     ListTenants: _grpc.UnaryStreamMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
     """Lists the tenants that have open sessions, or whose generations are in memory."""
     EvictTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictTenantRequest, _admin_pb2.EvictTenantResponse]
-    """Takes a tenant's generations and weights out of memory. What is kept of them on disk stays, and
-    is loaded again at the tenant's next call. While sessions use them they stay in memory until the
-    last of these ends.
+    """Evicts a tenant's generations and weights from memory. Those on disk stay, and are loaded again
+    at the tenant's next call. While sessions use them, they stay in memory until the last of these
+    sessions ends.
     """
     GetUse: _grpc.UnaryStreamMultiCallable[_admin_pb2.GetUseRequest, _admin_pb2.GetUseResponse]
-    """Tells what tenants have used since the service began."""
+    """Returns the usage of tenants since the service started."""
     ListAttachedIndexes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAttachedIndexesRequest, _admin_pb2.ListAttachedIndexesResponse]
-    """Lists the indexes of all tenants in the snapshots that are drafted from now."""
+    """Lists the indexes of all tenants, in the snapshots that are currently drafted from."""
     AttachIndex: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AttachIndexRequest, _admin_pb2.AttachIndexResponse]
-    """Drafts from one more index, until it is detached or the service ends. Answered once the index is
-    open and warm; open sessions draft from it with their next step.
+    """Attaches an index to draft from until it is detached or the service ends. Answered once the
+    index is open and warm; open sessions draft from it from their next step on.
     """
     DetachIndex: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DetachIndexRequest, _admin_pb2.DetachIndexResponse]
-    """Drafts from an index no longer; its files stay. Open sessions are told nothing of it from their
+    """Stops drafting from an index; its files stay. Open sessions no longer draft from it from their
     next step on.
     """
     GetSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.GetSettingsResponse]
-    """Tells the settings in force, and where each comes from; secrets are masked."""
+    """Returns the settings in force and the origin of each; secrets are masked."""
     ReloadSettings: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadSettingsRequest, _admin_pb2.ReloadSettingsResponse]
-    """Reads the settings file and the environment again, and puts in force what can change while the
-    service runs. Where anything else has changed the call is refused with FAILED_PRECONDITION,
-    which names it, and nothing changes.
+    """Rereads the settings file and the environment, and applies what can change while the service
+    runs. If anything else has changed, the call is refused with FAILED_PRECONDITION, which names
+    it, and nothing changes.
     """
     SnapshotState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotStateRequest, _admin_pb2.SnapshotStateResponse]
-    """Copies the state directory as it is at one moment, to the folder for such copies on the
-    service's machine. A service that begins with the copy drafts as this one would after a restart.
-    Closing sessions wait for the copy, drafts do not. Refused without a state directory or a folder
-    for copies, and while another copy is made.
+    """Copies the state directory, as of one moment, to the folder for copies on the service's
+    machine. A service that starts with the copy drafts as this one would after a restart. Closing
+    sessions wait for the copy, drafts do not. Refused without a state directory or a folder for
+    copies, and while another copy is being made.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Has the service drain and end, as SIGTERM does."""
+    """Makes the service drain and end, as SIGTERM does."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """Administers a running service. Served at an address of its own, never where drafts are; a caller
-    needs a credential of the scope "admin", or, where the service knows no credentials, the
-    permission to open the unix socket.
+    """Administers a running service. Served at a separate address, never at that of drafts. A caller
+    needs a credential of the scope "admin" or, if the service uses no credentials, permission to
+    open the unix socket.
 
-    Statuses are those of RetrieverService, and FAILED_PRECONDITION for what this service cannot do as
-    it is, NOT_FOUND for an index that is not attached. A call that changes something is in the audit
-    log; where that cannot be written, the call is refused with FAILED_PRECONDITION and nothing changes.
+    Statuses are those of RetrieverService. In addition, FAILED_PRECONDITION means that the service
+    cannot do this in its current state, and NOT_FOUND that an index is not attached. A call that
+    changes something is recorded in the audit log; if that cannot be written, the call is refused
+    with FAILED_PRECONDITION and nothing changes.
 
-    Token ids of sequences and outputs are in no response.
+    No response contains token ids of sequences or outputs.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListSessions: _aio.UnaryStreamMultiCallable[_admin_pb2.ListSessionsRequest, _admin_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """Lists the open sessions, the longest idle first, as they were when the call began."""
+    """Lists the sessions that were open when the call began, the longest idle first."""
     EndSessions: _aio.UnaryUnaryMultiCallable[_admin_pb2.EndSessionsRequest, _admin_pb2.EndSessionsResponse]  # type: ignore[assignment]
-    """Ends sessions. The next step of one is refused with NOT_FOUND."""
+    """Ends sessions. The next step of an ended session is refused with NOT_FOUND."""
     ListTenants: _aio.UnaryStreamMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
     """Lists the tenants that have open sessions, or whose generations are in memory."""
     EvictTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictTenantRequest, _admin_pb2.EvictTenantResponse]  # type: ignore[assignment]
-    """Takes a tenant's generations and weights out of memory. What is kept of them on disk stays, and
-    is loaded again at the tenant's next call. While sessions use them they stay in memory until the
-    last of these ends.
+    """Evicts a tenant's generations and weights from memory. Those on disk stay, and are loaded again
+    at the tenant's next call. While sessions use them, they stay in memory until the last of these
+    sessions ends.
     """
     GetUse: _aio.UnaryStreamMultiCallable[_admin_pb2.GetUseRequest, _admin_pb2.GetUseResponse]  # type: ignore[assignment]
-    """Tells what tenants have used since the service began."""
+    """Returns the usage of tenants since the service started."""
     ListAttachedIndexes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAttachedIndexesRequest, _admin_pb2.ListAttachedIndexesResponse]  # type: ignore[assignment]
-    """Lists the indexes of all tenants in the snapshots that are drafted from now."""
+    """Lists the indexes of all tenants, in the snapshots that are currently drafted from."""
     AttachIndex: _aio.UnaryUnaryMultiCallable[_admin_pb2.AttachIndexRequest, _admin_pb2.AttachIndexResponse]  # type: ignore[assignment]
-    """Drafts from one more index, until it is detached or the service ends. Answered once the index is
-    open and warm; open sessions draft from it with their next step.
+    """Attaches an index to draft from until it is detached or the service ends. Answered once the
+    index is open and warm; open sessions draft from it from their next step on.
     """
     DetachIndex: _aio.UnaryUnaryMultiCallable[_admin_pb2.DetachIndexRequest, _admin_pb2.DetachIndexResponse]  # type: ignore[assignment]
-    """Drafts from an index no longer; its files stay. Open sessions are told nothing of it from their
+    """Stops drafting from an index; its files stay. Open sessions no longer draft from it from their
     next step on.
     """
     GetSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetSettingsRequest, _admin_pb2.GetSettingsResponse]  # type: ignore[assignment]
-    """Tells the settings in force, and where each comes from; secrets are masked."""
+    """Returns the settings in force and the origin of each; secrets are masked."""
     ReloadSettings: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadSettingsRequest, _admin_pb2.ReloadSettingsResponse]  # type: ignore[assignment]
-    """Reads the settings file and the environment again, and puts in force what can change while the
-    service runs. Where anything else has changed the call is refused with FAILED_PRECONDITION,
-    which names it, and nothing changes.
+    """Rereads the settings file and the environment, and applies what can change while the service
+    runs. If anything else has changed, the call is refused with FAILED_PRECONDITION, which names
+    it, and nothing changes.
     """
     SnapshotState: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotStateRequest, _admin_pb2.SnapshotStateResponse]  # type: ignore[assignment]
-    """Copies the state directory as it is at one moment, to the folder for such copies on the
-    service's machine. A service that begins with the copy drafts as this one would after a restart.
-    Closing sessions wait for the copy, drafts do not. Refused without a state directory or a folder
-    for copies, and while another copy is made.
+    """Copies the state directory, as of one moment, to the folder for copies on the service's
+    machine. A service that starts with the copy drafts as this one would after a restart. Closing
+    sessions wait for the copy, drafts do not. Refused without a state directory or a folder for
+    copies, and while another copy is being made.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Has the service drain and end, as SIGTERM does."""
+    """Makes the service drain and end, as SIGTERM does."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Administers a running service. Served at an address of its own, never where drafts are; a caller
-    needs a credential of the scope "admin", or, where the service knows no credentials, the
-    permission to open the unix socket.
+    """Administers a running service. Served at a separate address, never at that of drafts. A caller
+    needs a credential of the scope "admin" or, if the service uses no credentials, permission to
+    open the unix socket.
 
-    Statuses are those of RetrieverService, and FAILED_PRECONDITION for what this service cannot do as
-    it is, NOT_FOUND for an index that is not attached. A call that changes something is in the audit
-    log; where that cannot be written, the call is refused with FAILED_PRECONDITION and nothing changes.
+    Statuses are those of RetrieverService. In addition, FAILED_PRECONDITION means that the service
+    cannot do this in its current state, and NOT_FOUND that an index is not attached. A call that
+    changes something is recorded in the audit log; if that cannot be written, the call is refused
+    with FAILED_PRECONDITION and nothing changes.
 
-    Token ids of sequences and outputs are in no response.
+    No response contains token ids of sequences or outputs.
     """
 
     @_abc_1.abstractmethod
@@ -152,7 +155,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.ListSessionsResponse], _abc.AsyncIterator[_admin_pb2.ListSessionsResponse]]:
-        """Lists the open sessions, the longest idle first, as they were when the call began."""
+        """Lists the sessions that were open when the call began, the longest idle first."""
 
     @_abc_1.abstractmethod
     def EndSessions(
@@ -160,7 +163,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.EndSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.EndSessionsResponse, _abc.Awaitable[_admin_pb2.EndSessionsResponse]]:
-        """Ends sessions. The next step of one is refused with NOT_FOUND."""
+        """Ends sessions. The next step of an ended session is refused with NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListTenants(
@@ -176,9 +179,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.EvictTenantRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.EvictTenantResponse, _abc.Awaitable[_admin_pb2.EvictTenantResponse]]:
-        """Takes a tenant's generations and weights out of memory. What is kept of them on disk stays, and
-        is loaded again at the tenant's next call. While sessions use them they stay in memory until the
-        last of these ends.
+        """Evicts a tenant's generations and weights from memory. Those on disk stay, and are loaded again
+        at the tenant's next call. While sessions use them, they stay in memory until the last of these
+        sessions ends.
         """
 
     @_abc_1.abstractmethod
@@ -187,7 +190,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetUseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.GetUseResponse], _abc.AsyncIterator[_admin_pb2.GetUseResponse]]:
-        """Tells what tenants have used since the service began."""
+        """Returns the usage of tenants since the service started."""
 
     @_abc_1.abstractmethod
     def ListAttachedIndexes(
@@ -195,7 +198,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAttachedIndexesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAttachedIndexesResponse, _abc.Awaitable[_admin_pb2.ListAttachedIndexesResponse]]:
-        """Lists the indexes of all tenants in the snapshots that are drafted from now."""
+        """Lists the indexes of all tenants, in the snapshots that are currently drafted from."""
 
     @_abc_1.abstractmethod
     def AttachIndex(
@@ -203,8 +206,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.AttachIndexRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AttachIndexResponse, _abc.Awaitable[_admin_pb2.AttachIndexResponse]]:
-        """Drafts from one more index, until it is detached or the service ends. Answered once the index is
-        open and warm; open sessions draft from it with their next step.
+        """Attaches an index to draft from until it is detached or the service ends. Answered once the
+        index is open and warm; open sessions draft from it from their next step on.
         """
 
     @_abc_1.abstractmethod
@@ -213,7 +216,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DetachIndexRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DetachIndexResponse, _abc.Awaitable[_admin_pb2.DetachIndexResponse]]:
-        """Drafts from an index no longer; its files stay. Open sessions are told nothing of it from their
+        """Stops drafting from an index; its files stay. Open sessions no longer draft from it from their
         next step on.
         """
 
@@ -223,7 +226,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetSettingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetSettingsResponse, _abc.Awaitable[_admin_pb2.GetSettingsResponse]]:
-        """Tells the settings in force, and where each comes from; secrets are masked."""
+        """Returns the settings in force and the origin of each; secrets are masked."""
 
     @_abc_1.abstractmethod
     def ReloadSettings(
@@ -231,9 +234,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ReloadSettingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ReloadSettingsResponse, _abc.Awaitable[_admin_pb2.ReloadSettingsResponse]]:
-        """Reads the settings file and the environment again, and puts in force what can change while the
-        service runs. Where anything else has changed the call is refused with FAILED_PRECONDITION,
-        which names it, and nothing changes.
+        """Rereads the settings file and the environment, and applies what can change while the service
+        runs. If anything else has changed, the call is refused with FAILED_PRECONDITION, which names
+        it, and nothing changes.
         """
 
     @_abc_1.abstractmethod
@@ -242,10 +245,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SnapshotStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SnapshotStateResponse, _abc.Awaitable[_admin_pb2.SnapshotStateResponse]]:
-        """Copies the state directory as it is at one moment, to the folder for such copies on the
-        service's machine. A service that begins with the copy drafts as this one would after a restart.
-        Closing sessions wait for the copy, drafts do not. Refused without a state directory or a folder
-        for copies, and while another copy is made.
+        """Copies the state directory, as of one moment, to the folder for copies on the service's
+        machine. A service that starts with the copy drafts as this one would after a restart. Closing
+        sessions wait for the copy, drafts do not. Refused without a state directory or a folder for
+        copies, and while another copy is being made.
         """
 
     @_abc_1.abstractmethod
@@ -254,6 +257,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Has the service drain and end, as SIGTERM does."""
+        """Makes the service drain and end, as SIGTERM does."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,38 +27,39 @@ if _version_not_supported:
 
 class RetrieverServiceStub(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
-    INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
+    INVALID_ARGUMENT for a request that violates the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
-    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for features that
+    this service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
     PERMISSION_DENIED for callers that may not do this.
 
-    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
-    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
+    A status carries google.rpc details. An ErrorInfo of the domain "foredraft" has a reason and, if
+    a limit was reached, "limit" in its metadata, the name of a setting. A RetryInfo is present if it
+    is known how long to wait. Messages are for people and may change. UNAVAILABLE with the reason
+    STORAGE means that the service's disk refuses a deletion or findings: try again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL. There may be more later; for unknown
+    ones, use the code.
 
-    Where the service asks for a token, each call carries it in its metadata, under the key
-    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
-    on the way. A certificate of the caller's does as well where the service knows its authority.
+    If the service requires a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN", over TLS or a local socket so that it cannot be intercepted. A
+    client certificate works as well if the service knows its authority.
 
     Fingerprints are hexadecimal, in either case.
 
-    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
-    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
-    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
-    numbers, and bytes that are no multiple of 4.
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose
+    name ends in "_bytes". Bytes take no time to parse and may hold as many ids as the limits allow;
+    a list of numbers holds at most 65,536. A message that sets both is refused with
+    INVALID_ARGUMENT, as are more numbers, and bytes whose length is not a multiple of 4.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
 
-    Field numbers that are reserved were once in use: a request that sets one is refused with
-    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
-    writes the contract of an installation, with the messages of google.rpc.
+    Reserved field numbers were once in use. A request that sets one is refused with
+    INVALID_ARGUMENT, because it comes from a client of an earlier contract. `foredraft proto
+    --output DIR` writes the contract of an installation, with the messages of google.rpc.
 
-    The examples are messages in JSON, as Protocol Buffers map it.
+    The examples are messages in the JSON mapping of Protocol Buffers.
     """
 
     def __init__(self, channel):
@@ -136,43 +137,44 @@ class RetrieverServiceStub(object):
 
 class RetrieverServiceServicer(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
-    INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
+    INVALID_ARGUMENT for a request that violates the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
-    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for features that
+    this service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
     PERMISSION_DENIED for callers that may not do this.
 
-    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
-    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
+    A status carries google.rpc details. An ErrorInfo of the domain "foredraft" has a reason and, if
+    a limit was reached, "limit" in its metadata, the name of a setting. A RetryInfo is present if it
+    is known how long to wait. Messages are for people and may change. UNAVAILABLE with the reason
+    STORAGE means that the service's disk refuses a deletion or findings: try again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL. There may be more later; for unknown
+    ones, use the code.
 
-    Where the service asks for a token, each call carries it in its metadata, under the key
-    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
-    on the way. A certificate of the caller's does as well where the service knows its authority.
+    If the service requires a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN", over TLS or a local socket so that it cannot be intercepted. A
+    client certificate works as well if the service knows its authority.
 
     Fingerprints are hexadecimal, in either case.
 
-    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
-    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
-    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
-    numbers, and bytes that are no multiple of 4.
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose
+    name ends in "_bytes". Bytes take no time to parse and may hold as many ids as the limits allow;
+    a list of numbers holds at most 65,536. A message that sets both is refused with
+    INVALID_ARGUMENT, as are more numbers, and bytes whose length is not a multiple of 4.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
 
-    Field numbers that are reserved were once in use: a request that sets one is refused with
-    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
-    writes the contract of an installation, with the messages of google.rpc.
+    Reserved field numbers were once in use. A request that sets one is refused with
+    INVALID_ARGUMENT, because it comes from a client of an earlier contract. `foredraft proto
+    --output DIR` writes the contract of an installation, with the messages of google.rpc.
 
-    The examples are messages in JSON, as Protocol Buffers map it.
+    The examples are messages in the JSON mapping of Protocol Buffers.
     """
 
     def Draft(self, request, context):
-        """Drafts from a bare context, without a session: the context itself, recent generations and
-        the indexes are asked.
+        """Drafts for a context without a session, from the context itself, recent generations and the
+        indexes.
 
         Example:
         {"context": [5, 6, 7, 5, 6], "budgetNodes": 8}
@@ -182,8 +184,8 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
-        decoding with them. Of recent generations it gives numbers alone.
+        """Drafts as Draft does, and returns the evidence for each node. Meant for inspecting drafts, not
+        for decoding. For recent generations it returns only numbers.
 
         Example:
         {"context": [5, 6, 7, 5, 6], "budgetNodes": 8, "maxDocuments": 2}
@@ -193,7 +195,7 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel.
+        """Begins a session: a sequence whose tokens the server keeps, so that only new ones are sent.
 
         Example:
         {"sessionId": "a8f1c2", "prompt": [5, 6, 7, 5, 6]}
@@ -203,11 +205,11 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree. It
-        needs no stream, and costs a call for each step; engines with many sequences use DraftStream. A
-        step that was made and whose answer was lost is refused as out of sequence when it is repeated,
-        since its length is known: go on with the next one. The deadline of the call is the caller's
-        time: the tokens are committed all the same.
+        """Drafts for one decoding step of one session: commits its new tokens, and answers with a tree.
+        It needs no stream but costs a call for each step; engines with many sequences use DraftStream.
+        If the answer to a step was lost and the step is repeated, it is refused as out of sequence,
+        because its tokens are already committed: continue with the next step. The call's deadline
+        limits drafting; the tokens are committed in any case.
 
         Example:
         {"step": {"sessionId": "a8f1c2", "newTokenIds": [7, 5], "length": 7, "budgetNodes": 8}}
@@ -217,19 +219,19 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DraftStream(self, request_iterator, context):
-        """Drafts for decoding steps: one request and one response, in order, for each step of an
-        engine, with all its sequences. Sessions begin and end in its messages, too; those that began
-        in them end with the stream, however it ends, and what they generated is not kept.
+        """Drafts for decoding steps: one request and one response, in order, for each step of an engine,
+        with all its sequences. Its messages can also open and close sessions. Sessions opened in a
+        stream end with the stream, however it ends, and their output is not kept then.
 
-        While the service drains, responses say so and sessions that begin are refused: move to another
-        service. Streams that are left at its end, and new ones, end with UNAVAILABLE, reason DRAINING;
-        what open sessions have generated until then is kept.
+        While the service drains, responses say so and new sessions are refused: move to another
+        service. Streams that remain when it ends, and new ones, end with UNAVAILABLE, reason DRAINING;
+        the output of open sessions up to then is kept.
 
-        Messages are numbered from 1. The next number is worked on; what one session is refused costs
-        no other, and is told in the response. The last number again is a repetition: its response is
-        sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
-        and which number is awaited, and nothing is done. A message without a number ends the stream
-        with INVALID_ARGUMENT.
+        Messages are numbered from 1. The next number is processed; a refusal of one session is
+        reported in the response and does not affect the others. The last number again is a repetition:
+        its response is sent again and nothing else happens. Any other number is lost or stale: the
+        response says ABORTED and which number is expected, and nothing happens. A message without a
+        number ends the stream with INVALID_ARGUMENT.
 
         Example:
         {"sequenceNumber": "1", "timeoutUs": 20000, "openings": [{"sessionId": "b7", "prompt": [5, 6,
@@ -240,7 +242,7 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddPredictions(self, request, context):
-        """Adds texts that the rest of an open session is expected to contain; within a stream, messages
+        """Adds texts that the rest of an open session is expected to contain. Within a stream, messages
         carry them.
 
         Example:
@@ -251,8 +253,8 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a session. With the length of the whole sequence a lost last step is noticed, and a call
-        whose answer was lost may be repeated: it is answered again for a while.
+        """Ends a session. If the length of the whole sequence is given, a lost last step is detected, and
+        a call whose answer was lost may be repeated: it is answered again for a while.
 
         Example:
         {"sessionId": "a8f1c2", "newTokenIds": [6], "length": 8}
@@ -263,9 +265,9 @@ class RetrieverServiceServicer(object):
 
     def ShareFindings(self, request, context):
         """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
-        model and tenant, and for its next start. The service neither drafts from it nor knows whether it
-        is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
-        nothing is kept.
+        model and tenant, and for its next start. The service neither drafts from findings nor checks
+        them: wrong ones cost accepted drafts but never change an output. FAILED_PRECONDITION if the
+        service keeps no findings.
 
         Example:
         {"modelFingerprint": "0f3a", "findings": {"contexts": "KgAAAAAAAAA=", "tokenIds":
@@ -277,7 +279,8 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FetchFindings(self, request, context):
-        """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first.
+        """Returns the findings that decoders of the caller's tenant have shared for a model, in pages,
+        the newest first.
 
         Example:
         {"modelFingerprint": "0f3a"}
@@ -287,9 +290,9 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSessionData(self, request, context):
-        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
-        findings of the caller's tenant, as it is not known which session they are from. One that is open
-        ends.
+        """Deletes the data of all sessions of one name: their outputs, in memory and on disk, and all
+        findings of the caller's tenant, because it is not known which session they came from. An open
+        session of that name ends.
 
         Example:
         {"sessionId": "a8f1c2"}
@@ -299,8 +302,8 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTenantData(self, request, context):
-        """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
-        findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+        """Deletes all data of the caller's tenant: generations, what was learned from them, and findings,
+        in memory and on disk. Open sessions continue; nothing that they have generated is kept.
 
         Example:
         {}
@@ -310,8 +313,7 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListIndexes(self, request, context):
-        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
-        belong to.
+        """Lists the indexes that are currently drafted from, and the vocabulary of the token ids.
 
         Example:
         {}
@@ -321,8 +323,8 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
-        while it starts and drains, too.
+        """Returns the version of the service, its phase, its limits and its tokenizer. Also answered
+        while it starts and drains.
 
         Example:
         {}
@@ -409,38 +411,39 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RetrieverService(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
-    INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
+    INVALID_ARGUMENT for a request that violates the contract, RESOURCE_EXHAUSTED for one beyond a
     limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
-    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for what this
-    service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNIMPLEMENTED for features that
+    this service does not serve, UNAVAILABLE while it starts or drains, UNAUTHENTICATED and
     PERMISSION_DENIED for callers that may not do this.
 
-    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
-    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
+    A status carries google.rpc details. An ErrorInfo of the domain "foredraft" has a reason and, if
+    a limit was reached, "limit" in its metadata, the name of a setting. A RetryInfo is present if it
+    is known how long to wait. Messages are for people and may change. UNAVAILABLE with the reason
+    STORAGE means that the service's disk refuses a deletion or findings: try again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
-    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL; there may be more later: go by the code then.
+    ACCESS_REFUSED, NOT_PERMITTED, NOT_SERVED and INTERNAL. There may be more later; for unknown
+    ones, use the code.
 
-    Where the service asks for a token, each call carries it in its metadata, under the key
-    "authorization" as "Bearer TOKEN"; over TLS, or a socket of this machine, so that nobody reads it
-    on the way. A certificate of the caller's does as well where the service knows its authority.
+    If the service requires a token, each call carries it in its metadata, under the key
+    "authorization" as "Bearer TOKEN", over TLS or a local socket so that it cannot be intercepted. A
+    client certificate works as well if the service knows its authority.
 
     Fingerprints are hexadecimal, in either case.
 
-    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose name
-    ends in "_bytes". Bytes take no time to read and may hold as many as a limit allows; a list of
-    numbers at most 65,536. A message that sets both is refused with INVALID_ARGUMENT, as are more
-    numbers, and bytes that are no multiple of 4.
+    Token ids may be sent as numbers or as bytes: little-endian, 4 bytes each, in the field whose
+    name ends in "_bytes". Bytes take no time to parse and may hold as many ids as the limits allow;
+    a list of numbers holds at most 65,536. A message that sets both is refused with
+    INVALID_ARGUMENT, as are more numbers, and bytes whose length is not a multiple of 4.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
 
-    Field numbers that are reserved were once in use: a request that sets one is refused with
-    INVALID_ARGUMENT, as it comes from a client of an earlier contract. `foredraft proto --output DIR`
-    writes the contract of an installation, with the messages of google.rpc.
+    Reserved field numbers were once in use. A request that sets one is refused with
+    INVALID_ARGUMENT, because it comes from a client of an earlier contract. `foredraft proto
+    --output DIR` writes the contract of an installation, with the messages of google.rpc.
 
-    The examples are messages in JSON, as Protocol Buffers map it.
+    The examples are messages in the JSON mapping of Protocol Buffers.
     """
 
     @staticmethod

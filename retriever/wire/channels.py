@@ -23,19 +23,19 @@ CLIENT_OPTIONS: Final = (
     *_KEEPALIVE,
     # A new client to the same address must not wait for gRPC's connection back-off.
     ("grpc.use_local_subchannel_pool", 1),
-    # A draft service is asked directly: `http_proxy` is for the web. `Credentials.proxy` is for
-    # those that are reached through one.
+    # Draft services are called directly; `http_proxy` is for the web. `Credentials.proxy` is for
+    # services that are reached through a proxy.
     (ENABLE_PROXY, 0),
 )
 
 
 def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
-    """Return the options of a server's channels."""
+    """Return the channel options of a server."""
     return (
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         *_KEEPALIVE,
-        # Pings without a call under way are no offence: clients keep idle connections open by them.
+        # Pings without an active call are allowed: clients send them to keep idle connections open.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

@@ -36,8 +36,8 @@ from retriever.tree import (
 from retriever.v1 import retriever_pb2 as pb
 
 DEFAULT_BUDGET_NODES: Final = 32
-"""Nodes in the tree of a request without a budget: a draft of 35 us, and about as many as a pass of
-a small model on a CPU verifies at a gain."""
+"""Tree size, in nodes, for a request without a budget. Such a draft takes 35 us, and it is about
+the largest that still pays for a small model on a CPU."""
 
 _IDS: Final = np.dtype("<i4")
 _ID_BYTES: Final = 4
@@ -48,22 +48,22 @@ _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
 def tokens_of(numbers: Sequence[int], packed: bytes | memoryview, name: str) -> TokenIds:
-    """Return int32[n], the token ids of a message, which are sent as numbers or as bytes.
+    """Return int32[n], the token ids of a message, which were sent as numbers or as bytes.
 
-    Those beyond 31 bits are negative; the drafter refuses them.
+    Ids beyond 31 bits become negative; the drafter refuses them.
 
     Args:
-        numbers: of the field of numbers.
-        packed: of the field of bytes.
-        name: of the former.
+        numbers: ids of the field that holds numbers.
+        packed: ids of the field that holds bytes.
+        name: name of the field that holds numbers.
 
     Raises:
-        InvalidRequestError: both are set, or the bytes are no ids.
+        InvalidRequestError: both are set, or the bytes are not whole ids.
     """
     if not packed:
         return np.array(numbers, np.uint32).view(np.int32)
     if numbers:
-        raise InvalidRequestError(f"{name} is set, and its bytes are, too: send one of them")
+        raise InvalidRequestError(f"{name} is set, and so are its bytes: send one of them")
     if len(packed) % _ID_BYTES:
         raise InvalidRequestError(
             f"the bytes of {name} are {len(packed)}, which is no multiple of {_ID_BYTES}: a token "
@@ -73,12 +73,12 @@ def tokens_of(numbers: Sequence[int], packed: bytes | memoryview, name: str) -> 
 
 
 class SentIds(NamedTuple):
-    """Token ids as a message has them.
+    """Token ids as they appear in a message.
 
     Attributes:
-        numbers: of the field of numbers.
-        packed: of the field of bytes.
-        name: of the former.
+        numbers: ids of the field that holds numbers.
+        packed: ids of the field that holds bytes.
+        name: name of the field that holds numbers.
     """
 
     numbers: Sequence[int]
@@ -87,14 +87,14 @@ class SentIds(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """How many they are."""
+        """The number of ids."""
         return len(self.numbers) + len(self.packed) // _ID_BYTES
 
     def tokens(self) -> TokenIds:
         """Return int32[n], as `tokens_of` does.
 
         Raises:
-            InvalidRequestError: or a number is beyond 31 bits.
+            InvalidRequestError: as for `tokens_of`, or a number is beyond 31 bits.
         """
         tokens = tokens_of(self.numbers, self.packed, self.name)
         if self.numbers and int(tokens.min()) < 0:
@@ -103,17 +103,17 @@ class SentIds(NamedTuple):
 
 
 def context_of(message: pb.DraftRequest | pb.ExplainRequest) -> SentIds:
-    """Return the context of a bare draft."""
+    """Return the context of a draft without a session."""
     return SentIds(message.context, message.context_bytes, "context")
 
 
 def prompt_of(message: pb.OpenSessionRequest) -> SentIds:
-    """Return the prompt of an opening."""
+    """Return the prompt of a session that opens."""
     return SentIds(message.prompt, message.prompt_bytes, "prompt")
 
 
 def new_tokens_of(message: pb.CloseSessionRequest) -> SentIds:
-    """Return what the end of a session commits."""
+    """Return the tokens that the closing of a session commits."""
     return SentIds(message.new_token_ids, message.new_token_bytes, "new_token_ids")
 
 
@@ -134,7 +134,7 @@ def tokens_to_wire(tokens: ArrayLike) -> bytes:
 
     Raises:
         InvalidRequestError: these are not integers in one dimension, or one is negative or beyond
-        31 bits.
+            31 bits.
     """
     return checked_tokens(tokens, None).astype(_IDS, copy=False).tobytes()
 
@@ -145,10 +145,10 @@ def opening_message(
     """Return the message that opens a session; the prompt, int32[n], is already checked.
 
     Args:
-        session_id: the session's name on the wire.
-        prompt: of the sequence.
-        options: of the sequence, checked; a service takes the tenant from the credentials.
-        fingerprint: of the caller's tokenizer; empty if unknown.
+        session_id: name of the session on the wire.
+        prompt: prompt of the sequence.
+        options: checked options of the sequence; a service takes the tenant from the credentials.
+        fingerprint: fingerprint of the caller's tokenizer; empty if unknown.
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
@@ -183,7 +183,7 @@ def _constraint_in(message: pb.Constraint) -> OutputConstraint:
 
 
 def options_in(opening: pb.OpenSessionRequest, tenant: str) -> SequenceOptions:
-    """Return the options of a sequence that a message opens, but for its predictions.
+    """Return the options of a sequence that a message opens, except its predictions.
 
     Raises:
         InvalidRequestError: see `checked_options`.
@@ -221,9 +221,9 @@ def closing_message(
     """Return the message that closes a session.
 
     Args:
-        session_id: the session's name on the wire.
-        new_tokens: ids that the service has not been told, as bytes.
-        remember: false to keep nothing of it; overrides the opening.
+        session_id: name of the session on the wire.
+        new_tokens: ids that the service does not have yet, as bytes.
+        remember: false to keep nothing of the session; overrides the option of the opening.
     """
     return pb.CloseSessionRequest(
         session_id=session_id, new_token_bytes=new_tokens, forget=not remember
@@ -239,11 +239,11 @@ def add_step(
     """Add one sequence's part of a step to a message.
 
     Args:
-        message: of the step.
-        request: to add.
-        session_id: the session's name on the wire.
-        new_tokens: ids that the service has not been told, as bytes; sent in place of the
-            request's own.
+        message: message of the step.
+        request: request to add.
+        session_id: name of the session on the wire.
+        new_tokens: ids that the service does not have yet, as bytes; sent in place of those of the
+            request.
 
     Raises:
         InvalidRequestError: a number does not fit the wire.
@@ -262,28 +262,28 @@ def add_step(
 
 
 def timeout_to_wire(timeout_s: float) -> int:
-    """Return a timeout in microseconds, as a message states it: at least one, for 0 is none."""
+    """Return a timeout in microseconds for a message: at least 1, because 0 means no timeout."""
     return max(1, int(min(timeout_s * 1e6, _MOST_TIMEOUT_US)))
 
 
 def budget_in(
     message: pb.DraftRequest | pb.ExplainRequest | pb.SessionStep, default_nodes: int
 ) -> int:
-    """Return the budget of a request, in nodes: the default where it states none; 0 is none."""
+    """Return the budget of a request, in nodes: the default if it is not set; 0 means no nodes."""
     return message.budget_nodes if message.HasField("budget_nodes") else default_nodes
 
 
 def requests_of(steps: Iterable[pb.SessionStep], default_nodes: int) -> list[DraftRequest]:
-    """Return the requests of some steps; their contents are checked by the drafter.
+    """Return the requests of some steps; the drafter checks their contents.
 
-    Token ids beyond 31 bits are negative, so that the drafter refuses that request alone.
+    Token ids beyond 31 bits become negative, so that the drafter refuses only that request.
 
     Args:
-        steps: of a message.
-        default_nodes: budget of a sequence for which none is stated.
+        steps: steps of a message.
+        default_nodes: budget of a step that sets none, in nodes.
 
     Raises:
-        InvalidRequestError: the bytes of a request are no ids.
+        InvalidRequestError: the bytes of a request are not whole ids.
     """
     return [
         DraftRequest(
@@ -299,7 +299,7 @@ def requests_of(steps: Iterable[pb.SessionStep], default_nodes: int) -> list[Dra
 
 
 def _outcomes_of(step: pb.SessionStep) -> tuple[TokenIds, ...]:
-    """Return int32[k] each; those beyond the limit are counted and not converted."""
+    """Return int32[k] for each outcome; outcomes beyond the limit are counted but not converted."""
     return tuple(
         tokens_of(each.token_ids, each.token_bytes, "token_ids")
         for each in step.outcomes[: MAX_OUTCOMES + 1]
@@ -309,11 +309,11 @@ def _outcomes_of(step: pb.SessionStep) -> tuple[TokenIds, ...]:
 def outcome_trees_from(
     response: pb.DraftStreamResponse, requests: Sequence[DraftRequest]
 ) -> list[list[DraftTree]]:
-    """Return the trees for the outcomes of each request, none for a request without any.
+    """Return the trees for the outcomes of each request; no trees for a request without outcomes.
 
     Raises:
-        InvalidTreeError: a request has no answer, or there are more trees than were asked for, or
-            one is invalid.
+        InvalidTreeError: a request has no answer, there are more trees than were asked for, or a
+            tree is invalid.
     """
     asked = [request for request in requests if request.outcomes]
     answers = response.outcome_trees
@@ -333,7 +333,7 @@ def _outcome_trees(answer: pb.OutcomeTrees, request: DraftRequest) -> list[Draft
 def add_trees(
     response: pb.DraftStreamResponse, trees: Iterable[DraftTree], form: pb.TreeForm
 ) -> int:
-    """Add trees to an answer; return how many nodes they have."""
+    """Add trees to a response; return the total number of nodes."""
     num_nodes = 0
     for tree in trees:
         response.trees.append(tree_to_message(tree, form))
@@ -342,7 +342,7 @@ def add_trees(
 
 
 PACKED: Final = pb.TreeForm(packed=True)
-"""The form in which our clients ask for trees."""
+"""The tree form that our clients request."""
 
 _AS_LISTS: Final = pb.TreeForm()
 
@@ -362,12 +362,12 @@ def tree_to_message(tree: DraftTree, form: pb.TreeForm = _AS_LISTS) -> pb.DraftT
 
 
 def num_nodes_of(message: pb.DraftTree) -> int:
-    """Return how many nodes the tree of a message has."""
+    """Return the number of nodes in the tree of a message."""
     return len(message.token_ids) or len(message.packed) // NODE_BYTES
 
 
 def _ancestors_of(tree: DraftTree) -> bytes:
-    """Return which nodes each node follows, itself included: a bit for each, in rows of bytes."""
+    """Return the ancestors of each node, itself included, as a bit mask in rows of bytes."""
     rows = np.eye(len(tree), dtype=np.bool_)
     for node, parent in enumerate(tree.parents.tolist()):
         if parent != ROOT:
@@ -376,7 +376,7 @@ def _ancestors_of(tree: DraftTree) -> bytes:
 
 
 def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
-    """Return the trees of a response, all checked at once.
+    """Return the trees of a response, checked all together.
 
     Raises:
         InvalidTreeError: their number differs, or one of them is invalid.
@@ -385,15 +385,15 @@ def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> lis
         raise InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
     trees = clear_trees(messages)
     if trees is None:
-        return [tree_from_message(message) for message in messages]  # raises with the reason
+        return [tree_from_message(message) for message in messages]  # raises the specific error
     return trees
 
 
 def clear_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree] | None:
-    """Return the trees of messages by a fast check; None where the check is not conclusive.
+    """Return the trees of messages by a fast check; None if the check is inconclusive.
 
-    The result satisfies the rules of `DraftTree.checked`, which decides the other cases: errors,
-    and probabilities that rise by a rounding. Unknown sources become unspecified.
+    The result satisfies the rules of `DraftTree.checked`, which decides the remaining cases:
+    errors, and probabilities that increase by a rounding error. Unknown sources become unspecified.
 
     Plain Python is faster than numpy here: trees have a few dozen nodes.
     """
@@ -409,7 +409,7 @@ def clear_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree] | None:
 
 
 def _unchecked(message: pb.DraftTree) -> DraftTree | None:
-    """Return the tree of a message, whose nodes are not looked at; None where its parts differ."""
+    """Return the tree of a message with unchecked nodes; None if the field lengths differ."""
     if message.packed:
         return _unpacked(message.packed)
     size = len(message.token_ids)
@@ -427,7 +427,7 @@ def _unchecked(message: pb.DraftTree) -> DraftTree | None:
 
 
 def _unpacked(packed: bytes) -> DraftTree | None:
-    """Return the tree of some bytes, whose nodes are not looked at; None where they are none."""
+    """Return the tree of packed bytes with unchecked nodes; None if the length is wrong."""
     size, rest = divmod(len(packed), NODE_BYTES)
     if rest:
         return None
@@ -461,7 +461,7 @@ def tree_from_message(message: pb.DraftTree) -> DraftTree:
     """Return the tree of a message; unknown sources become unspecified.
 
     Raises:
-        InvalidTreeError: the message's lists, or its bytes, break a rule of trees.
+        InvalidTreeError: the lists or bytes of the message violate a rule of trees.
     """
     if message.packed:
         tree = _unpacked(message.packed)
@@ -483,7 +483,7 @@ def context_to_message(
     fingerprint: str,
     predictions: Iterable[Prediction] = (),
 ) -> pb.DraftRequest:
-    """Return the wire form of a bare context.
+    """Return the wire form of a draft request without a session.
 
     Raises:
         InvalidRequestError: a token id is invalid, or a number does not fit the wire.
@@ -509,7 +509,7 @@ def explanation_request(  # noqa: PLR0913, PLR0917  (what a message holds)
     max_documents: int,
     predictions: Iterable[Prediction] = (),
 ) -> pb.ExplainRequest:
-    """Return the wire form of a request to explain the draft of a bare context.
+    """Return the wire form of a request to explain a draft without a session.
 
     Raises:
         InvalidRequestError: a token id is invalid, or a number does not fit the wire.
@@ -548,7 +548,8 @@ def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
     """Return the explanation of a message.
 
     Raises:
-        InvalidTreeError: the tree is invalid, or its number of nodes differs.
+        InvalidTreeError: the tree is invalid, or the number of explained nodes differs from its
+            size.
     """
     tree = tree_from_message(message.tree)
     if len(tree) != len(message.nodes):
@@ -570,10 +571,10 @@ def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
 
 
 _NODE_BYTES: Final = 5 + 3 + 4 + 1
-"""At most, of a node on the wire: token id, parent, probability, source."""
+"""Most bytes that a node takes on the wire: token id, parent, probability, source."""
 
 _TREE_BYTES: Final = 32
-"""At most, of a tree without its nodes: tags and lengths."""
+"""Most bytes that a tree takes besides its nodes: tags and lengths."""
 
 _LEAST_REQUEST_BYTES: Final = 256
 _LEAST_NODES: Final = 16
@@ -581,7 +582,7 @@ _OTHERS_BYTES: Final = 32
 
 
 def padded_budgets(message: pb.DraftStreamRequest, default_nodes: int) -> list[int]:
-    """Return the budgets of all trees that a message asks for, for `pad`."""
+    """Return the budgets of all trees that a message asks for, as `pad` takes them."""
     return [
         budget_in(step, default_nodes)
         for step in message.steps
@@ -594,7 +595,7 @@ def pad(
     budgets: Iterable[int],
     form: pb.TreeForm,
 ) -> None:
-    """Add bytes to a response until its size depends on what was asked alone.
+    """Add bytes to a response until its size depends only on the request.
 
     Every tree counts as if it had all the nodes of the largest budget, rounded up to a power of
     two, so that steps of slightly different budgets look alike. A reply that refuses something
@@ -602,8 +603,8 @@ def pad(
 
     Args:
         response: not padded yet.
-        budgets: of its trees, in nodes.
-        form: of its trees.
+        budgets: budgets of its trees, in nodes.
+        form: form of its trees.
     """
     asked = list(budgets)
     nodes = max(_LEAST_NODES, 1 << (max(asked, default=0) - 1).bit_length())
@@ -615,8 +616,8 @@ def pad(
 def pad_request(message: pb.DraftStreamRequest) -> None:
     """Add bytes to a message until its size is a power of two, from 256 bytes.
 
-    Which power that is still tells a long prompt from a short one, and a step of many sequences
-    from one of few.
+    The power of two still distinguishes a long prompt from a short one, and a step of many
+    sequences from one of few.
     """
     size = message.ByteSize()
     fitting = max(_LEAST_REQUEST_BYTES, 1 << (size - 1).bit_length())
@@ -627,12 +628,12 @@ def _fill(
     message: pb.DraftStreamRequest | pb.DraftStreamResponse | pb.DraftResponse | pb.StepResponse,
     size: int,
 ) -> None:
-    """Add padding until a message has so many bytes, if it has less."""
+    """Add padding until a message has `size` bytes, if it has fewer."""
     missing = size - message.ByteSize()
-    if missing < 2:  # noqa: PLR2004  (the least that a padding takes)
+    if missing < 2:  # noqa: PLR2004  (the smallest padding)
         return
     length = _length_of(missing)
-    if length is None:  # where the length itself takes a byte more, one size cannot be met
+    if length is None:  # just before the length prefix grows by a byte, one size is unreachable
         length = _length_of(missing - 2)
         message.padding.append(b"")
     if length is not None:
@@ -640,7 +641,7 @@ def _fill(
 
 
 def _length_of(num_bytes: int) -> int | None:
-    """Return how long a padding is that takes so many bytes on the wire; None where none does."""
+    """Return the length of the padding that takes `num_bytes` on the wire; None if none does."""
     for length_bytes in range(1, 5):
         length = num_bytes - 1 - length_bytes
         if length >= 0 and max(1, -(-length.bit_length() // 7)) == length_bytes:
@@ -652,12 +653,13 @@ def check_wire(request: DraftRequest) -> None:
     """Refuse numbers of a request that are invalid or do not fit a message.
 
     Raises:
-        InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
+        InvalidRequestError: a budget is below 0 or beyond 32 bits, or a probability is outside 0 to
+            1.
     """
     if not 0 <= request.budget_nodes <= _MOST_NODES or not 0 <= request.min_probability <= 1:
         raise InvalidRequestError(
             f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
-            "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
+            "is invalid: nodes are counted from 0, and probabilities lie between 0 and 1"
         )
 
 
@@ -668,13 +670,14 @@ def findings_to_message(findings: Findings) -> pb.Findings:
 
 
 def findings_from_message(message: pb.Findings) -> Findings:
-    """Return the findings of a message; `check_findings` looks at their values.
+    """Return the findings of a message; `check_findings` checks their values.
 
     Raises:
-        InvalidRequestError: its parts are not of the same contexts, or these are too many.
+        InvalidRequestError: its fields disagree in the number of contexts, or there are too many
+            contexts.
     """
     check_num_findings(len(message.contexts) // _CONTEXT_BYTES)
     try:
         return Findings.from_bytes(message.contexts, message.token_ids, message.log_odds)
     except ValueError as error:
-        raise InvalidRequestError(f"these are no findings: {error}") from error
+        raise InvalidRequestError(f"these findings are invalid: {error}") from error

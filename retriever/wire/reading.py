@@ -1,7 +1,7 @@
-"""From the bytes of a request to its message: what is refused before it is worked on.
+"""Parsing of request bytes into messages, with the checks that come before any work.
 
-gRPC for asyncio would answer UNKNOWN with the name of a Python class where bytes are not a message,
-and log a traceback each time.
+For bytes that are not a message, gRPC for asyncio would answer UNKNOWN with the name of a Python
+class, and log a traceback each time.
 """
 
 from functools import cache
@@ -18,21 +18,22 @@ from retriever.errors import InvalidRequestError, LimitExceededError
 from retriever.limits import check_memory
 
 MOST_NUMBERS: Final = 1 << 16
-"""Token ids that a message may hold as numbers: reading them takes a millisecond, in which nothing
-else is answered. Bytes are copied 50 times as fast."""
+"""Most token ids that a message may hold as numbers. Parsing that many takes a millisecond, during
+which no other call is answered. Bytes are copied 50 times as fast."""
 
 _LONG_MESSAGE: Final = MOST_NUMBERS
-"""Bytes of a message whose numbers are counted: each takes one at least."""
+"""Numbers are counted only in messages longer than this, in bytes: each takes at least one byte."""
 
 _MOST_FIELDS: Final = 4096
-"""Fields that are looked at, half a microsecond each."""
+"""Most fields that are inspected; each takes half a microsecond."""
 
 _SMALL_PART: Final = 1 << 10
-"""Bytes of a message within another that is not looked into."""
+"""Nested messages up to this size, in bytes, are not inspected."""
 
 _PARSING_BYTES: Final = 16
-"""Memory for parsing a byte of a message: a token takes 4 bytes and may have one, lists double as
-they grow, and blocks of memory with them. protobuf's parser crashes where it cannot have that."""
+"""Memory needed to parse one byte of a message: a token id takes 4 bytes in memory and as little as
+one on the wire, and both lists and memory blocks double as they grow. protobuf's parser crashes if
+it cannot allocate that."""
 
 _NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
 
@@ -45,11 +46,11 @@ _MAX_VARINT: Final = 10
 
 
 def read(content: bytes, message: type[Message]) -> Any:
-    """Return the message that some bytes are.
+    """Return the message that is encoded in some bytes.
 
     Raises:
-        InvalidRequestError: they are none, or one of an earlier contract.
-        LimitExceededError: it has too many numbers, or there is no memory for it.
+        InvalidRequestError: they are not a message, or one of an earlier contract.
+        LimitExceededError: it has too many numbers, or there is not enough memory for it.
     """
     long = None
     if len(content) > _LONG_MESSAGE:
@@ -64,7 +65,7 @@ def read(content: bytes, message: type[Message]) -> Any:
 
 
 class _Long(NamedTuple):
-    """Where a long field of bytes stands in a message: its name, key, content and end."""
+    """A long bytes field of a message: its name and the offsets of its key, content and end."""
 
     name: str
     key: int
@@ -77,10 +78,10 @@ class _Long(NamedTuple):
 
 
 class _InPlace:
-    """A message of which one field of bytes is that of what was received.
+    """A message with one bytes field that refers to the received buffer.
 
-    protobuf copies such a field twice, of a million ids a millisecond each time, in which nothing
-    else of the process runs.
+    protobuf copies such a field twice. For a million ids each copy takes a millisecond, during
+    which nothing else in the process runs.
     """
 
     __slots__ = ("_content", "_message", "_name")
@@ -95,7 +96,7 @@ class _InPlace:
 
 
 class _Fields(NamedTuple):
-    """What a message may hold: lists of numbers and bytes, by their names, and other messages."""
+    """The fields of a message type: lists of numbers and bytes, by name, and nested messages."""
 
     numbers: dict[int, str]
     bytes: dict[int, str]
@@ -104,7 +105,7 @@ class _Fields(NamedTuple):
 
 @cache
 def _stated(descriptor: Descriptor) -> DescriptorProto:
-    """Return a message's description; its own attributes change their names with versions."""
+    """Return the proto of a message type; the attributes of its descriptor vary by version."""
     stated = DescriptorProto()
     descriptor.CopyToProto(stated)
     return stated
@@ -130,12 +131,12 @@ def _is_list(field: FieldDescriptorProto) -> bool:
 
 
 def _check_numbers(content: bytes, descriptor: Any) -> _Long | None:
-    """Refuse a long message of too many numbers, or of so many parts that nobody can tell.
+    """Refuse a long message that has too many numbers, or too many parts to count them.
 
-    What is no message is left to the parser.
+    Invalid messages are left to the parser.
 
     Returns:
-        A field of bytes of its own that is long and stands there once.
+        A long bytes field of the outer message that occurs once, if there is one.
     """
     counter = _Counter()
     try:
@@ -155,9 +156,10 @@ def _check_numbers(content: bytes, descriptor: Any) -> _Long | None:
 
 
 class _Counter:
-    """Counts the numbers and the fields of a message, up to what is refused.
+    """Counts the numbers and the fields of a message, up to the limits.
 
-    Source: protobuf.dev/programming-guides/encoding. A list of numbers is one field of varints.
+    Source: protobuf.dev/programming-guides/encoding. A list of numbers is encoded as one field of
+    varints.
     """
 
     def __init__(self) -> None:
@@ -165,10 +167,10 @@ class _Counter:
         self.where = ""
 
     def count(self, content: memoryview, descriptor: Descriptor) -> _Long | None:
-        """Count those of a message; return its long field of bytes, if there is one.
+        """Count the numbers and fields of a message; return its long bytes field, if there is one.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the content is not a message.
         """
         numbers, of_bytes, messages = _fields_of(descriptor)
         at, size = 0, len(content)
@@ -188,7 +190,7 @@ class _Counter:
             elif kind == _LENGTH_DELIMITED and number in of_bytes:
                 if end - at > _LONG_MESSAGE and number not in seen:
                     found.append(_Long(of_bytes[number], begin, at, end))
-                elif number in seen:  # of several the last one counts, as the parser knows
+                elif number in seen:  # the last of several counts: left to the parser
                     found = [each for each in found if each.name != of_bytes[number]]
                 seen.add(number)
             at = end
@@ -196,7 +198,7 @@ class _Counter:
 
 
 def _value_of(content: memoryview, at: int, kind: int) -> tuple[int, int]:
-    """Return where a field's value ends, and where its content begins."""
+    """Return the offsets at which a field's value ends and its content begins."""
     if kind == _LENGTH_DELIMITED:
         length, at = _varint(content, at)
         end = at + length
@@ -210,7 +212,7 @@ def _value_of(content: memoryview, at: int, kind: int) -> tuple[int, int]:
 
 
 def _varint(content: memoryview, at: int) -> tuple[int, int]:
-    """Return the number that begins at a place, and the place after it."""
+    """Return the varint at an offset, and the offset after it."""
     value = 0
     for place, byte in enumerate(content[at : at + _MAX_VARINT]):
         value |= (byte & (_MORE - 1)) << (_GROUP * place)
@@ -224,10 +226,10 @@ def _num_varints(content: memoryview) -> int:
 
 
 class _Reserved(NamedTuple):
-    """Numbers of a message that were once in use, and the fields whose messages have such, too."""
+    """Reserved field numbers of a message type, and its fields whose messages have some, too."""
 
     numbers: frozenset[int]
-    within: tuple[tuple[str, bool], ...]  # names, and whether they are lists
+    within: tuple[tuple[str, bool], ...]  # field names, and whether they are lists
 
 
 @cache
@@ -247,7 +249,7 @@ def _has_reserved(descriptor: Descriptor | None) -> bool:
 
 
 def _check_reserved(message: Message) -> None:
-    """Refuse a message that sets a field which was once in use: it would be misunderstood."""
+    """Refuse a message that sets a reserved field: it would be misunderstood."""
     numbers, within = _reserved_of(message.DESCRIPTOR)
     if numbers:
         fields: Any = UnknownFieldSet(message)
@@ -256,7 +258,7 @@ def _check_reserved(message: Message) -> None:
                 raise InvalidRequestError(
                     f"field {field.field_number} of {message.DESCRIPTOR.name} is no longer in use: "
                     "this client was made for an earlier contract. Install the foredraft of this "
-                    "service, or make stubs again from `foredraft proto --output DIR`"
+                    "service, or regenerate stubs from `foredraft proto --output DIR`"
                 )
     for name, is_list in within:
         if is_list:

@@ -1,4 +1,4 @@
-"""What a service says of itself: its version, phase, limits and vocabulary."""
+"""What a service reports about itself: version, phase, limits and vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,17 @@ _UNSPECIFIED: Final = "unspecified"
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a service is; see `GetServerInfoResponse` of the wire contract.
+    """Version, phase and limits of a service; see `GetServerInfoResponse` of the wire contract.
 
     Attributes:
-        version: of the service; empty if unknown.
+        version: version of the service; empty if unknown.
         phase: `starting`, `ready` or `draining`; empty if unknown.
-        limits: by the name of the setting: times in seconds, sizes in bytes, infinity for none.
-        vocabulary_fingerprint: of the tokenizer that it drafts for; empty if not known yet.
-        vocabulary_size: in token ids; 0 if unknown.
-        default_budget_nodes: nodes in the tree of a request without a budget.
+        limits: limits by name of the setting: times in seconds, sizes in bytes, infinity for no
+            limit.
+        vocabulary_fingerprint: fingerprint of the tokenizer that it drafts for; empty if not known
+            yet.
+        vocabulary_size: number of token ids; 0 if unknown.
+        default_budget_nodes: tree size, in nodes, for a request without a budget.
         models: names of the models that it drafts for, as its operator gave them.
     """
 
@@ -46,7 +48,7 @@ class ServerInfo:
 
     @classmethod
     def from_message(cls, message: pb.GetServerInfoResponse) -> "ServerInfo":
-        """Return the value of a message; an unknown phase is empty."""
+        """Return the value of a message; an unknown phase becomes empty."""
         known = message.phase in pb.Phase.values()
         phase = pb.Phase.Name(message.phase).removeprefix(_PHASE).lower() if known else ""
         return cls(

@@ -1,7 +1,7 @@
 """Conversion of errors to gRPC statuses, and back to the errors of the embedded drafter.
 
-A status carries `google.rpc` details: programs read the reason, the limit and the wait from these,
-never from the words of a message. The status code alone counts where a server sends none.
+A status carries `google.rpc` details. Programs read the reason, the limit and the wait from them,
+never from the text of a message. If a server sends no details, only the status code counts.
 """
 
 import re
@@ -37,20 +37,20 @@ from retriever.errors import (
 from retriever.v1 import retriever_pb2 as pb
 
 DOMAIN: Final = "foredraft"
-"""Domain of the reasons in details."""
+"""Domain of the reasons in the details."""
 
 INTERNAL: Final = "INTERNAL"
-"""Reason of a failure that is the service's own."""
+"""Reason of an internal failure of the service."""
 
 LATE: Final = "TIMED_OUT"
-"""Reason of drafts that were not made because the caller's timeout had passed."""
+"""Reason for drafts that were skipped because the caller's timeout had expired."""
 
 _LIMIT: Final = "limit"
 _DETAILS: Final = "grpc-status-details-bin"
 """Trailing metadata that holds a `google.rpc.Status`; source: gRPC's richer error model."""
 
-# Subclasses first: the first matching class gives the status. Of the classes that share a status,
-# a client takes the most general one, or the first, where a server sends no details.
+# Subclasses first: the first matching class gives the status. If a server sends no details, a
+# client takes the first of the classes that share a status, but the general one for a bad request.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -74,20 +74,20 @@ _UNREACHED: Final = re.compile(
     r".*: (?P<reason>[^:\]]+)\]?$",
     re.DOTALL,
 )
-"""gRPC's message where no service listens at an address, or the name does not resolve."""
+"""gRPC's message if no service listens at an address, or the name does not resolve."""
 
 _ERROR_OF_REASON: Final = {error.reason: error for error, _ in _STATUS_OF_ERROR}
 _ERROR_OF_STATUS: Final = {
-    # Of UNAVAILABLE the text says more: it may be gRPC's own.
+    # For UNAVAILABLE the text says more: gRPC itself may have raised it.
     status: error
     for error, status in reversed(_STATUS_OF_ERROR)
     if status is not grpc.StatusCode.UNAVAILABLE
 } | {grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError}
 _ERROR_OF_CODE: Final = {status.value[0]: error for status, error in _ERROR_OF_STATUS.items()}
-_LONGEST_S: Final = 86_400.0 * 365  # a wait is not stated as longer: a Duration has an end
+_LONGEST_S: Final = 86_400.0 * 365  # longest wait to send: a Duration is bounded
 
 
-# Advice by a part of gRPC's details; the first match counts.
+# Advice by a substring of gRPC's details; the first match counts.
 _ADVICE: Final = {
     "certificate has expired": "the service's certificate has expired: have it renewed, or look at "
     "this machine's clock",
@@ -108,10 +108,10 @@ _NEVER_CONNECTED: Final = "failed to connect"
 
 
 def advice(details: str) -> str:
-    """Return why a connection failed and what to do; empty if unknown.
+    """Return why a connection failed and what to do about it; empty if unknown.
 
     Args:
-        details: of the status that gRPC gave.
+        details: details of the status that gRPC gave.
     """
     if _NEVER_CONNECTED not in details:
         return ""
@@ -119,12 +119,12 @@ def advice(details: str) -> str:
 
 
 class Refusal(NamedTuple):
-    """What programs read of a refusal.
+    """The machine-readable part of a refusal.
 
     Attributes:
-        reason: one of `RetrieverError.reason`, or another; empty where the server sent no details.
-        limit: name of the setting whose limit is reached; empty for other reasons.
-        retry_after_s: wait before another attempt, in seconds; None where it is not known.
+        reason: one of `RetrieverError.reason`, or another; empty if the server sent no details.
+        limit: name of the setting whose limit was reached; empty for other reasons.
+        retry_after_s: wait before the next attempt, in seconds; None if unknown.
     """
 
     reason: str = ""
@@ -147,8 +147,8 @@ async def abort(context: Any, error: RetrieverError) -> NoReturn:
     """End a call with the status of an error and its details.
 
     Args:
-        context: of the call, of gRPC for asyncio.
-        error: its message is sent.
+        context: context of the call, from gRPC for asyncio.
+        error: error whose message is sent.
     """
     status: Any = status_of(error)
     details = Status(code=status.value[0], message=str(error), details=_details_of(error))
@@ -157,7 +157,7 @@ async def abort(context: Any, error: RetrieverError) -> NoReturn:
 
 
 def session_status(name: str, error: RetrieverError) -> pb.SessionStatus:
-    """Return the status of a session that was refused; an empty name for the whole message."""
+    """Return the status of a refused session; an empty name means the whole message."""
     code: int = status_of(error).value[0]
     return pb.SessionStatus(
         session_id=name, code=code, message=str(error), details=_details_of(error)
@@ -165,18 +165,18 @@ def session_status(name: str, error: RetrieverError) -> pb.SessionStatus:
 
 
 def late_status(text: str) -> pb.SessionStatus:
-    """Return the status of a message whose drafts came too late in part."""
+    """Return the status of a message for which some drafts came too late."""
     code: int = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
     return pb.SessionStatus(code=code, message=text, details=[_packed(_info(LATE))])
 
 
 def is_late(status: pb.SessionStatus) -> bool:
-    """Return whether a status only tells that drafts came too late: see `late_status`."""
+    """Return whether a status only says that drafts came too late; see `late_status`."""
     return not status.session_id and refusal_in(status.details).reason == LATE
 
 
 def refusal_in(details: Iterable[AnyMessage]) -> Refusal:
-    """Return what details of a status say; details of others are skipped."""
+    """Return what the details of a status say; details of other domains are skipped."""
     reason = limit = ""
     retry_after_s: float | None = None
     for each in details:
@@ -188,13 +188,13 @@ def refusal_in(details: Iterable[AnyMessage]) -> Refusal:
             elif each.Is(RetryInfo.DESCRIPTOR):
                 delay = RetryInfo.FromString(each.value).retry_delay
                 retry_after_s = max(0.0, delay.seconds + delay.nanos / 1e9)
-        except DecodeError:  # of a server that is not ours
+        except DecodeError:  # not from our server
             continue
     return Refusal(reason, limit, retry_after_s)
 
 
 def refusal_of(metadata: Iterable[Any] | None) -> Refusal:
-    """Return what the trailing metadata of a failed call says."""
+    """Return the refusal in the trailing metadata of a failed call."""
     for key, value in metadata or ():
         if key == _DETAILS:
             try:
@@ -205,11 +205,12 @@ def refusal_of(metadata: Iterable[Any] | None) -> Refusal:
 
 
 def error_of(error: grpc.RpcError, address: str = "") -> RetrieverError:
-    """Return the error of a failed call; unknown statuses are `DrafterUnavailableError`.
+    """Return the error of a failed call; unknown statuses become `DrafterUnavailableError`.
 
     Args:
         error: as gRPC raised it.
-        address: that was asked; gRPC itself names a proxy, or an address that a name stands for.
+        address: address that was called; gRPC itself names a proxy, or the address a name resolves
+            to.
     """
     code: Any = error.code()
     details = error.details() or ""

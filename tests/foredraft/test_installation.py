@@ -148,7 +148,7 @@ def test_a_users_file_is_not_taken_for_that_distribution(site: Path, tmp_path: P
 
 def test_a_missing_package_is_named(site: Path, tmp_path: Path) -> None:
     shutil.rmtree(site / "decoder")
-    assert refused(tmp_path, site).startswith("foredraft is not whole: its package `decoder` is")
+    assert refused(tmp_path, site).startswith("foredraft is incomplete: its package `decoder` is")
 
 
 def test_a_module_that_took_the_name_at_run_time_is_refused(tmp_path: Path) -> None:

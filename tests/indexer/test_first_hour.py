@@ -119,7 +119,7 @@ def test_screening_what_comes_later_warns_of_what_was_there(
     build_from_texts([("a", f"one {SECRET}")], index, DEFAULT_MODEL, kept)
     source.write_text(f"two {SECRET}")
     add_documents(index, [source], BuildOptions(screen=ScreenOptions(redact=True)))
-    assert "documents that were not screened so" in caplog.text
+    assert "documents without this screening" in caplog.text
     assert summarise(index).to_json()["redacted"] is False
     build_from_index(index, again, DEFAULT_MODEL, REDACTED)
     assert SECRET not in texts_of(again)
@@ -164,7 +164,7 @@ def test_an_index_that_is_replaced_keeps_its_tokenizer(
     with caplog.at_level("INFO"):
         build_from_texts([("a", "two")], index, options=overwrite)
     assert summarise(index).vocabulary == before
-    assert "as that of the index that is replaced" in caplog.text
+    assert "as in the index that is replaced" in caplog.text
     build_from_texts([("a", "two")], index, DEFAULT_MODEL, overwrite)
     assert summarise(index).vocabulary != before
 
@@ -231,5 +231,5 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     lines.close()
     assert process.wait(60) == 130
     assert "interrupted: there is no index at index; what was read and sorted is kept" in said
-    assert "the same command goes on with that" in said
+    assert "the same command continues there" in said
     assert not (tmp_path / "index").exists()

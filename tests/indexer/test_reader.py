@@ -128,7 +128,7 @@ def test_another_tokenizer_is_refused_with_both_named(
     other = Vocabulary(1000, "ee" * 32)
     with pytest.raises(TokenizerMismatchError) as caught:
         Index.open(tiny_index, vocabulary=other)
-    for part in ("another tokenizer", "vocabulary 1000", "0f0f", "eeee", "use that one, or build"):
+    for part in ("another tokenizer", "vocabulary 1000", "0f0f", "eeee", "or rebuild the index"):
         assert part in str(caught.value)
 
 

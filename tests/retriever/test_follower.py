@@ -267,7 +267,7 @@ def test_a_tenants_sequence_is_told_to_no_drafter_that_keeps_tenants_together() 
     assert [len(tree) for tree in trees] == [0, 1]
     assert owned.is_refused
     assert [each.tokens.tolist() for each in drafter.told.values()] == [[3, 4]]
-    with pytest.raises(InvalidRequestError, match="keeps no tenants apart"):
+    with pytest.raises(InvalidRequestError, match="does not keep tenants apart"):
         Followers(drafter).follow(owned.sequence).open()
 
 

@@ -1,4 +1,4 @@
-"""Several draft trees of one sequence, in one numbering that kernels walk."""
+"""Several draft trees of one sequence in one node numbering, as arrays for kernels."""
 
 from typing import Final, NamedTuple
 
@@ -8,20 +8,20 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 NOWHERE: Final = -1
-"""In place of a node's number, where a tree lacks the node."""
+"""Stands for the node's number if a tree lacks the node."""
 
 LEAST_SHARE: Final = 1e-4
 MOST_SHARE: Final = 0.9995
-"""Shares of a parent's probability are clipped to these, so that log-odds lie between -9.2 and 7.6:
-a source that is sure and wrong can still be outweighed."""
+"""Shares of a parent's probability are clipped to these, so that log-odds lie between -9.2 and 7.6
+and a source that is confident and wrong can still be outweighed."""
 
 
 class Forest(NamedTuple):
-    """Trees in one numbering: first a root for each tree, then the nodes of one after the other.
+    """Trees in one numbering: first a root for each tree, then the nodes of one tree after another.
 
     Attributes:
         tokens: int32[M].
-        log_odds: float32[M], of a node, given its parent.
+        log_odds: float32[M], log-odds of a node given its parent.
         first_child: int32[M], -1 for none.
         next_sibling: int32[M], -1 for none.
         sources: uint8[M].
@@ -35,7 +35,7 @@ class Forest(NamedTuple):
 
     @classmethod
     def of(cls, num_trees: int, max_nodes: int) -> "Forest":
-        """Return room for so many trees of so many nodes each."""
+        """Allocate a forest for `num_trees` trees of up to `max_nodes` nodes each."""
         size = num_trees * (1 + max_nodes)
         return cls(
             np.zeros(size, np.int32),
@@ -56,7 +56,7 @@ def plant(
     probabilities: NDArray[np.float32],
     sources: NDArray[np.uint8],
 ) -> int:
-    """Enter a tree's nodes from `start` on and return where they end."""
+    """Enter a tree's nodes from `start` on and return their end."""
     forest.first_child[tree] = -1
     for node in range(len(tokens)):
         place = start + node
@@ -78,13 +78,13 @@ def plant(
 def step_down(
     forest: Forest, places: NDArray[np.int32], below: NDArray[np.int32], token: int
 ) -> None:
-    """Set the node of the child with a token, in each tree.
+    """Set the node of the child with a given token, in each tree.
 
     Args:
         forest: the trees.
         places: int32[trees], where each tree has the node, or `NOWHERE`.
-        below: int32[trees], set.
-        token: of the child.
+        below: int32[trees], set to the children.
+        token: token of the child.
     """
     for tree in range(len(places)):
         child = NOWHERE

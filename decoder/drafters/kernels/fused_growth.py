@@ -1,4 +1,4 @@
-"""Growing one tree from the candidates of all sources, the most probable one first."""
+"""Growing one tree from the candidates of all sources, the most probable first."""
 
 from typing import Final, NamedTuple
 
@@ -13,33 +13,34 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.tree_growth import candidate_of, key_of as rank_key, pop, push
 
 MAX_CANDIDATES: Final = 1 << 13
-"""Candidates that are considered for one tree: 32 for each of 256 nodes. Beyond that they are
-dropped: nodes are taken by falling probability, so those are children of the least probable."""
+"""Most candidates considered for one tree: 32 for each of 256 nodes. Further ones are dropped;
+since nodes are taken by descending probability, these are children of the least probable nodes."""
 
 
 _LISTING: Final = 4.0
-"""How sure it is that one of a node's candidates comes, by the sum of what each is given by itself:
-1 - exp(-4 sum). Candidates of a node exclude each other, and each is judged alone: where they come
-to 0.33, 0.5, 0.7, 0.95, 1.2 and 1.4 together, one of them came in 63, 77, 80, 95, 97 and 99% of
-cases. That would be 2.8; 4 obtains more tokens, as do all greater values up to a sum of one."""
+"""Coefficient for the probability that one of a node's candidates is right, given the sum of their
+separate probabilities: 1 - exp(-4 sum). Candidates of a node exclude each other but are scored
+independently. With sums of 0.33, 0.5, 0.7, 0.95, 1.2 and 1.4, one of them was right in 63, 77, 80,
+95, 97 and 99% of cases. That fits 2.8; 4 yields more tokens, as do all greater values for sums up
+to one."""
 
 _LEAST_TOTAL: Final = 1e-9
-"""Sums below it are none, and not divided by."""
+"""Least sum to divide by, so that no sum is zero."""
 
 
 class Growth(NamedTuple):
-    """The growing tree, and the candidates considered for it.
+    """The growing tree and the candidates considered for it.
 
     Attributes:
-        tokens: int32[B], the tree's.
+        tokens: int32[B], tokens of the tree.
         parents: int32[B].
         probabilities: float32[B].
         sources: uint8[B].
-        places: int32[1 + B, trees + readers], where each given tree has a node, and each reader's
-            row of it; row 0 is the root.
+        places: int32[1 + B, trees + readers], the node's place in each given tree and its row in
+            each reader; row 0 is the root.
         contexts: int32[1 + B, NUM_ORDERS], the last tokens at a node, the latest first.
         candidates: int32[C, 3], token, parent and source of each candidate.
-        beliefs: float32[C], its probability.
+        beliefs: float32[C], probability of each candidate.
         heap: int64[C].
     """
 
@@ -55,7 +56,7 @@ class Growth(NamedTuple):
 
     @classmethod
     def of(cls, num_trees: int, max_nodes: int, num_readers: int = 0) -> "Growth":
-        """Return room for a tree of so many nodes, from so many given ones and readers."""
+        """Allocate arrays for a tree of `max_nodes` nodes, grown from trees and readers."""
         return cls(
             np.zeros(max_nodes, np.int32),
             np.zeros(max_nodes, np.int32),
@@ -84,16 +85,16 @@ def grow(
 ) -> int:
     """Grow a tree of at most `budget` nodes and return how many it has.
 
-    Row 0 of `growth.places` and `growth.contexts` is set by the caller.
+    The caller sets row 0 of `growth.places` and `growth.contexts`.
 
     Args:
-        growth: filled.
+        growth: filled with the tree.
         siblings: scratch.
         forest: the given trees.
         table: the recycled logits.
         weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS].
-        hints: for the root's children.
-        readings: what readers said.
+        hints: hints for the root's children.
+        readings: the readers' logits.
         budget: most nodes.
         min_probability: nodes less probable than this are left out.
         table_source: the `Source` of candidates that only the table or a hint lists.
@@ -131,14 +132,14 @@ def grow(
 
 @kernel()
 def _take(growth: Growth, forest: Forest, readings: Readings, node: int, candidate: int) -> None:
-    """Let a candidate join the tree as its node number `node`."""
+    """Add a candidate to the tree as node `node`."""
     token, parent = growth.candidates[candidate, 0], growth.candidates[candidate, 1]
     growth.tokens[node] = token
     growth.parents[node] = parent
     growth.probabilities[node] = growth.beliefs[candidate]
     growth.sources[node] = growth.candidates[candidate, 2]
     row, above = node + 1, parent + 1
-    if readings.labels.shape[1] == 0:  # what readers said takes longer to pass than to find empty
+    if readings.labels.shape[1] == 0:  # passing readings is slower than this test
         step_down(forest, growth.places[above], growth.places[row], token)
     else:
         descend(forest, readings, growth.places[above], growth.places[row], token)

@@ -1,4 +1,4 @@
-"""Learning the weights of the sources from every token that came."""
+"""Learning the weights of the sources from every committed token."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,23 +35,23 @@ def learn(
     came: NDArray[np.int32],
     rate: float,
 ) -> None:
-    """Move the weights by one step for each candidate at each token that came.
+    """Update the weights by one step for each candidate at each committed token.
 
-    Logistic regression by AdaGrad (Duchi et al., 2011).
+    Logistic regression with AdaGrad (Duchi et al., 2011).
 
     Args:
         siblings: scratch.
         forest: the trees of the last draft.
-        table: the recycled logits, as they were then.
-        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], changed.
-        curvature: the same shape, sums of squared gradients, changed.
-        places: int32[2, trees + readers], scratch; row 0: where each tree and each reader has the
-            last committed token.
-        context: int32[NUM_ORDERS], the last tokens before those, the latest first; changed.
+        table: the recycled logits, as they were at the last draft.
+        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], updated.
+        curvature: the same shape, sums of squared gradients, updated.
+        places: int32[2, trees + readers], scratch; row 0: the place of the last committed token in
+            each tree and reader.
+        context: int32[NUM_ORDERS], the last tokens before `came`, the latest first; updated.
         hints: those of the last draft.
-        readings: what readers said for the last draft.
-        came: int32[T], the tokens that came.
-        rate: size of a step.
+        readings: the readers' logits for the last draft.
+        came: int32[T], the committed tokens.
+        rate: the learning rate.
     """
     num_trees = places.shape[1] - readings.labels.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
@@ -83,7 +83,7 @@ def _correct(
     error: float,
     rate: float,
 ) -> None:
-    """Move the weights that a candidate was scored with."""
+    """Update the weights that a candidate was scored with."""
     num_sources = len(siblings.known)
     _descend(weights[num_sources], curvature[num_sources], BIAS, error, rate)
     for source in range(num_sources):

@@ -1,4 +1,4 @@
-"""The likeliest outcomes of a pass: how much of a tree is accepted, and which token comes then."""
+"""The likeliest outcomes of a pass: how much of a tree is accepted and which token follows."""
 
 from typing import Final, NamedTuple
 
@@ -11,25 +11,27 @@ from retriever.kernels.compiling import kernel
 from retriever.tree import ROOT
 
 LOOKED_AT: Final = 2048
-"""Last tokens of a sequence whose successors are looked up: 512 find 1 to 3 points less on recorded
-edits of code, 4096 the same."""
+"""Last tokens of a sequence that are searched for successors: on recorded edits of code 512 find 1
+to 3 percentage points less, 4096 the same."""
 
 GUESSED: Final = 0.6
-"""Weight of a guess against a node that the drafter proposed: where guesses share all of what the
-drafter leaves, they come true 0.4 to 0.65 times as often, on edits, agents and chats."""
+"""Weight of a guess relative to a node that the drafter proposed: if guesses share all the
+probability that the drafter leaves, they are right 0.4 to 0.65 times as often on edits, agents and
+chats."""
 
 TRUSTED: Final = 0.5
-"""Share of what is left for the target's likely tokens after the same tokens, where the table has
-them; the rest is for what the sequence has after them."""
+"""Share of the remaining probability for the target's likely tokens after the same context, if the
+table has them; the rest is for the sequence's own successors of the context."""
 
 NUM_FREQUENT: Final = 24
-"""Most frequent tokens that are guessed anywhere: a line ends, or an ordinary word comes."""
+"""Most frequent tokens to guess at any position: line ends and common words."""
 
 _MOST_SUCCESSORS: Final = 64
-"""Occurrences of a token that are looked at, the latest first."""
+"""Most occurrences of a token that are examined, the latest first."""
 
 _LEAST_LEFT: Final = 1e-4
-"""Where less than this is left for tokens that the drafter does not propose, none is guessed."""
+"""If less probability than this is left for tokens that the drafter does not propose, none is
+guessed."""
 
 _HASH: Final = 0x9E3779B1
 
@@ -49,24 +51,24 @@ class Nodes(NamedTuple):
 
 
 class LikelyOutcomes(NamedTuple):
-    """The likeliest outcomes so far, by falling score.
+    """The likeliest outcomes so far, by descending score.
 
     Attributes:
         nodes: int32[M], the last accepted node, or `ROOT`.
-        tokens: int32[M], that come then.
-        scores: float64[M], estimate that they do.
+        tokens: int32[M], the token after that node.
+        scores: float64[M], estimated probability of the outcome.
         places: int32[P], the row of each proposed node in the verified tree, where 0 is the root
-            and n + 1 node n; `NOWHERE` for what is not verified.
-        left: float64[1 + V], probability at each row that is left for tokens that no tree has.
-        depths: int32[1 + V], tokens that lead to each row.
+            and n + 1 is node n; `NOWHERE` if it is not verified.
+        left: float64[1 + V], probability left at each row for tokens in neither tree.
+        depths: int32[1 + V], depth of each row in tokens.
         guessed: int32[G], candidates after one node.
-        shares: float64[G], of each.
+        shares: float64[G], probability share of each candidate.
         frequent: int32[NUM_FREQUENT], the sequence's most frequent tokens.
-        counts: int32[NUM_FREQUENT], how often each occurs; 0 where there are fewer.
-        slots: int32[S, 2], tokens and their counts, by hash; S a power of two.
+        counts: int32[NUM_FREQUENT], how often each occurs; 0 for unused places.
+        slots: int32[S, 2], hash table of tokens and their counts; S is a power of two.
         context: int32[NUM_ORDERS], the last tokens at a node, the latest first.
-        successors: int32[K, 3], a token after it, how often it stands after the last token, and
-            how often after the last two.
+        successors: int32[K, 3], a token after the context, how often it follows the last token, and
+            how often the last two.
     """
 
     nodes: NDArray[np.int32]
@@ -85,7 +87,7 @@ class LikelyOutcomes(NamedTuple):
 
     @classmethod
     def of(cls, most: int, num_proposed: int, num_verified: int, table: Table) -> "LikelyOutcomes":
-        """Return room for so many outcomes of a pass."""
+        """Allocate arrays for `most` outcomes of a pass."""
         num_guessed = _MOST_SUCCESSORS + NUM_FREQUENT + table.tokens.shape[1]
         return cls(
             np.empty(most, np.int32),
@@ -113,20 +115,21 @@ def find_outcomes(
     verified: Nodes,
     max_tokens: int,
 ) -> int:
-    """Find the likeliest outcomes of verifying a tree, and return how many there are.
+    """Find the likeliest outcomes of verifying a tree and return their number.
 
-    A pass ends with a token that the tree lacks. What the drafter proposes besides comes with its
-    probability. What it leaves for other tokens is shared among those that the target found likely
-    after the same tokens, those that followed them in the sequence (two before one, as in Witten
-    and Bell, doi:10.1109/18.87000), and the sequence's most frequent ones.
+    A pass ends with a token that the tree lacks. Nodes that the drafter proposed but that are not
+    verified keep their probability. The probability left for other tokens is shared among the
+    tokens that the target found likely after the same context, the tokens that followed the context
+    in the sequence (back-off from two tokens to one, as in Witten and Bell, doi:10.1109/18.87000),
+    and the sequence's most frequent tokens.
 
     Args:
-        found: filled.
+        found: filled with the outcomes.
         last: int32[W], the last committed tokens, at least one; at most `LOOKED_AT`.
         table: the recycled logits.
         proposed: the tree that the drafter proposed, P nodes.
         verified: the tree that is verified, V nodes; any tree.
-        max_tokens: of an outcome.
+        max_tokens: most tokens of an outcome.
     """
     _measure(found, verified)
     count = _enter_proposed(found, proposed, verified, max_tokens)
@@ -149,7 +152,7 @@ def find_outcomes(
 
 @kernel()
 def _measure(found: LikelyOutcomes, verified: Nodes) -> None:
-    """Set how probable each row is without its children, and how many tokens lead to it."""
+    """Set each row's probability without its children, and its depth."""
     found.left[0], found.depths[0] = 1.0, 0
     for node in range(len(verified.parents)):
         above = verified.parents[node] + 1
@@ -162,7 +165,7 @@ def _measure(found: LikelyOutcomes, verified: Nodes) -> None:
 def _enter_proposed(
     found: LikelyOutcomes, proposed: Nodes, verified: Nodes, max_tokens: int
 ) -> int:
-    """Enter proposed nodes that are not verified, below one that is; return how many there are."""
+    """Enter unverified proposed nodes whose parent is verified; return their number."""
     count = 0
     for node in range(len(proposed.tokens)):
         parent, token = proposed.parents[node], proposed.tokens[node]
@@ -181,7 +184,7 @@ def _enter_proposed(
 
 @kernel()
 def _row_of(likely: int, row: int, token: int, verified: Nodes) -> int:
-    """Return the row of a row's child, or `NOWHERE`; it is likely to be that of node `likely`."""
+    """Return the row of a row's child, or `NOWHERE`; node `likely` is tried first."""
     tokens, parents = verified.tokens, verified.parents
     if likely < len(tokens) and parents[likely] == row - 1 and tokens[likely] == token:
         return likely + 1
@@ -193,7 +196,7 @@ def _row_of(likely: int, row: int, token: int, verified: Nodes) -> int:
 
 @kernel()
 def _is_verified(row: int, token: int, verified: Nodes) -> bool:
-    """Return whether a row has a child with a token."""
+    """Return whether a row has a child with a given token."""
     return _row_of(row, row, token, verified) != NOWHERE
 
 
@@ -210,13 +213,13 @@ def _is_proposed(found: LikelyOutcomes, row: int, token: int, proposed: Nodes) -
 
 @kernel()
 def _is_beaten(found: LikelyOutcomes, count: int, score: float) -> bool:
-    """Return whether there is no room for a score."""
+    """Return whether the outcomes are full and a score is not above the lowest."""
     return count == len(found.scores) and (count == 0 or score <= found.scores[count - 1])
 
 
 @kernel()
 def _keep(found: LikelyOutcomes, count: int, node: int, token: int, score: float) -> int:
-    """Enter an outcome where it belongs, if there is room; return how many there are."""
+    """Insert an outcome by its score, if there is room; return the number of outcomes."""
     if _is_beaten(found, count, score):
         return count
     at = min(count, len(found.scores) - 1)
@@ -230,7 +233,7 @@ def _keep(found: LikelyOutcomes, count: int, node: int, token: int, score: float
 
 @kernel()
 def _count_frequent(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
-    """Find the most frequent tokens; return how many there are."""
+    """Find the most frequent tokens; return their number."""
     found.slots[:] = 0
     mask = len(found.slots) - 1
     for token in last:
@@ -260,7 +263,7 @@ def _enter_context(
     node: int,
     verified: Nodes,
 ) -> None:
-    """Set the last tokens at a node, the latest first; -1 where there are none."""
+    """Set the last tokens at a node, the latest first; -1 for missing ones."""
     taken = len(last)
     context[:] = -1
     for order in range(NUM_ORDERS):
@@ -273,7 +276,7 @@ def _enter_context(
 
 @kernel()
 def _guess(found: LikelyOutcomes, last: NDArray[np.int32], table: Table, num_frequent: int) -> int:
-    """Share probability among tokens that may follow a context; return how many there are."""
+    """Share probability among tokens that may follow a context; return the number of tokens."""
     count = _recall(found, table)
     rest = 1.0 - TRUSTED if count else 1.0
     num_successors = _list_successors(found, last)
@@ -285,7 +288,7 @@ def _guess(found: LikelyOutcomes, last: NDArray[np.int32], table: Table, num_fre
 
 @kernel()
 def _recall(found: LikelyOutcomes, table: Table) -> int:
-    """Share among what the target found likely after the longest context that the table knows."""
+    """Share among the target's likely tokens after the longest context in the table."""
     for order in range(NUM_ORDERS, 0, -1):
         if found.context[order - 1] < 0:
             continue
@@ -301,7 +304,7 @@ def _recall(found: LikelyOutcomes, table: Table) -> int:
 
 @kernel()
 def _list_successors(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
-    """List what followed the context's last token, and its last two; return how many tokens."""
+    """List the successors of the context's last token and last two; return the number of tokens."""
     token, before = found.context[0], found.context[1]
     size = num_occurrences = 0
     for at in range(len(last) - 2, -1, -1):
@@ -326,7 +329,7 @@ def _list_successors(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
 def _succeed(
     found: LikelyOutcomes, count: int, rest: float, num_successors: int
 ) -> tuple[int, float]:
-    """Share among listed successors; return how many tokens there are, and what is left."""
+    """Share among the listed successors; return the number of tokens and the remaining share."""
     num_after_one = num_after_two = num_distinct = 0
     for entry in range(num_successors):
         num_after_one += found.successors[entry, 1]
@@ -346,7 +349,7 @@ def _succeed(
 
 @kernel()
 def _share(found: LikelyOutcomes, count: int, token: int, share: float) -> int:
-    """Add to a token's share; return how many tokens there are."""
+    """Add to a token's share; return the number of tokens."""
     for at in range(count):
         if found.guessed[at] == token:
             found.shares[at] += share

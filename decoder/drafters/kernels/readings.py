@@ -1,4 +1,4 @@
-"""What models said of the nodes of a tree that they read, in arrays that kernels walk."""
+"""Models' logits at the tree nodes that they read, as arrays for kernels."""
 
 from typing import Final, NamedTuple
 
@@ -11,15 +11,16 @@ from retriever.kernels.compiling import fast_exp2, kernel
 SPECULATOR: Final = 1
 DRAFT_MODEL: Final = 2
 NUM_KNOWING: Final = 4
-"""Kinds of readers, as bits, and how many sets of kinds there are: which of them know a node
-decides how much each source counts there."""
+"""Kinds of readers as bits, and the number of sets of kinds: the set that knows a node selects the
+weights of the sources there."""
 
 NUM_LIKELY_COLUMNS: Final = 10
-"""Candidates that a reader proposes below a node: as many as EAGLE-2 (arXiv:2406.16858) expands."""
+"""Candidates that a reader proposes below a node, the same number that EAGLE-2 (arXiv:2406.16858)
+expands."""
 
 MAX_READ: Final = 128
-"""Most nodes that a reader reads in a draft: 64 in its first pass and eight in each later one leave
-room; each takes four bytes a column, once it is used."""
+"""Most nodes that a reader reads in a draft: more than 64 in its first pass and eight in each later
+one. Each used node takes four bytes per column."""
 
 ROOT_ROW: Final = 0
 _LOG2_E: Final = np.float32(1.4426950408889634)
@@ -29,7 +30,7 @@ TOKEN: Final = 0
 FIRST_CHILD: Final = 1
 NEXT_SIBLING: Final = 2
 LIKELY: Final = 3
-"""Columns of `Readings.rows`; the likeliest columns of a row's logits begin at the last."""
+"""Columns of `Readings.rows`; the likeliest columns of a row's logits start at the last one."""
 
 KIND: Final = 0
 SOURCE: Final = 1
@@ -39,18 +40,18 @@ SOURCE: Final = 1
 class Readings(NamedTuple):
     """Rows of logits by reader: the first for the root, then one for each node that was read.
 
-    Where readers have fewer columns than others, columns beyond their own are never looked at. Few
-    arrays are passed to kernels faster than many, so what is of one type shares one.
+    If a reader has fewer columns than others, the columns beyond its own are never read. Passing
+    few arrays to kernels is faster than passing many, so data of one type shares an array.
 
     Attributes:
         rows: int32[readers, 1 + M, LIKELY + NUM_LIKELY_COLUMNS]: a node's token, its first child
             and next sibling (`NOWHERE` for none), and the likeliest columns, likeliest first,
             `NOWHERE` beyond a reader's last.
         logits: float32[readers, 1 + M, C].
-        log_sums: float32[readers, 1 + M], logarithm of the sum of each row's exponentials.
-        token_of: int32[readers, C], the token of each column, `NOWHERE` beyond a reader's last.
+        log_sums: float32[readers, 1 + M], log-sum-exp of each row.
+        token_of: int32[readers, C], the token of each column; `NOWHERE` beyond a reader's last.
         column_of: int32[readers, V], the column of each token; `NOWHERE` outside the vocabulary.
-        labels: uint8[2, readers], kinds, and the sources that proposals are labelled with.
+        labels: uint8[2, readers], kinds and the source labels of proposals.
     """
 
     rows: NDArray[np.int32]
@@ -64,9 +65,9 @@ class Readings(NamedTuple):
     def of(
         cls, columns: list[NDArray[np.int32]], kinds: list[int], sources: list[int]
     ) -> "Readings":
-        """Return room for the rows of readers with these columns, int32[C] each.
+        """Allocate rows for readers with these columns, int32[C] each.
 
-        Memory of rows is taken as they are written.
+        Memory for rows is used only as they are written.
         """
         num_readers = len(columns)
         width = max((len(each) for each in columns), default=0)
@@ -79,7 +80,7 @@ class Readings(NamedTuple):
         return _unread(token_of, column_of, np.array([kinds, sources], np.uint8))
 
     def unread(self) -> "Readings":
-        """Return room for other rows of the same readers."""
+        """Allocate new rows for the same readers."""
         return _unread(self.token_of, self.column_of, self.labels)
 
 
@@ -106,16 +107,16 @@ def enter_rows(
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
 ) -> bool:
-    """Enter nodes whose logits are written already; return whether those are numbers.
+    """Enter nodes whose logits are already written; return whether these are finite.
 
-    So are the likeliest columns of their rows: the first of them has the greatest logit.
+    The likeliest columns of their rows are also already written; the first has the greatest logit.
 
     Args:
-        readings: changed.
-        reader: which one.
+        readings: modified.
+        reader: number of the reader.
         first: row of the first node.
         tokens: int32[n].
-        parents: int32[n], rows of their parents, `NOWHERE` for the root itself.
+        parents: int32[n], rows of their parents; `NOWHERE` for the root itself.
     """
     width = readings.token_of.shape[1]
     while width and readings.token_of[reader, width - 1] == NOWHERE:
@@ -138,22 +139,22 @@ def enter_rows(
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
 def _log_sum(logits: NDArray[np.float32], greatest: float) -> float:
-    """Return the logarithm of the sum of exponentials, to 0.0002; not finite where logits are not.
+    """Return the log-sum-exp, to 0.0002; not finite if the logits are not.
 
-    The loop vectorizes, as it counts columns and does not iterate over the array: a tenth of the
-    time. A library's exponential would take most of the time of reading a node, and so would
-    looking for the greatest logit here, one after the other, as NaN could be among them.
+    The loop vectorizes because it counts columns instead of iterating over the array: a tenth of
+    the time. A library's exponential would take most of the time of reading a node. So would a
+    sequential search for the greatest logit here, because of possible NaN.
 
     Args:
         logits: float32[C].
-        greatest: of them, but for NaN.
+        greatest: the greatest of them, apart from NaN.
     """
     if not np.isfinite(greatest):
         return np.nan
     total = wrong = np.float32(0.0)
     for column in range(len(logits)):
         logit = logits[column]
-        wrong += np.float32(logit != logit)  # noqa: PLR0124  not a number
+        wrong += np.float32(logit != logit)  # noqa: PLR0124  NaN
         total += fast_exp2((logit - greatest) * _LOG2_E)
     return np.nan if wrong else greatest + np.log(total)
 
@@ -166,15 +167,15 @@ def descend(
     below: NDArray[np.int32],
     token: int,
 ) -> None:
-    """Set where each tree and each reader has the child with a token.
+    """Set the place of the child with a given token in each tree and each reader.
 
     Args:
         forest: the trees.
         readings: the rows.
-        places: int32[trees + readers], where each tree has the node and which row each reader has
-            for it, or `NOWHERE`.
-        below: int32[trees + readers], set.
-        token: of the child.
+        places: int32[trees + readers], the node's place in each tree and its row in each reader, or
+            `NOWHERE`.
+        below: int32[trees + readers], set to the children.
+        token: token of the child.
     """
     num_trees = len(places) - readings.labels.shape[1]
     step_down(forest, places[:num_trees], below[:num_trees], token)
@@ -189,7 +190,7 @@ def descend(
 
 @kernel()
 def reader_log_odds(readings: Readings, reader: int, row: int, token: int, unknown: float) -> float:
-    """Return the log-odds that a reader gives a token; `unknown` outside of its vocabulary."""
+    """Return the log-odds that a reader gives a token; `unknown` outside its vocabulary."""
     if token >= readings.column_of.shape[1]:
         return unknown
     column = readings.column_of[reader, token]

@@ -1,4 +1,4 @@
-"""A table of the target's likely next tokens after its last one, two or three tokens."""
+"""A table of the target's likely next tokens after the last one, two or three tokens."""
 
 from typing import Any, Final, NamedTuple
 
@@ -8,35 +8,36 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 NUM_ORDERS: Final = 3
-"""Contexts of one, two and three tokens are kept: longer ones say more where they are seen again,
-but that is rarer, and each order takes as many entries of the table."""
+"""Contexts of one, two and three tokens are stored. Longer ones are more informative if they recur,
+but they recur less often, and each order takes the same number of table entries."""
 
 WAYS: Final = 4
-"""Entries that a context may stand in, as in a set-associative cache; the least recently written
-one is evicted. Four entries of 16 bytes are as much as a line of a processor's cache."""
+"""Entries that a context may be in, as in a set-associative cache; the least recently written one
+is evicted. Four entries of 16 bytes fill one cache line of a processor."""
 
 ENTRY: Final = np.dtype(
     [
-        ("key", np.int64),  # of the context, 0 where the entry is free
-        ("written", np.int64),  # number of the pass that it is from
+        ("key", np.int64),  # key of the context; 0 if the entry is free
+        ("written", np.int64),  # number of the pass that wrote it
     ],
     align=True,
 )
 NOT_FOUND: Final = -1
 _PRIME: Final = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio, as in Fibonacci hashing: neighbouring tokens spread far."""
+"""2**64 divided by the golden ratio, as in Fibonacci hashing, which spreads neighbouring tokens far
+apart."""
 
 _SEED: Final = 0xD1B54A32D192ED03
-"""Another odd number without pattern: contexts of each order begin with a multiple of their own, as
-they would collide if all began at zero."""
+"""Another odd number without a pattern: the hash of each order starts with a different multiple of
+it, because contexts would collide if all orders started at zero."""
 
 
 LEAST_SHARE: Final = np.float32(1e-3)
 """Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
 
 TAIL: Final = np.float32(8.0)
-"""Mass beyond the likeliest tokens, in tokens like the last of them. A rough guess, which learned
-weights correct, spares the sum over a vocabulary."""
+"""Probability mass beyond the likeliest tokens, in multiples of the last of them. This rough guess,
+which learned weights correct, avoids a sum over the vocabulary."""
 
 
 class Table(NamedTuple):
@@ -45,7 +46,7 @@ class Table(NamedTuple):
     Attributes:
         entries: ENTRY[E], E a power of two.
         tokens: int32[E, K], the likely tokens of each entry.
-        log_odds: float32[E, K], of each of them.
+        log_odds: float32[E, K], log-odds of each of them.
     """
 
     entries: NDArray[np.void]
@@ -54,7 +55,7 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, capacity: int, num_likely: int) -> "Table":
-        """Return an empty table of so many contexts, with so many tokens of each."""
+        """Return an empty table of `capacity` contexts with `num_likely` tokens each."""
         return cls(
             np.zeros(capacity, ENTRY),
             np.zeros((capacity, num_likely), np.int32),
@@ -64,7 +65,7 @@ class Table(NamedTuple):
 
 @kernel()
 def key_of(context: NDArray[np.int32], order: int) -> int:
-    """Return a number for the first `order` tokens of a context, the latest first; never 0."""
+    """Return the key of the first `order` tokens of a context, the latest first; never 0."""
     mixed = np.uint64(order) * np.uint64(_SEED)
     for place in range(order):
         mixed = (mixed ^ np.uint64(context[place] + 1)) * np.uint64(_PRIME)
@@ -84,7 +85,7 @@ def find(entries: NDArray[np.void], key: int) -> int:
 
 @kernel()
 def claim(entries: NDArray[np.void], key: int, now: int) -> int:
-    """Return the entry of a key; where there is none, the oldest of those that it may have."""
+    """Return the entry of a key; if there is none, claim the oldest of its possible entries."""
     first = (key >> 1) & (len(entries) - 1) & ~(WAYS - 1)
     oldest = first
     for entry in range(first, first + WAYS):
@@ -106,15 +107,15 @@ def write_rows(
     log_odds: NDArray[np.float32],
     now: int,
 ) -> None:
-    """Keep rows of likely tokens under each order of their contexts.
+    """Store rows of likely tokens under each order of their contexts.
 
     Args:
-        table: changed.
-        contexts: int32[R, NUM_ORDERS], the tokens before each row, the latest first; -1: none.
-        tokens: int32[R, K], K at least 1. Where the table keeps more, as of a vocabulary of fewer
-            tokens than that, the last one is repeated, which says nothing new.
+        table: modified.
+        contexts: int32[R, NUM_ORDERS], the tokens before each row, the latest first; -1 for none.
+        tokens: int32[R, K], K at least 1. If the table stores more, for example because the
+            vocabulary has fewer tokens, the last one is repeated, which adds no information.
         log_odds: float32[R, K].
-        now: number of the pass, rising from 1.
+        now: number of the pass, ascending from 1.
     """
     for row in range(len(contexts)):
         for order in range(1, NUM_ORDERS + 1):
@@ -135,14 +136,14 @@ def describe_rows(
     logits: NDArray[np.float32],
     log_odds: NDArray[np.float32],
 ) -> None:
-    """Set what is before each row of a pass over a tree, and how likely its likeliest tokens are.
+    """Set the context of each row of a pass over a tree and the log-odds of its likeliest tokens.
 
     Args:
-        tokens: int32[N], of the tree's nodes.
-        parents: int32[N], of each node, -1 for none.
+        tokens: int32[N], tokens of the tree's nodes.
+        parents: int32[N], parent of each node; -1 for none.
         contexts: int32[1 + N, NUM_ORDERS], the last tokens at the root and at each node, the latest
-            first. That of the root is given, the others are set.
-        logits: float32[R, K], of the likeliest tokens of each row, the greatest first.
+            first. The root's is given, the others are set.
+        logits: float32[R, K], those of the likeliest tokens of each row, the greatest first.
         log_odds: float32[R, K], set.
     """
     for node in range(len(tokens)):
@@ -169,16 +170,16 @@ def enter(
     log_odds: NDArray[np.float32],
     first: int,
 ) -> None:
-    """Keep likely tokens under the keys of their contexts; of a key that recurs, the last.
+    """Store likely tokens under the keys of their contexts; for a repeated key, the last ones.
 
-    Each row counts as written two later than the one before, so that the last stay.
+    Each row's write number is two above that of the row before, so that the last rows stay.
 
     Args:
-        table: changed.
-        keys: int64[N], as `key_of` makes them.
+        table: modified.
+        keys: int64[N], keys from `key_of`.
         tokens: int32[N, K].
         log_odds: float32[N, K].
-        first: number that the first row counts as written by.
+        first: write number of the first row.
     """
     for row in range(len(keys)):
         entry = claim(table.entries, keys[row], first + 2 * row)
@@ -198,9 +199,9 @@ _MAGNITUDE_32: Final = 0x7FFFFFFF
 def rank_columns(bits: NDArray[Any], columns: NDArray[np.int32]) -> None:
     """Set the columns of the greatest values of each row, the greatest first.
 
-    The bits of floats, read as signed integers, have the floats' order where they are positive
-    and the opposite one where they are negative: turning over all but the sign mends that. Whole
-    blocks of columns are compared first, which a processor does many at a time.
+    The bits of floats, read as signed integers, are in the order of the floats if positive and in
+    the opposite order if negative; inverting all bits but the sign of negative ones fixes that.
+    Whole blocks of columns are compared first, with vector instructions.
 
     Args:
         bits: int16[R, V] of bfloat16 values, or int32[R, V] of float32 ones.
@@ -223,7 +224,7 @@ def rank_columns(bits: NDArray[Any], columns: NDArray[np.int32]) -> None:
 
 @kernel(inline="always")
 def _rank(bits: int, magnitude: int) -> int:
-    """Return an integer that orders values as floats are ordered."""
+    """Return an integer whose order is that of the float."""
     wide = np.int32(bits)
     return wide ^ ((wide >> np.int32(31)) & magnitude)
 
@@ -239,7 +240,7 @@ def _greatest(bits: NDArray[Any], magnitude: int) -> int:
 
 @kernel()
 def _insert(ranks: NDArray[np.int32], columns: NDArray[np.int32], rank: int, column: int) -> None:
-    """Enter a value that is greater than the last one, before which it drops out."""
+    """Insert a value that is greater than the last one, which is dropped."""
     place = len(ranks) - 1
     while place > 0 and ranks[place - 1] < rank:
         ranks[place] = ranks[place - 1]

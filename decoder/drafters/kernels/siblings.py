@@ -1,4 +1,4 @@
-"""The children of one node that any source lists, and their probabilities by all sources."""
+"""The children of one node that any source lists, with their probabilities from all sources."""
 
 from typing import Final, NamedTuple
 
@@ -19,26 +19,26 @@ from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find
 from retriever.kernels.compiling import kernel
 
 NUM_TABLE_SOURCES: Final = NUM_ORDERS + 1
-"""Sources besides the trees and readers: the table for one, two and three tokens, and the hints."""
+"""Sources other than trees and readers: the table for one, two and three tokens, and the hints."""
 
 NUM_UNREAD_SETS: Final = 2 * (NUM_ORDERS + 1)
 NUM_SETS: Final = NUM_KNOWING * NUM_UNREAD_SETS
-"""Sets of weights: by the longest context that the table knows, whether a tree knows the node, and
-which kinds of readers have read it; the first `NUM_UNREAD_SETS` are for nodes that none has."""
+"""Sets of weights: by the longest context in the table, whether a tree knows the node, and which
+kinds of readers have read it. The first `NUM_UNREAD_SETS` are for nodes that no reader has read."""
 
 BIAS: Final = 0
 SLOPE: Final = 1
 UNLISTED: Final = 2
 NUM_WEIGHTS: Final = 3
-"""Of a source: for listing a candidate, for the log-odds that it gives, and for not listing it."""
+"""Weights of a source: for listing a candidate, for its log-odds, and for not listing it."""
 
 
 ABSENT: Final = -1e9
-"""Log-odds of a candidate that a source does not list: below all that clipped shares can have."""
+"""Log-odds of a candidate that a source does not list: below any value of clipped shares."""
 
 MAX_SIBLINGS: Final = 192
-"""Most candidates below one node, besides those that readers propose; any more are left out. The
-table and the hints list at most 32, so at least 160 are for the trees."""
+"""Most candidates below one node, apart from those that readers propose; any more are dropped. The
+table and the hints list at most 32, so at least 160 places are left for the trees."""
 
 
 class Siblings(NamedTuple):
@@ -48,7 +48,8 @@ class Siblings(NamedTuple):
 
     Attributes:
         tokens: int32[C].
-        log_odds: float64[C, S], by source; `ABSENT` where a source does not list the candidate.
+        log_odds: float64[C, S], log-odds by source; `ABSENT` if a source does not list the
+            candidate.
         known: bool[S], whether a source knows the node.
         probabilities: float64[C].
         sources: uint8[C], the source that listed a candidate first: trees before the table before
@@ -63,7 +64,7 @@ class Siblings(NamedTuple):
 
     @classmethod
     def of(cls, num_trees: int, num_readers: int = 0) -> "Siblings":
-        """Return room for the candidates of a node."""
+        """Allocate arrays for the candidates of a node."""
         num_sources = num_trees + NUM_TABLE_SOURCES + num_readers
         room = MAX_SIBLINGS + num_readers * NUM_LIKELY_COLUMNS
         return cls(
@@ -76,7 +77,7 @@ class Siblings(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """The tokens that the target found likely, besides its choice, where it chose the last token.
+    """The target's other likely tokens at the position of the last token.
 
     Such tokens often come next (LogitSpec, arXiv:2507.01449).
 
@@ -93,7 +94,7 @@ class Hints(NamedTuple):
 def _note(
     siblings: Siblings, count: int, source: int, token: int, log_odds: float, speaker: int
 ) -> int:
-    """Enter a source's log-odds for a candidate and return how many candidates there are."""
+    """Enter a source's log-odds for a candidate and return the number of candidates."""
     for candidate in range(count):
         if siblings.tokens[candidate] == token:
             siblings.log_odds[candidate, source] = log_odds
@@ -117,16 +118,16 @@ def gather(
     hints: Hints,
     table_source: int,
 ) -> int:
-    """Ask all sources but readers for a node's children and return how many candidates there are.
+    """Collect a node's children from all sources except readers; return the number of candidates.
 
     Args:
-        siblings: filled.
+        siblings: filled with the candidates.
         forest: the trees.
-        places: int32[trees], where each tree has the node, or `NOWHERE`.
+        places: int32[trees], the node's place in each tree, or `NOWHERE`.
         table: the recycled logits.
-        context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1: none.
-        hints: for the root; none for other nodes.
-        table_source: the `Source` of what only the table or a hint names.
+        context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1 for none.
+        hints: hints for the root; empty for other nodes.
+        table_source: the `Source` of candidates that only the table or a hint lists.
     """
     siblings.known[:] = False
     count = _note_trees(siblings, forest, places)
@@ -141,15 +142,15 @@ def gather(
 
 @kernel()
 def add_readers(siblings: Siblings, count: int, readings: Readings, rows: NDArray[np.int32]) -> int:
-    """Add readers to what other sources said, and return how many candidates there are.
+    """Add the readers to the other sources; return the number of candidates.
 
-    Each proposes candidates, and then gives its log-odds for all of them. It is a function of its
-    own because passing what readers said costs more than all else that is done without any.
+    Each reader proposes candidates and then gives its log-odds for all of them. This is a separate
+    function because passing readings costs more than all the work without readers.
 
     Args:
         siblings: the candidates that `gather` found; more are added.
-        count: how many there are.
-        readings: what readers said.
+        count: number of candidates.
+        readings: the readers' logits.
         rows: int32[readers], each reader's row of the node, or `NOWHERE`.
     """
     for reader in range(len(rows)):
@@ -163,7 +164,7 @@ def add_readers(siblings: Siblings, count: int, readings: Readings, rows: NDArra
 
 @kernel()
 def _note_trees(siblings: Siblings, forest: Forest, places: NDArray[np.int32]) -> int:
-    """Enter what the trees list and return how many candidates there are."""
+    """Enter the trees' children and return the number of candidates."""
     count = 0
     for tree in range(len(places)):
         if places[tree] == NOWHERE:
@@ -186,7 +187,7 @@ def _note_table(
     context: NDArray[np.int32],
     table_source: int,
 ) -> int:
-    """Enter what the recycled logits list and return how many candidates there are."""
+    """Enter the tokens of the recycled logits and return the number of candidates."""
     for order in range(NUM_ORDERS, 0, -1):
         if context[order - 1] < 0:
             continue
@@ -203,7 +204,7 @@ def _note_table(
 
 @kernel()
 def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> int:
-    """Enter a reader's likeliest tokens and return how many candidates there are."""
+    """Enter a reader's likeliest tokens and return the number of candidates."""
     source = len(siblings.known) - readings.labels.shape[1] + reader
     siblings.known[source] = True
     for place in range(NUM_LIKELY_COLUMNS):
@@ -226,11 +227,11 @@ def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row:
 
 @kernel()
 def set_of(known: NDArray[np.bool_], labels: NDArray[np.uint8]) -> int:
-    """Return which set of weights a node is scored with.
+    """Return the number of the set of weights for a node.
 
     Args:
         known: bool[S], which sources know the node.
-        labels: uint8[2, readers], of the last sources; see `Readings`.
+        labels: uint8[2, readers], labels of the last sources; see `Readings`.
     """
     num_readers = labels.shape[1]
     num_trees = len(known) - NUM_TABLE_SOURCES - num_readers
@@ -253,8 +254,9 @@ def score(siblings: Siblings, count: int, weights: NDArray[np.float64]) -> float
 
     Args:
         siblings: the candidates.
-        count: how many there are.
-        weights: float64[S + 1, NUM_WEIGHTS], of the node's set; all sources share the last row.
+        count: number of candidates.
+        weights: float64[S + 1, NUM_WEIGHTS], those of the node's set; all sources share the last
+            row.
     """
     num_sources = len(siblings.known)
     total = 0.0

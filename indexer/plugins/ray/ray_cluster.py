@@ -19,13 +19,14 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _INTERPRETER_BYTES: Final = 128 << 20
-"""Of a worker of Ray that has imported what the tasks need; an estimate."""
+"""Estimated memory of a Ray worker that has imported what the tasks need."""
 
 _OBJECT_STORE_BYTES: Final = 80 << 20
-"""Results are small, as large data is in files; Ray takes no less than 75 MiB."""
+"""Size of Ray's object store: results are small, as large data is in files, but Ray requires 75
+MiB."""
 
 _AHEAD: Final = 2
-"""Tasks that Ray holds for each that can run: a worker that ends one finds the next at once."""
+"""Tasks submitted to Ray per task that can run, so that a worker always finds the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class RayCluster:
     paths on all machines of a cluster, as on a network file system.
 
     Attributes:
-        workers: tasks at once, at most.
-        memory_bytes: that the workers may take together, and on a cluster started here with this
-            process; Ray's own processes do not count, which take about a gigabyte.
+        workers: most concurrent tasks.
+        memory_bytes: memory that the workers may take together; on a cluster started here it
+            includes this process. Ray's own processes, which take about a gigabyte, do not count.
     """
 
     workers: int
@@ -72,7 +73,7 @@ class RayCluster:
 
 
 def _connected(workers: int, memory_bytes: int) -> Any:
-    """Return the library, connected to a cluster; one that it starts ends with this process."""
+    """Return the library, connected to a cluster; a cluster started here ends with this process."""
     try:
         import ray  # noqa: PLC0415  (an extra, and slow to import)
     except ModuleNotFoundError as error:
@@ -90,13 +91,13 @@ def _connected(workers: int, memory_bytes: int) -> Any:
 
 
 def _check_nodes(ray: Any, each: int) -> None:
-    """Check that a task fits on some machine: Ray would wait for one for ever."""
+    """Check that a task fits on some machine; otherwise Ray would wait forever."""
     memory = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
     num_that_fit(int(max(memory, default=0)), 0, each)
 
 
 def _in_order(ray: Any, calls: Iterator[Callable[[], Any]], most: int) -> Iterator[Any]:
-    """Yield results in order, while Ray has a few more tasks than it can run."""
+    """Yield results in order, while Ray always has a few more tasks than it can run."""
     started: deque[Any] = deque()
     running: list[Any] = []
     try:
@@ -115,7 +116,7 @@ def _in_order(ray: Any, calls: Iterator[Callable[[], Any]], most: int) -> Iterat
 
 
 def _paths_in(task: Any) -> tuple[Path, ...]:
-    """Return the paths among the values of a task at which something is."""
+    """Return the paths among the values of a task that exist."""
     values = [getattr(task, field.name) for field in fields(task)] if is_dataclass(task) else []
     return tuple(value for value in values if isinstance(value, Path) and value.exists())
 
@@ -123,13 +124,13 @@ def _paths_in(task: Any) -> tuple[Path, ...]:
 def _call(
     here: Path, paths: Sequence[Path], function: Callable[[_Task], _Result], task: _Task
 ) -> _Result:
-    """Call a function in a worker, where paths mean what they mean to who sent the task."""
+    """Call a function in a worker, in the folder of the sender, so that paths are the same."""
     forbid_threads()
     for path in (here, *paths):
         if not (here / path).exists():
             raise IndexerError(
                 f"a worker on {socket.gethostname()} cannot see {here / path}: sources and index "
-                "must lie on a file system that all machines of the cluster have at the same path"
+                "must be on a file system that all machines of the cluster mount at the same path"
             )
     os.chdir(here)
     return function(task)

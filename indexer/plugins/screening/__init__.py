@@ -1,1 +1,1 @@
-"""What must not get into an index: listed phrases and secrets."""
+"""Screening: keeps listed phrases and secrets out of an index."""

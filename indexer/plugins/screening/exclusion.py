@@ -1,4 +1,4 @@
-"""Finding the lines of a text that hold a listed phrase, in one pass for all phrases."""
+"""Finding the lines of a text with a listed phrase, in one pass for all phrases."""
 
 import re
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ _BREAKS: Final = {"\r": "a carriage return: end lines with a line feed", "\0": "
 
 @dataclass(frozen=True, slots=True)
 class ExcludedPhrases:
-    """Phrases, and where they are listed; a report names the line, for a phrase may be secret.
+    """Phrases with their lines in the list; reports name the line, since a phrase may be secret.
 
     Attributes:
-        texts: the phrases, none of them empty or with a line break in it.
-        lines: for each, the number of its line in the file, from 1.
+        texts: phrases, none of them empty or with a line break.
+        lines: line number of each phrase in the file, from 1.
     """
 
     texts: tuple[str, ...] = field(repr=False)
@@ -30,15 +30,15 @@ class ExcludedPhrases:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        r"""Read a list: UTF-8, a phrase a line, white space at its ends not counted.
+        r"""Read a list: UTF-8, one phrase per line, white space at its ends ignored.
 
-        Blank lines and lines that begin with `#` are left out. A phrase that begins with `#` is
-        written `\#`, one that begins with `\#` is written `\\#`, and so on; no other backslash
-        means anything.
+        Blank lines and lines that begin with `#` are skipped. A phrase that begins with `#` is
+        written `\#`, one that begins with `\#` is written `\\#`, and so on; other backslashes have
+        no special meaning.
 
         Raises:
             IndexerError: the file or a line of it cannot be read, or it lists nothing. A list is
-                loaded whole or not at all: phrases that a partial list misses would go unnoticed.
+                loaded completely or not at all, because missing phrases would go unnoticed.
         """
         try:
             content = Path(path).read_bytes()
@@ -56,7 +56,7 @@ def _phrases_of(content: bytes, path: Path | str) -> Iterator[tuple[int, str]]:
         try:
             phrase = line.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            raise IndexerError(f"{place} is not UTF-8: mend it; nothing was excluded") from error
+            raise IndexerError(f"{place} is not UTF-8: fix it; nothing was excluded") from error
         for character, what in _BREAKS.items():
             if character in phrase:
                 raise IndexerError(f"{place} holds {what}; nothing was excluded")
@@ -73,14 +73,14 @@ _END: Final = "\n"
 class PhraseFinder:
     """An Aho-Corasick automaton (Aho and Corasick, 1975) of all phrases.
 
-    A phrase is found where it stands as it is written, and where text and phrase are the same in
-    Unicode's normal form C, so that an accent may be a character of its own in either. Without
-    case both are folded first, as Unicode defines it (The Unicode Standard, D145: canonical
-    caseless matching). Most text is its own normal form, and is passed over once.
+    A phrase matches literally, and also where text and phrase are equal in Unicode's normal form C,
+    so that an accent may be a separate character in either. If case is ignored, both are folded
+    first, as Unicode defines it (The Unicode Standard, D145: canonical caseless matching). Most
+    text is already normalised and is scanned once.
 
     Args:
-        phrases: to look for.
-        ignore_case: an upper case letter equals its lower case.
+        phrases: phrases to look for.
+        ignore_case: whether upper and lower case letters are equal.
     """
 
     def __init__(self, phrases: ExcludedPhrases, *, ignore_case: bool) -> None:
@@ -93,9 +93,10 @@ class PhraseFinder:
         self._automaton.make_automaton()
 
     def find(self, text: str) -> Hits:
-        """Return the lines that hold a phrase, from 0, with the numbers of the phrases in each.
+        """Return the lines with a phrase, numbered from 0, with the numbers of the phrases in each.
 
-        A line ends with a line feed. Takes time with the length of the text and of what it holds.
+        A line ends with a line feed. Takes time proportional to the length of the text and of the
+        matches.
         """
         hits: Hits = {}
         for form in _forms(text, ignore_case=self._ignore_case):
@@ -108,7 +109,7 @@ class PhraseFinder:
 
 
 def spans_of(text: str, hits: Hits) -> list[Span]:
-    """Return where the lines with hits begin and end in the text, line feeds included."""
+    """Return the start and end of the lines with hits in the text, including line feeds."""
     return [span for line, span in enumerate(_lines(text)) if line in hits] if hits else []
 
 
@@ -123,8 +124,8 @@ def _lines(text: str) -> Iterator[Span]:
 def _forms(text: str, *, ignore_case: bool) -> set[str]:
     """Return the forms in which texts and phrases are compared, as one character per UTF-8 byte.
 
-    None adds or removes a line feed. The automaton looks through the children of a node one by
-    one: bytes are few, characters are many.
+    No form adds or removes a line feed. The automaton searches the children of a node one by one,
+    which is fast for bytes but not for the many characters.
     """
     if text.isascii():
         return {text.lower() if ignore_case else text}

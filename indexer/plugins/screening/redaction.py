@@ -15,11 +15,11 @@ from indexer.errors import IndexerError
 EMAIL_ADDRESS: Final = "email-address"
 
 Finder = Callable[[str], Iterator[tuple[int, int]]]
-"""Yields where secrets begin and end in a text, in order."""
+"""Yields the start and end of secrets in a text, in order."""
 
 # RFC 7468, section 2, and RFC 4880, section 6.2 for blocks; RFC 1421, section 4.6 for headers. The
-# library wants 64 characters and an end; this takes short blocks, and the rest of cut ones.
-# In source code, line breaks are often spelt.
+# library requires 64 characters and an end; this also takes short and truncated blocks. In source
+# code, line breaks are often escaped.
 _PRIVATE_KEY: Final = re.compile(
     r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
     r"(?:(?:\s|\\[nr])*+[A-Za-z][A-Za-z0-9-]*+:[^\n\\]*+)*+"
@@ -27,27 +27,27 @@ _PRIVATE_KEY: Final = re.compile(
     r"(?:-----END (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----)?"
 )
 
-# RFC 3986, section 3.2.1: user, colon, password, before the host. An unescaped @ in the password
-# is common, so it ends at the last one; `${NAME}`, `{name}` and `%s` are places for a password.
+# RFC 3986, section 3.2.1: user, colon, password, before the host. An unescaped @ in the password is
+# common, so it ends at the last one; `${NAME}`, `{name}` and `%s` are placeholders.
 _URL_PASSWORD: Final = re.compile(
     r""":(?:\\?/){2}[^\s/\\?#"'<>@:]*+:(?!(?:\$?\{[^{}\s]*\}|%s)@)([^\s/\\?#"'<>]+)@"""
 )
 
-# AWS IAM User Guide, "IAM identifiers", unique ID prefixes: of access keys and temporary ones. The
-# library wants the secret key next to it.
+# AWS IAM User Guide, "IAM identifiers", unique ID prefixes of permanent and temporary access keys.
+# The library requires the secret key next to it.
 _AWS_KEY: Final = re.compile(r"A(?:KIA|SIA)(?<![A-Za-z0-9].{4})[A-Z0-9]{16}(?![A-Za-z0-9])")
 
 # RFC 5322, section 3.2.3: dot-atom of at most 64 characters (RFC 5321, section 4.5.3.1.1), other
-# scripts allowed (RFC 6531, section 3.3), but "/", which stands before addresses in paths, and the
-# backtick, which quotes. Marks at its ends are taken for the text's. To be matched backwards.
+# scripts allowed (RFC 6531, section 3.3), except "/", which precedes addresses in paths, and the
+# backtick, which quotes. Punctuation at its ends belongs to the text. Matched backwards.
 _LOCAL_PART: Final = re.compile(r"[\w+-](?:[\w.!#$%&'*+=?^{|}~-]*\w)?")
 _MAX_LOCAL_PART: Final = 64
-# RFC 1034, section 3.5: labels and dots; a domain of the net ends with letters or is coded.
+# RFC 1034, section 3.5: labels and dots; a public domain ends with letters or is encoded.
 _DOMAIN: Final = re.compile(r"@(?:\w(?:[\w-]*\w)?\.)+(?:xn--[a-z0-9-]+|[^\W\d_]{2,63})(?![\w-])")
 
 
 def private_keys(text: str) -> Iterator[tuple[int, int]]:
-    """Find private-key blocks, whole or cut off."""
+    """Find private-key blocks, complete or truncated."""
     if "PRIVATE KEY" in text:
         yield from (found.span() for found in _PRIVATE_KEY.finditer(text))
 
@@ -64,9 +64,9 @@ def aws_access_key_ids(text: str) -> Iterator[tuple[int, int]]:
 
 
 def email_addresses(text: str) -> Iterator[tuple[int, int]]:
-    """Find e-mail addresses: from each @ on to the domain, and back to where the name begins.
+    """Find e-mail addresses: from each @ forward to the domain, and back to the start of the name.
 
-    What stands before the host of a URL is a password, not a name.
+    Text before the host of a URL is a password, not a name.
     """
     passwords = {end for _, end in url_passwords(text)}
     before = 0
@@ -89,17 +89,17 @@ OWN_RULES: Final[dict[str, Finder]] = {
 PLACEHOLDER: Final = "[REDACTED]"
 
 WINDOW_BYTES: Final = 1 << 17
-"""However a rule of the library behaves on hostile text, it sees so much at a time."""
+"""Size of the windows of text that the library sees, which bounds its rules on hostile text."""
 
 OVERLAP_BYTES: Final = 1 << 14
-"""Of windows: a secret no longer than this is seen whole."""
+"""Overlap of windows: a secret up to this long is seen completely."""
 
 # UTF-8 (RFC 3629, section 3): the bytes of a character after its first.
 _LEAD_BITS: Final = 0xC0
 _CONTINUATION: Final = 0x80
 
-# A shorter value, or a word, is a secret only where it was found: it means other things elsewhere.
-# Addresses and blocks of keys are known by their form wherever they stand.
+# A shorter value, or a word, is a secret only where it was found, because it has other meanings
+# elsewhere. Addresses and key blocks are recognised by their form anywhere.
 _MIN_REPEATED: Final = 6
 _MAX_REPEATED: Final = 4096
 
@@ -116,11 +116,11 @@ class Secret:
 class SecretFinder:
     """Finds keys, tokens, private-key blocks, passwords in URLs and e-mail addresses, offline.
 
-    Most rules are Kingfisher's; it never asks anyone whether a key is valid.
+    Most rules are Kingfisher's; it never checks online whether a key is valid.
 
     Args:
-        window_bytes: what the library sees of a text at a time.
-        overlap_bytes: of windows.
+        window_bytes: bytes of a text that the library sees at a time.
+        overlap_bytes: overlap of these windows.
 
     Raises:
         IndexerError: Kingfisher is not installed.
@@ -141,7 +141,8 @@ class SecretFinder:
     def find(self, text: str) -> list[Secret]:
         """Return the secrets of a text in order; none overlap.
 
-        Takes time with the length of the text, and sixty times what its secrets measure in memory.
+        Takes time proportional to the length of the text, and memory of sixty times the size of its
+        secrets.
         """
         found = _merged([*self._by_library(text), *_by_own_rules(text)])
         return _merged([*found, *_repeated(text, found)]) if found else found
@@ -166,7 +167,7 @@ class SecretFinder:
 def redacted(text: str, secrets: Iterable[Secret], removed: Iterable[tuple[int, int]] = ()) -> str:
     """Return the text with a placeholder for each secret and without the removed spans.
 
-    Of a secret that reaches beyond a removed span, the placeholder stays.
+    If a secret extends beyond a removed span, its placeholder stays.
     """
     edits = [(secret.start, secret.end, PLACEHOLDER) for secret in secrets]
     edits += [(start, end, "") for start, end in removed]
@@ -184,7 +185,7 @@ def _by_own_rules(text: str) -> Iterator[Secret]:
 
 
 def _repeated(text: str, found: list[Secret]) -> Iterator[Secret]:
-    """Yield where the values of found secrets occur again, in any context."""
+    """Yield further occurrences of found secrets, in any context."""
     automaton: Any = ahocorasick.Automaton()
     for secret in found:
         value = text[secret.start : secret.end]
@@ -202,7 +203,7 @@ def _is_word(value: str) -> bool:
 
 
 def _merged(secrets: Iterable[Secret]) -> list[Secret]:
-    """Join secrets that overlap; the one that begins first gives the kind, then the longest."""
+    """Join secrets that overlap; the kind is that of the first one, or of the longest on a tie."""
     merged: list[Secret] = []
     for secret in sorted(secrets, key=lambda found: (found.start, -found.end, found.kind)):
         if merged and secret.start < merged[-1].end:
@@ -214,17 +215,17 @@ def _merged(secrets: Iterable[Secret]) -> list[Secret]:
 
 
 def _windows(encoded: bytes, size: int, overlap: int) -> Iterator[tuple[int, bytes]]:
-    """Cut bytes into overlapping pieces, each with where it begins."""
+    """Cut bytes into overlapping pieces, each with its offset."""
     for start in range(0, max(len(encoded) - overlap, 1), size - overlap):
         yield start, encoded[start : start + size]
 
 
 def _characters_begun(encoded: bytes) -> NDArray[np.int32]:
-    """Return how many characters have begun up to and with each byte: int32[bytes]."""
+    """Return int32[bytes], the number of characters that begin at or before each byte."""
     lead_bits = np.frombuffer(encoded, np.uint8) & _LEAD_BITS
     return np.cumsum(lead_bits != _CONTINUATION, dtype=np.int32)
 
 
 def _kind_of(rule_id: str) -> str:
-    """Return the name of a rule without that of its collection."""
+    """Return the name of a rule without the name of its collection."""
     return rule_id.rpartition("/")[2].rpartition(".")[2]

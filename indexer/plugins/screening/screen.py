@@ -1,4 +1,4 @@
-"""Screening one document: excluded phrases keep it out, or lines of it; secrets are replaced."""
+"""Screening of a document: excluded phrases remove it or its lines; secrets are replaced."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ WITHHELD: Final = "(a name with an excluded phrase)"
 
 
 class ExcludeScope(StrEnum):
-    """The part that is left out for a listed phrase."""
+    """The part that is left out because of a listed phrase."""
 
     DOCUMENT = "document"
     LINE = "line"
@@ -31,11 +31,11 @@ class ScreenOptions:
     """The phrases and secrets to screen for; can be pickled, phrases included.
 
     Attributes:
-        phrases: documents or lines that hold one of them are left out.
-        scope: whether whole documents are left out, or lines. A document whose name or licence
-            holds a phrase is left out in either case.
-        ignore_case: phrases are found in upper and lower case.
-        redact: secrets are replaced by a placeholder.
+        phrases: documents or lines that contain one of them are left out.
+        scope: whether whole documents or lines are left out. A document whose name or licence
+            contains a phrase is left out in either case.
+        ignore_case: whether to ignore upper and lower case of phrases.
+        redact: whether to replace secrets by a placeholder.
     """
 
     phrases: ExcludedPhrases | None = None
@@ -45,7 +45,7 @@ class ScreenOptions:
 
     @property
     def record(self) -> ScreeningRecord:
-        """What an index of documents that were so screened says of itself; no phrase is in it."""
+        """The record of this screening in an index, without any phrase."""
         if self.phrases is None:
             return ScreeningRecord(self.redact)
         how = [*sorted(self.phrases.texts), str(self.scope), str(self.ignore_case)]
@@ -53,19 +53,19 @@ class ScreenOptions:
 
     @property
     def key(self) -> str:
-        """A checksum of all that a result depends on: of phrases their lines, too."""
+        """A checksum of everything that a result depends on, including phrases' line numbers."""
         lines = () if self.phrases is None else (self.phrases.texts, self.phrases.lines)
         return checksum_of(repr((self.record, lines)).encode())
 
     def at_least(self, before: ScreeningRecord, index: Path) -> "ScreenOptions":
-        """Return it with what the documents of an index were screened for before.
+        """Return the options extended by the earlier screening of an index.
 
         Raises:
-            IndexerError: a list of phrases was left out before, and is not named.
+            IndexerError: the index was screened with a list of phrases, which is not given now.
         """
         if before.excluded and self.record.excluded != before.excluded:
             raise IndexerError(
-                f"{index} was built without what a list of phrases names: give the same "
+                f"{index} was built with a list of excluded phrases: give the same "
                 "--exclude-phrases, --exclude-scope and --exclude-ignore-case, or use another "
                 "folder"
             )
@@ -75,7 +75,7 @@ class ScreenOptions:
         return self
 
     def screener(self) -> "Screen":
-        """Return what screens in this process: making it takes seconds, so it is kept.
+        """Return the screener of this process; creating it takes seconds, so it is kept.
 
         Raises:
             IndexerError: secrets are to be redacted, and the library for it is not installed.
@@ -86,17 +86,17 @@ class ScreenOptions:
 def screening_of(
     path: Path | None, scope: str, *, ignore_case: bool, redact: bool
 ) -> ScreenOptions:
-    """Return what options of a command say.
+    """Return the screening that the options of a command define.
 
     Raises:
-        IndexerError: the file of phrases cannot be read.
+        IndexerError: the phrase file cannot be read.
     """
     phrases = None if path is None else ExcludedPhrases.load(path)
     return ScreenOptions(phrases, ExcludeScope(scope), ignore_case, redact)
 
 
 class Screened(NamedTuple):
-    """A document as it may be indexed."""
+    """A document in the form that may be indexed."""
 
     name: str
     text: str
@@ -109,7 +109,7 @@ def _screen(options: ScreenOptions) -> "Screen":
 
 
 class Screen:
-    """Screens documents one by one; made once per process, for making it takes seconds.
+    """Screens documents one by one; created once per process, since that takes seconds.
 
     Args:
         options: the phrases and secrets to screen for.
@@ -137,8 +137,7 @@ class Screen:
     def screen(self, name: str, text: str, licence: str = "") -> Screened | None:
         """Return the document without excluded lines and secrets; None if it must be left out.
 
-        Phrases are searched before and again after secrets are replaced, so that the result holds
-        none.
+        Phrases are searched before and after secrets are replaced, so that none is in the result.
         """
         found = [*self._excluded(name), *self._excluded(licence)]
         secrets = [self._redactable(name), self._redactable(licence), self._redactable(text)]
@@ -154,7 +153,7 @@ class Screen:
     def _kept(
         self, text: str, secrets: list[Secret], found: Iterable[int], place: str
     ) -> str | None:
-        """Return the text that may stay, given phrases found before; None if none of it may."""
+        """Return the text that may stay, given phrases found before; None if nothing may stay."""
         rounds = (secrets, []) if secrets else (secrets,)
         excluded = set(found)
         lines: list[set[int]] = []

@@ -1,1 +1,1 @@
-"""Chats: the conversations in records, by the shape of the record and the dialect of its turns."""
+"""Chats: conversations in records, by the shape of the record and the dialect of its turns."""

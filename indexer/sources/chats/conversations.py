@@ -1,6 +1,6 @@
-"""Conversations: what was said by whom, and of that the prompts and the outputs of models.
+"""Conversations: who said what, and the prompts and outputs of models in them.
 
-`shapes` says where in a record a conversation stands, and `dialects` how its turns are written.
+`shapes` finds the conversation in a record, and `dialects` reads its turns.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ from indexer.sources.chats.shapes import (
 from indexer.sources.chats.streamed_answers import whole_answer
 
 TEXT: Final = "text"
-"""The role of a text by itself."""
+"""The role of a text without a conversation."""
 
 
 class Turns(StrEnum):
-    """Which turns of a conversation are taken."""
+    """The turns of a conversation to take."""
 
     ASSISTANT = "assistant"
     USER = "user"
@@ -46,13 +46,13 @@ class Turns(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side said.
+    """A turn of a conversation.
 
     Attributes:
         role: `system`, `user`, `assistant` or `tool`; other names for these are translated. `text`
-            where a field names a text, of which the record does not say who wrote it.
-        text: never empty. Its parts, such as several texts, or a text and tool calls, are joined
-            by line ends; a tool call is an object of JSON with `name` and `arguments`.
+            if a field names a text whose author is unknown.
+        text: text, never empty. Several parts, such as texts and tool calls, are joined by line
+            breaks; a tool call is a JSON object with `name` and `arguments`.
     """
 
     role: str
@@ -64,12 +64,13 @@ class Conversation:
     """A conversation.
 
     Attributes:
-        shape: how the record wrote it, in words.
-        turns: in order; there may be none.
-        left_out: what of the record is in no turn, a noun for each: `image`, `empty turn`.
-        num_given: how many turns a model was given, where the record says so. An answer among
-            them is part of a prompt: a server is sent all that was said before, again and again.
-        samples: further answers to what the last turn answers.
+        shape: shape of the record, in words.
+        turns: turns in order; may be empty.
+        left_out: parts of the record that are in no turn, a noun for each: `image`, `empty turn`.
+        num_given: number of turns that a model was given, if the record says so. An answer among
+            them is part of a prompt, because a server gets the whole conversation with each
+            request.
+        samples: alternative answers to the last turn's prompt.
     """
 
     shape: str
@@ -81,12 +82,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a model was given, and what it wrote then.
+    """A prompt of a model, and its output.
 
     Attributes:
-        prompt: all turns before; there may be none.
-        output: the text of an assistant's turn.
-        num_samples: how many answers the record has to this prompt, this one included.
+        prompt: all earlier turns; may be empty.
+        output: text of an assistant's turn.
+        num_samples: number of answers that the record has to this prompt, including this one.
     """
 
     prompt: tuple[Turn, ...]
@@ -96,18 +97,17 @@ class Exchange:
 
 _NO_ANSWER: Final = "response without an answer"
 _MAX_DEPTH: Final = 3
-"""Answers within answers: a response, its choices, a choice, and what that holds."""
+"""Nesting of answers: a response, its choices, a choice, and its content."""
 
 
 def conversation_of(record: object, field: str = "") -> Conversation | None:
-    """Return the conversation that a record holds, or None if its shape is not recognised.
+    """Return the conversation in a record, or None if its shape is not recognised.
 
-    Keys that no shape knows are ignored. A value may be the JSON text of what is expected, as
-    tables have it.
+    Unknown keys are ignored. A value may also be the JSON text of the expected value, as in tables.
 
     Args:
-        record: an object of JSON, a list of turns, or a row as a mapping of columns to values.
-        field: names texts or turns in it: a key, or an expression of JMESPath.
+        record: a JSON object, a list of turns, or a row as a mapping of columns to values.
+        field: names texts or turns in it: a key, or a JMESPath expression.
     """
     text = text_in(record, field)
     if text is not None:
@@ -117,7 +117,7 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
 
 
 def text_in(record: object, field: str) -> str | None:
-    """Return the text that a record has under a key, which most of a corpus are; else None."""
+    """Return the text under a key of a record, the most common case of a corpus; else None."""
     text = record.get(field) if isinstance(record, dict) else None
     return text if isinstance(text, str) and not text.startswith("[") else None
 
@@ -130,7 +130,7 @@ def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]
 
 
 def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
-    """Yield each of the assistant's turns that is an output, with all turns before it."""
+    """Yield each assistant turn that is an output, with all earlier turns."""
     last = len(conversation.turns)
     for _, text in turns_of(conversation, TEXT):
         if text and not text.isspace():
@@ -138,7 +138,7 @@ def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
     for number, text in turns_of(conversation, "assistant"):
         if number > conversation.num_given:
             before = conversation.turns[: number - 1]
-            # Of answers alone none is the prompt of the next.
+            # In a list of answers without prompts, no answer is the prompt of the next.
             prompt = before if any(turn.role != "assistant" for turn in before) else ()
             samples = conversation.samples if number == last else ()
             for output in (text, *samples):
@@ -146,11 +146,11 @@ def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
 
 
 def prompts_of(conversation: Conversation) -> Iterator[tuple[Turn, ...]]:
-    """Yield what a model was given: the turns before each output, and all if the last has none.
+    """Yield a model's prompts: the turns before each output, and all if the last is no answer.
 
-    Turns among which no user speaks are none.
+    Turns without a user are not a prompt.
     """
-    # Samples have one prompt together.
+    # Samples share one prompt.
     prompts = [*dict.fromkeys(exchange.prompt for exchange in exchanges_of(conversation))]
     if conversation.shape == Shape.TEXT:
         prompts = [(Turn("user", each.output),) for each in exchanges_of(conversation)]
@@ -160,17 +160,17 @@ def prompts_of(conversation: Conversation) -> Iterator[tuple[Turn, ...]]:
 
 
 def plain_text(turns: tuple[Turn, ...]) -> str:
-    """Return the texts of turns, with an empty line between two."""
+    """Return the texts of turns, separated by empty lines."""
     return "\n\n".join(turn.text for turn in turns)
 
 
 def messages_of(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
-    """Return turns as chat templates take them."""
+    """Return turns in the form that chat templates take."""
     return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
 class _Reading:
-    """The turns of a conversation so far, and what was left out."""
+    """The turns of a conversation read so far, and what was left out."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
@@ -180,7 +180,7 @@ class _Reading:
         self._num_given = 0
 
     def conversation(self) -> Conversation:
-        """Return the conversation, read to its end."""
+        """Return the finished conversation."""
         found = self._found
         if found.shape == Shape.TEXT:
             return Conversation(found.shape, tuple(Turn(TEXT, text) for text in found.given))
@@ -217,7 +217,7 @@ class _Reading:
                 return
 
     def _add_samples(self, answers: Sequence[Any], depth: int = 0) -> None:
-        """Add the first of several answers to one prompt, and keep the others beside it."""
+        """Add the first of several answers to a prompt, and keep the others as samples."""
         first = len(self._turns)
         for answer in answers:
             begin = len(self._turns)
@@ -227,7 +227,7 @@ class _Reading:
                 del self._turns[begin:]
 
     def _add_answer(self, value: Any, depth: int = 0) -> None:
-        """Add a response: its choices, its items, its message, its content or its text."""
+        """Add a response: its choices, items, message, content or text."""
         value, num_damaged = whole_answer(value)
         self._left_out += ["piece of a stream that is no JSON"] * num_damaged
         if not isinstance(value, dict):
@@ -277,7 +277,7 @@ class _Reading:
             was_item = is_bare_item
 
     def _join_answers(self, before: int) -> None:
-        """Join a turn that was added to the one before it where a model wrote both as one."""
+        """Join an added turn with the one before it if a model wrote both as one."""
         last = self._turns[before - 1 :] if before else []
         if len(last) == 2 and {turn.role for turn in last} == {"assistant"}:  # noqa: PLR2004
             self._turns[before - 1 :] = [Turn("assistant", f"{last[0].text}\n{last[1].text}")]
@@ -295,7 +295,7 @@ class _Reading:
     def _add_parts(
         self, parts: Iterable[tuple[Part, str]], role: str, *, may_be_empty: bool = False
     ) -> None:
-        """Add what one said as a turn; what a tool answered in between is a turn of its own."""
+        """Add the parts of one speaker as a turn; tool results in between become separate turns."""
         texts: list[str] = []
         for kind, text in parts:
             if kind == Part.LEFT_OUT:
@@ -322,7 +322,7 @@ class _Reading:
 
 
 def _chosen(choice: Mapping[str, Any]) -> Any:
-    """Return what a choice or a candidate holds: a message, a text, a content, or itself."""
+    """Return the content of a choice or candidate: a message, a text, a content, or itself."""
     found = next((choice[key] for key in ("message", "text") if choice.get(key)), None)
-    content = choice.get("content")  # a text is that of a message, which may have more
+    content = choice.get("content")  # a text belongs to a message, which may have more
     return found or (content if isinstance(content, dict) else choice)

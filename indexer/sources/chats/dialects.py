@@ -1,7 +1,7 @@
-"""Dialects of turns: how tools write who speaks, what is said, and what tools are asked and answer.
+"""Dialects of turns: how tools write roles, contents, tool calls and tool results.
 
 A turn is an object with a role and a content. A content is a text, a part, or a list of parts. The
-tables name the parts by their sources:
+tables follow these sources:
 
 - chats and Responses of OpenAI: https://platform.openai.com/docs/api-reference
 - Anthropic's Messages: https://docs.anthropic.com/en/api/messages
@@ -42,29 +42,29 @@ _ROLES: Final = {
         for chunk in ("", "chunk")
     },
 }
-"""Roles by what tools call them, in lower case."""
+"""Roles by the names that tools use, in lower case."""
 
 _ROLE_KEYS: Final = ("role", "from", "sender", "type")
 _ROLE_TYPES: Final = frozenset(
     {"human", "ai", "system", "tool", *(name for name in _ROLES if "message" in name)}
 )
-"""Those that LangChain has as the type of a message; other tools have other types."""
+"""Roles that LangChain uses as the type of a message; other tools use other types."""
 
 _CONTENT_KEYS: Final = ("content", "value", "parts", "text")
 _TEXT_TYPES: Final = frozenset(
     {"text", "input_text", "output_text", "reasoning_text", "reasoning", "markdown", "code"}
 )
 _OWN_TYPES: Final = frozenset({"thinking", "refusal"})
-"""Types of parts whose text stands under the name of the type."""
+"""Types of parts whose text is under a key with the name of the type."""
 
 _INNER_KEYS: Final = ("text", "value", "content", "parts", "reasoning", "result")
-"""Keys of the content within a part."""
+"""Keys of the content of a part."""
 
 _CALL_TYPES: Final = frozenset(
     {"tool_use", "tool-call", "tool_call", "function_call", "dynamic-tool"}
 )
 _CALL_KEYS: Final = ("functionCall", "function_call", "toolUse")
-"""Keys of a call within a part, of Gemini and Bedrock."""
+"""Keys of a call in a part, in Gemini and Bedrock."""
 
 _NAME_KEYS: Final = ("name", "toolName", "function")
 _ARGUMENT_KEYS: Final = ("arguments", "input", "args")
@@ -73,14 +73,14 @@ _RESULT_TYPES: Final = frozenset(
 )
 _RESULT_KEYS: Final = ("functionResponse", "toolResult")
 _ITEMS: Final = ("message", "reasoning", "item_reference")
-"""Types of items of OpenAI's Responses, next to calls and their outputs."""
+"""Types of items of OpenAI's Responses, besides calls and their outputs."""
 
 _MAX_DEPTH: Final = 8
-"""Contents within contents: tools nest two or three, and deeper ones could exhaust the stack."""
+"""Most nested contents: tools nest two or three, and deeper nesting could exhaust the stack."""
 
 
 class Part(Enum):
-    """What a part of a content is."""
+    """The kind of a part of a content."""
 
     SAID = "said by who speaks"
     RESULT = "answered by a tool"
@@ -96,7 +96,7 @@ def is_list(value: Any) -> TypeGuard[list[Any]]:
 
 
 def decoded(value: Any) -> Any:
-    """Return a list or an object that is written as JSON text, as tables do; else the value."""
+    """Return the list or object in a JSON text, as tables have it; otherwise the value itself."""
     if not isinstance(value, str) or value.lstrip()[:1] not in {"[", "{"}:
         return value
     try:
@@ -106,17 +106,17 @@ def decoded(value: Any) -> Any:
 
 
 def role_of(turn: Mapping[str, Any], otherwise: str = "") -> str | None:
-    """Return who speaks: `system`, `user`, `assistant`, `tool`; None for a role that is unknown.
+    """Return the role: `system`, `user`, `assistant` or `tool`; None if it is unknown.
 
     Args:
-        turn: as any dialect writes it.
-        otherwise: the role of a turn that names none.
+        turn: turn in any dialect.
+        otherwise: role of a turn that names none.
     """
     return _ROLES.get(named_role(turn) or otherwise)
 
 
 def named_role(turn: Mapping[str, Any]) -> str:
-    """Return what a turn calls its role, in lower case; empty if it names none."""
+    """Return the name of a turn's role, in lower case; empty if it has none."""
     author = turn.get("author")
     if isinstance(author, dict):  # ChatGPT's exports
         turn = author
@@ -128,7 +128,7 @@ def named_role(turn: Mapping[str, Any]) -> str:
 
 
 def bare(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message without what LangChain puts around it."""
+    """Return a message without LangChain's wrapper."""
     for key in ("kwargs", "data"):
         inner = turn.get(key)
         if isinstance(inner, dict) and "content" in inner and "content" not in turn:
@@ -141,7 +141,7 @@ def bare(turn: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_turn(value: Any) -> bool:
-    """Return whether a value is evidently a turn: it has a role, or is an item of Responses."""
+    """Return whether a value is clearly a turn: it has a role, or is an item of Responses."""
     if not isinstance(value, dict):
         return False
     inner = bare(value)
@@ -155,7 +155,7 @@ def are_turns(value: Any) -> bool:
 
 
 def may_be_turn(value: Any) -> bool:
-    """Return whether an object can be a turn whose role follows from where it stands."""
+    """Return whether an object can be a turn whose role follows from its position."""
     keys = {"role", "from", "content", "sender", "author", "parts"}
     return isinstance(value, dict) and not keys.isdisjoint(value)
 
@@ -167,7 +167,7 @@ def is_item(value: Any) -> bool:
 
 
 def turn_parts(turn: Mapping[str, Any], role: str) -> Parts:
-    """Yield the parts of a turn: reasoning, content and calls, in the order of their writing."""
+    """Yield the parts of a turn: reasoning, content and calls, in the order written."""
     if role == "assistant":
         yield from content_parts(turn.get("reasoning_content") or turn.get("reasoning"))
     found = [turn[key] for key in _CONTENT_KEYS if key in turn]
@@ -179,7 +179,7 @@ def turn_parts(turn: Mapping[str, Any], role: str) -> Parts:
 
 
 def item_parts(item: Mapping[str, Any]) -> Parts:
-    """Yield the parts of an item of OpenAI's Responses that is no message."""
+    """Yield the parts of an item of OpenAI's Responses that is not a message."""
     kind = str(item["type"])
     if kind.endswith("_call_output"):
         yield from _results(item.get("output"))
@@ -210,7 +210,7 @@ def content_parts(content: Any, depth: int = 0) -> Parts:
 
 
 def _parts(part: Mapping[str, Any], depth: int) -> Parts:
-    """Yield what a part holds: a call, what a tool answered, or both, or an inner content."""
+    """Yield the contents of a part: a call, a tool result, both, or an inner content."""
     call, result = _call_in(part), _result_in(part)
     if call is not None:
         yield _call(call)
@@ -237,7 +237,7 @@ def _parts(part: Mapping[str, Any], depth: int) -> Parts:
 
 
 def _results(content: Any, depth: int = 0) -> Parts:
-    """Yield what a tool answered as one text, and what is left out of it."""
+    """Yield a tool result as one text, and what is left out of it."""
     texts = []
     for kind, text in content_parts(content, depth):
         if kind == Part.LEFT_OUT:
@@ -248,7 +248,7 @@ def _results(content: Any, depth: int = 0) -> Parts:
 
 
 def _result_in(part: Mapping[str, Any]) -> Any:
-    """Return what a tool answered, of a part that has it; None of any other part."""
+    """Return the tool result in a part; None for other parts."""
     kind = _type_of(part)
     found = next((part[key] for key in _RESULT_KEYS if isinstance(part.get(key), dict)), None)
     if found is not None:
@@ -267,20 +267,20 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 
 def _is_tool(kind: str) -> bool:
-    """Return whether a part is a tool's, as the AI SDK names its type: `tool-weather`."""
+    """Return whether a part belongs to a tool by the AI SDK's type names: `tool-weather`."""
     is_named = kind.startswith("tool-") and kind not in _RESULT_TYPES | _CALL_TYPES
     return is_named or kind == "dynamic-tool"
 
 
 def _call_in(part: Mapping[str, Any]) -> Any:
-    """Return the call of a tool that a part is, or has inside; None where there is none."""
+    """Return the tool call that a part is or contains; None if there is none."""
     inner = next((part[key] for key in _CALL_KEYS if isinstance(part.get(key), dict)), None)
     kind = _type_of(part)
     return inner or (part if kind in _CALL_TYPES or _is_tool(kind) else None)
 
 
 def _call(call: Any) -> tuple[Part, str]:
-    """Return the call of a tool as an object of JSON with `name` and `arguments`."""
+    """Return a tool call as a JSON object with `name` and `arguments`."""
     given: Mapping[str, Any] = call if isinstance(call, dict) else {}
     if isinstance(given.get("function"), dict):
         given = given["function"]
@@ -311,5 +311,5 @@ def _json(value: Any) -> str:
 
 
 def _noun(kind: str) -> str:
-    """Return what a part of a content is, by its type: an image is called so in several ways."""
+    """Return a noun for a part of a content by its type; images have several type names."""
     return next((name for name in ("image", "audio", "video", "file") if name in kind), kind)

@@ -1,4 +1,4 @@
-"""Sessions of agents and chats: one message a line, put together as records of conversations."""
+"""Sessions of agents and chats: joins one-message lines into records of conversations."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 from indexer.sources.chats.shapes import SESSION, named
 
 Record = tuple[str, Any]
-"""A record's name, and the value that JSON, a table or a text has there."""
+"""A record's name, and its value from JSON, a table or a text."""
 
 _NOTES: Final = frozenset(
     {
@@ -20,29 +20,29 @@ _NOTES: Final = frozenset(
         "turn_context",
     }
 )
-"""Lines of sessions that hold no turn: of Claude Code, and of Codex."""
+"""Types of session lines without a turn, in Claude Code and Codex."""
 
 
 _KEYS: Final = frozenset({"message", "payload", "role"})
-"""Of a line that is a message, or has one."""
+"""Keys of a line that is or contains a message."""
 
 _NO_MESSAGE: Final = frozenset({"messages", "prompt", "choices"})
-"""Of a record that has a role and is more than a message."""
+"""Keys of a record that has a role and is more than a message."""
 
 MOST_TURNS: Final = 8192
-"""Of a session, which is held as a whole, and of a conversation: each answer has all turns before
-it as its prompt, which for so many are 130 MB of references."""
+"""Most turns of a session, which is held completely, and of a conversation: each answer has all
+earlier turns as its prompt, which for this many turns are 130 MB of references."""
 
 
 def sessions(records: Iterable[Record], field: str = "") -> Iterator[Record]:
-    """Yield records; those of one message a line together, as one record with all their messages.
+    """Yield records, with one-message lines joined into one record with all their messages.
 
-    A session ends where lines name another, where a system speaks, where it is too long, and where
-    a record of another kind comes. It has the name of its first line.
+    A session ends if a line names another session, if the system speaks, if it is too long, or if a
+    record of another kind follows. It has the name of its first line.
 
     Args:
-        records: in order.
-        field: a record in which it names anything is none of a session.
+        records: records in order.
+        field: a record in which it names anything is not part of a session.
     """
     session = _Session()
     for place, record in records:
@@ -62,7 +62,7 @@ def sessions(records: Iterable[Record], field: str = "") -> Iterator[Record]:
 
 
 class _Session:
-    """The messages of a session so far."""
+    """The messages of a session read so far."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -71,13 +71,13 @@ class _Session:
         self._last_id: Any = None
 
     def ends_before(self, of: Any, message: Mapping[str, Any]) -> bool:
-        """Return whether a message is one of another session."""
+        """Return whether a message belongs to another session."""
         is_system = message.get("role") == "system"
         begins = is_system and any(each.get("role") != "system" for each in self.messages)
         return of != self._of or begins or len(self.messages) >= MOST_TURNS
 
     def add(self, place: str, of: Any, message: Mapping[str, Any]) -> None:
-        """Add a message, or what is another part of the last one."""
+        """Add a message, or another part of the last one."""
         if not self.messages:
             self._place, self._of = place, of
         own_id, content = message.get("id"), message.get("content")
@@ -90,14 +90,14 @@ class _Session:
         self._last_id = own_id
 
     def ended(self) -> Iterator[Record]:
-        """Yield the session as a record, if there is one, and begin another."""
+        """Yield the session as a record, if there is one, and start a new one."""
         if self.messages:
             yield self._place, {SESSION: self.messages}
             self.messages = []
 
 
 def _is_note(record: Any) -> bool:
-    """Return whether a record is a line of a session that is no message."""
+    """Return whether a record is a session line without a message."""
     kind = record.get("type") if isinstance(record, dict) else None
     return isinstance(kind, str) and kind in _NOTES
 

@@ -1,7 +1,7 @@
-"""Shapes of records: where in them a conversation stands.
+"""Shapes of records: where the conversation in a record is.
 
-A record is recognised by its keys and their values, never by its file's name. What each shape is
-called in reports stands with it. `dialects` says how the turns inside are written.
+A record is recognised by its keys and their values, never by its file name. Each shape has a name
+for reports. `dialects` reads the turns.
 """
 
 import re
@@ -17,11 +17,11 @@ from indexer.sources.chats.dialects import are_turns, decoded, is_item, is_list
 from indexer.sources.chats.streamed_answers import is_chunk, whole_answer
 
 Object = dict[str, Any]
-"""An object of JSON, or a row as columns and their values."""
+"""A JSON object, or a row as columns and their values."""
 
 
 class Shape(StrEnum):
-    """How a record writes a conversation; the value names it in reports."""
+    """The shape of a conversation in a record; the value is its name in reports."""
 
     TEXT = "texts"
     MESSAGES = "OpenAI messages"
@@ -44,18 +44,18 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where the conversation of a record stands.
+    """The location of the conversation in a record.
 
     Attributes:
-        shape: how the record writes it.
-        given: what a model was given: turns, a message or a text; None for nothing.
-        answers: what it wrote; several are samples of one prompt. None where turns of the
-            assistant in `given` are what it wrote.
-        left_out: what of the record is in neither, a noun for each.
-        system: contents of which the first that has a text is what the system says.
-        history: turns before `given`: pairs of what a user said, and the answer.
-        has_turns: whether `given` is a list of turns by its key alone, whatever is in it.
-        may_repeat: whether answers repeat the last turn that is given, where it is one.
+        shape: shape of the record.
+        given: what the model was given: turns, a message or a text; None for nothing.
+        answers: what it wrote; several answers are samples for one prompt. None if the assistant
+            turns in `given` are what it wrote.
+        left_out: parts of the record that are in neither, a noun for each.
+        system: contents; the first with a text is the system message.
+        history: turns before `given`, as pairs of a user's text and the answer.
+        has_turns: whether the key alone makes `given` a list of turns, whatever is in it.
+        may_repeat: whether answers may repeat the last given turn, if that is an answer.
     """
 
     shape: Shape
@@ -80,7 +80,7 @@ TURN_LISTS: Final = {
 """Keys of lists of turns."""
 
 _ANY_LISTS: Final = frozenset({"messages", "conversations", "conversation", "chat_messages"})
-"""Of these, what any list holds counts as turns; of the others only a list of evident turns."""
+"""Of these, any list counts as turns; of the others, only a list of clear turns."""
 
 PROMPTS: Final = {
     "instruction": Shape.INSTRUCTION,
@@ -88,10 +88,10 @@ PROMPTS: Final = {
     "question": Shape.QUESTION,
     "input": Shape.PROMPT,
 }
-"""Keys of what a model was given."""
+"""Keys of prompts."""
 
 SESSION: Final = "messages of a session"
-"""The key of messages that stood in records of their own."""
+"""Key of messages that were in separate records."""
 
 SYSTEM: Final = (
     "system",
@@ -100,7 +100,7 @@ SYSTEM: Final = (
     "systemInstruction",
     "system_instruction",
 )
-"""Keys of what a system says next to turns."""
+"""Keys of a system message next to turns."""
 
 OUTPUTS: Final = (
     "output",
@@ -113,13 +113,13 @@ OUTPUTS: Final = (
     "generation",
     "generated_text",
 )
-"""Keys of what a model wrote."""
+"""Keys of outputs."""
 
 BATCHES: Final = ("choices", "candidates")
-"""Of these, those of which the value is a list of samples, each with what surrounds it."""
+"""Of these, the keys whose value is a list of samples, each in a wrapper."""
 
 _BODIES: Final = frozenset(OUTPUTS) - {"content", "generation", "generated_text"}
-"""Keys by which the text of a response is known for JSON; any object has contents."""
+"""Keys that show that a text is the JSON of a response; `content` is too common."""
 
 _OF_SGLANG: Final = ("obj",)
 _REQUESTS: Final = (
@@ -130,9 +130,10 @@ _REQUESTS: Final = (
     ("input", "inputBodyJson"),
     _OF_SGLANG,
 )
-"""Keys of requests: of logs, of batches of OpenAI and Anthropic, of Helicone, of Bedrock's log
-(https://docs.aws.amazon.com/bedrock/latest/userguide/model-invocation-logging.html), and of
-SGLang's `--log-requests`."""
+"""Keys of requests: in logs, in batches of OpenAI and Anthropic, in Helicone, in Bedrock's log
+(https://docs.aws.amazon.com/bedrock/latest/userguide/model-invocation-logging.html), and in
+SGLang's `--log-requests`.
+"""
 
 _RESPONSES: Final = (
     ("response",),
@@ -141,21 +142,21 @@ _RESPONSES: Final = (
     ("output", "outputBodyJson"),
     ("out",),
 )
-"""Those of what was answered, in the same order."""
+"""Keys of the responses, in the same order."""
 
 _MAX_NESTING: Final = 6
-"""Objects in objects that are looked for turns."""
+"""Most nested objects to search for turns."""
 
 _NO_MODEL: Final = ("span of no model",)
 _NO_ANSWER: Final = ("response without an answer",)
 
 
 def found_in(record: Any, field: str = "") -> Found | None:
-    """Return where the conversation of a record stands; None if its shape is not recognised.
+    """Return the location of the conversation in a record; None if its shape is not recognised.
 
     Args:
-        record: an object of JSON, a list of turns, or a row as a mapping of columns to values.
-        field: names the text, the texts or the turns in it, before any shape: see `named`.
+        record: a JSON object, a list of turns, or a row as a mapping of columns to values.
+        field: names the text, texts or turns in it; takes precedence over shapes, see `named`.
     """
     named_value = named(record, field)
     if named_value is not None:
@@ -174,11 +175,11 @@ def found_in(record: Any, field: str = "") -> Found | None:
 
 
 def named(record: Any, field: str) -> Any:
-    """Return what a field names in a record; None where it names nothing there.
+    """Return what a field names in a record; None if it names nothing.
 
     Args:
-        record: of any form.
-        field: a key, or else an expression of JMESPath: https://jmespath.org.
+        record: record of any form.
+        field: a key, or else a JMESPath expression: https://jmespath.org.
     """
     if not field:
         return None
@@ -188,17 +189,17 @@ def named(record: Any, field: str) -> Any:
         return None
     try:
         return jmespath.search(field, record)
-    except JMESPathError:  # a function that does not take what this record has
+    except JMESPathError:  # a function that does not accept this record's values
         return None
 
 
 def is_expression(field: str) -> bool:
-    """Return whether a field is an expression of JMESPath, if it is no key of a record."""
+    """Return whether a field that is not a key of a record is a JMESPath expression."""
     return not set(".[{|@(").isdisjoint(field)
 
 
 def _named(value: Any, record: Any) -> Found | None:
-    """Return what a value is that was named: texts, turns, or an object of a known shape."""
+    """Return the meaning of a named value: texts, turns, or an object of a known shape."""
     value = decoded(value) if are_turns(value) else value
     texts = [value] if isinstance(value, str) else value
     if is_list(texts) and texts and all(isinstance(each, str) for each in texts):
@@ -211,12 +212,13 @@ def _named(value: Any, record: Any) -> Found | None:
 
 
 def _asked(record: Object, answers: Sequence[Any] | None, shape: Shape | None) -> Found | None:
-    """Return what a model was given, as an object has it; None where it has nothing of it.
+    """Return what a model was given, from an object; None if the object has nothing of it.
 
     Args:
-        record: a request, or what holds the same.
-        answers: what it wrote.
-        shape: of the record; None for that of a record by itself, whose answers may be repeated.
+        record: a request, or an object with the same keys.
+        answers: what the model wrote.
+        shape: shape of the record; None for that of a stand-alone record, whose answers may be
+            repeated.
     """
     system = [record[key] for key in SYSTEM if record.get(key)]
     for key, known in TURN_LISTS.items():
@@ -241,12 +243,12 @@ def _asked(record: Object, answers: Sequence[Any] | None, shape: Shape | None) -
 
 
 def _turns(record: Object) -> Found | None:
-    """Turns, or a prompt, with what was written next to them, if that is not the last turn."""
+    """Turns, or a prompt, with the output next to them, if that is not the last turn."""
     return _asked(record, _outputs(record), None)
 
 
 def _outputs(record: Object) -> list[Any] | None:
-    """Return what a model wrote, if it stands under one of the usual keys."""
+    """Return what a model wrote, if it is under one of the usual keys."""
     for key in OUTPUTS:
         value = _unwrapped(record[key], _BODIES) if key in record else None
         if value is not None:
@@ -257,7 +259,7 @@ def _outputs(record: Object) -> list[Any] | None:
 
 
 def _server_log(record: Object) -> Found | None:
-    """A request, with a response or not: each by itself, or in the envelope of its transport."""
+    """A request with or without a response: each bare, or in a transport envelope."""
     if not TURN_LISTS.keys().isdisjoint(record):
         return None
     for path in _REQUESTS:
@@ -279,7 +281,7 @@ def _responses(record: Object) -> list[Any]:
 
 
 def _response(record: Object) -> Found | None:
-    """What a server answered, by itself or under a key, such as that of a batch's result."""
+    """A server's response, bare or under a key, such as that of a batch result."""
     if _is_response(record):
         return Found(Shape.RESPONSE, answers=[record])
     inner = _responses(record)
@@ -289,7 +291,7 @@ def _response(record: Object) -> Found | None:
 
 
 def _is_response(value: Any) -> bool:
-    """Return whether a value is the response of a server, whole, by its form alone."""
+    """Return whether a value is a complete server response, by its form alone."""
     if not isinstance(value, dict):
         return False
     choices, output = value.get("choices"), value.get("output")
@@ -303,9 +305,9 @@ def _is_response(value: Any) -> bool:
 
 
 def _unwrapped(value: Any, keys: Collection[str]) -> Any:
-    """Return a request or a response, taken out of the envelope of its transport.
+    """Return a request or a response without its transport envelope.
 
-    A text is decoded only where it has one of the keys: answers may be JSON themselves.
+    A text is decoded only if it has one of the keys, because an answer may itself be JSON.
     """
     if value is None:
         return None
@@ -317,7 +319,7 @@ def _unwrapped(value: Any, keys: Collection[str]) -> Any:
 
 
 def _at(record: Object, path: tuple[str, ...]) -> Any:
-    """Return what stands under a key, or under a key in an object under another."""
+    """Return the value under a key, or under a path of keys."""
     found: Any = record
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
@@ -342,7 +344,7 @@ def _typed(value: Any) -> Any:
 
 
 def _span(record: Object) -> Found | None:
-    """A span of OpenTelemetry's GenAI conventions, or of OpenInference (Phoenix).
+    """A span in OpenTelemetry's GenAI conventions, or in OpenInference (Phoenix).
 
     https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans (before: events and indexed
     attributes, as OpenLLMetry writes them), https://github.com/Arize-ai/openinference.
@@ -365,7 +367,7 @@ def _span(record: Object) -> Found | None:
 
 
 def _indexed(attributes: Object, prefix: str) -> list[Any]:
-    """Return messages that attributes spell out one by one: `prefix.0.message.role`."""
+    """Return messages that are flattened into attributes: `prefix.0.message.role`."""
     nested = attributes
     for part in prefix.split("."):
         nested = nested.get(part, {}) if isinstance(nested, dict) else {}
@@ -389,7 +391,7 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(record: Object) -> tuple[list[Any], list[Any]]:
-    """Return messages and choices that a span has as events."""
+    """Return messages and choices in the events of a span."""
     given, written = [], []
     events = record.get("events")
     for event in events if is_list(events) else ():
@@ -419,7 +421,7 @@ def _run(record: Object) -> Found | None:
 
 
 def _first(value: Any) -> Any:
-    """Return the first of a batch: lists within a list."""
+    """Return the first list of a batch, a list of lists."""
     is_batch = is_list(value) and value and isinstance(value[0], list)
     if is_batch:
         return value[0]
@@ -470,7 +472,7 @@ def _evaluated(record: Object) -> Found | None:
 
 
 def _benchmark(record: Object) -> Found | None:
-    """A question of MT-Bench or Spec-Bench, of which the first turn can be asked by itself."""
+    """A question of MT-Bench or Spec-Bench, whose first turn can be asked alone."""
     turns = record.get("turns")
     if not is_list(turns) or not turns or not all(isinstance(each, str) for each in turns):
         return None
@@ -489,7 +491,7 @@ def _answers_alone(record: Object) -> Found | None:
 
 
 def _preference(record: Object) -> Found | None:
-    """A pair of which one is preferred, as TRL and LLaMA-Factory have it; the other isn't read."""
+    """A preference pair, as in TRL and LLaMA-Factory; only the preferred answer is read."""
     chosen = decoded(record.get("chosen"))
     if not chosen or not isinstance(chosen, str | list | dict):
         return None
@@ -500,7 +502,7 @@ def _preference(record: Object) -> Found | None:
 
 
 def _tree(record: Object) -> Found | None:
-    """A conversation as ChatGPT exports it: a tree, of which one path was shown last."""
+    """A conversation as ChatGPT exports it: a tree, with one path that was shown last."""
     nodes = record.get("mapping")
     if not isinstance(nodes, dict) or not nodes:
         return None
@@ -537,7 +539,7 @@ def _is_answer(node: Any) -> bool:
 
 
 def _nested(record: Object) -> Found | None:
-    """The only list of evident turns in an object in it, under whatever keys."""
+    """The only list of clear turns in nested objects, under any keys."""
     waiting, lists = [(value, 1) for value in record.values()], list[Any]()
     while waiting and len(lists) < 2:  # noqa: PLR2004
         value, depth = waiting.pop()
@@ -549,7 +551,7 @@ def _nested(record: Object) -> Found | None:
 
 
 def _session(record: Object) -> Found | None:
-    """A session that `sessions` put together."""
+    """A session that `sessions` joined."""
     return Found(Shape.SESSION, record[SESSION], has_turns=True) if [*record] == [SESSION] else None
 
 
@@ -568,5 +570,5 @@ _SHAPES: Final[tuple[tuple[frozenset[str], Callable[[Object], Found | None]], ..
     (frozenset(), _response),
     (frozenset(), _nested),
 )
-"""Shapes in the order in which they are tried, each with keys of which a record has one, if it has
-any."""
+"""Shapes in the order in which they are tried, each with keys of which a matching record has at
+least one; no keys if any record may match."""

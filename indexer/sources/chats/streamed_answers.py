@@ -1,6 +1,6 @@
-"""Streamed answers put together again, as a server would have sent them in one piece.
+"""Reassembly of streamed answers into the response that a server would have sent in one piece.
 
-Logs keep them as lists of chunks, or as the text of server-sent events. Known are the chunks of
+Logs keep them as lists of chunks, or as the text of server-sent events. Supported are the chunks of
 OpenAI's completions (`choices` with `delta` or `text`), the events of its Responses, and those of
 Anthropic's Messages.
 """
@@ -12,17 +12,18 @@ from typing import Any, Final
 Chunk = dict[str, Any]
 
 _FIELDS: Final = ("data:", "event:", "id:", "retry:", ":")
-"""What lines of server-sent events begin with."""
+"""Prefixes of lines of server-sent events."""
 
 _ENDED: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 def whole_answer(value: Any) -> tuple[Any, int]:
-    """Return a streamed answer as one response, or any other value as it is.
+    """Return a streamed answer as one response, or any other value unchanged.
 
     Returns:
-        The response, and how many events of it are no JSON, such as the last of a log that is cut.
+        The response, and the number of its events that are not JSON, such as the last one of a
+        truncated log.
     """
     chunks, num_damaged = _chunks_in(value)
     if chunks:
@@ -34,7 +35,7 @@ def whole_answer(value: Any) -> tuple[Any, int]:
 
 
 def is_chunk(record: Any) -> bool:
-    """Return whether a record is a single chunk, of which several make an answer."""
+    """Return whether a record is a single chunk of an answer."""
     if not isinstance(record, dict):
         return False
     if any("delta" in choice for choice in _choices(record)):
@@ -58,7 +59,7 @@ def _chunks_in(value: Any) -> tuple[list[Chunk], int]:
 
 
 def _unwrapped(chunk: Chunk) -> Chunk:
-    """Return an event's data, where a log keeps `event` and `data` of each."""
+    """Return the data of an event, if a log keeps `event` and `data` of each."""
     data = chunk.get("data")
     if isinstance(data, str) and "event" in chunk:
         data = _parsed(data)
@@ -66,7 +67,7 @@ def _unwrapped(chunk: Chunk) -> Chunk:
 
 
 def _events(text: str) -> tuple[list[Chunk], int]:
-    """Return the data of server-sent events that are objects, and how many are no JSON."""
+    """Return the data of server-sent events that are objects, and the number that are not JSON."""
     chunks, num_damaged = [], 0
     for data in _data(text):
         if not data.strip() or data.strip() == "[DONE]":
@@ -80,14 +81,14 @@ def _events(text: str) -> tuple[list[Chunk], int]:
 
 
 def _data(text: str) -> Iterator[str]:
-    """Yield the data of each event: its lines of data, up to an empty line."""
+    """Yield the data of each event: its data lines, up to an empty line."""
     lines: list[str] = []
     for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
         if not line.strip():
             yield "\n".join(lines)
             lines = []
         elif line.lstrip().startswith("data:"):
-            # Some logs keep one line end of the two between events.
+            # Some logs keep only one of the two line breaks between events.
             data = line.lstrip().removeprefix("data:").removeprefix(" ")
             if lines and data.startswith(("{", "[DONE]")):
                 yield "\n".join(lines)
@@ -128,7 +129,7 @@ class _Message:
         if not isinstance(function, dict):
             return
         name = _fragment(function.get("name"))
-        if not isinstance(index, int | str):  # then a name begins the next call
+        if not isinstance(index, int | str):  # without an index, a name begins the next call
             index = len(self._calls) - (not name and bool(self._calls))
         call = self._calls.setdefault(index, {"name": [], "arguments": []})
         call["name"].append(name)
@@ -147,7 +148,7 @@ class _Message:
 
 
 def _fragment(value: Any) -> str:
-    """Return the text of a delta: a text, or parts with a text each."""
+    """Return the text of a delta: a text, or parts with texts."""
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, dict)]
         return "".join(part for part in parts if isinstance(part, str))
@@ -155,7 +156,7 @@ def _fragment(value: Any) -> str:
 
 
 def _of_choices(chunks: list[Chunk]) -> Any:
-    """Return chunks of a chat's or a text's completion as one response; None if they are none."""
+    """Return chunks of a chat or text completion as one response; None if they are others."""
     messages: dict[int, _Message] = {}
     texts: dict[int, list[str]] = {}
     for chunk in chunks:
@@ -173,10 +174,10 @@ def _of_choices(chunks: list[Chunk]) -> Any:
 
 
 def _of_items(chunks: list[Chunk]) -> Any:
-    """Return events of OpenAI's Responses as one response; None if they are none.
+    """Return events of OpenAI's Responses as one response; None if they are others.
 
-    The last event repeats the whole response. Where it is missing, items that ended are taken,
-    and of the one that did not, its text so far.
+    The last event repeats the whole response. If it is missing, finished items are taken, and the
+    text so far of the unfinished one.
     """
     items: dict[Any, Any] = {}
     texts: dict[Any, list[str]] = {}
@@ -199,7 +200,7 @@ def _of_items(chunks: list[Chunk]) -> Any:
 
 
 def _of_blocks(chunks: list[Chunk]) -> Any:
-    """Return events of Anthropic's Messages as one message; None if they are none."""
+    """Return events of Anthropic's Messages as one message; None if they are others."""
     blocks: dict[Any, dict[str, Any]] = {}
     deltas: dict[Any, list[str]] = {}
     is_stream = False

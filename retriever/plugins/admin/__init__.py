@@ -1,4 +1,4 @@
-"""A running service under its operator's hand: the admin plane, and the command `admin`."""
+"""Administration of a running service: the admin plane and the command `admin`."""
 
 from indexer.launch import Command
 
@@ -7,5 +7,5 @@ COMMAND = Command(
     "serve",
     "retriever.plugins.admin.admin_cli",
     "server",
-    "Look into a running service, and change it.",
+    "Inspect and change a running service.",
 )

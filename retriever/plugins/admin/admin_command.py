@@ -16,34 +16,34 @@ from retriever.errors import InvalidRequestError
 from retriever.operations.settings import CredentialSettings
 from retriever.plugins.admin.administrator import administering, messages as pb
 
-_SMALL: Final = 100_000  # bytes, below which MB would read 0.0
+_SMALL: Final = 100_000  # bytes; below, MB would show 0.0
 ADDRESS_VARIABLE: Final = "FOREDRAFT_ADMIN_ADDRESS"
 
 app = CommandLine(
-    "Look into a running service and change it: sessions, tenants, indexes, settings. "
+    "Inspect and change a running service: sessions, tenants, indexes, settings. "
     "The service needs --admin-address.",
-    epilog="Where: --address, or FOREDRAFT_ADMIN_ADDRESS, as the service has --admin-address. "
-    "Who: on its unix socket the user that the service runs as; where the service has --access, "
-    "a token of the scope admin (`foredraft access token --scope admin`), by --credentials or "
+    epilog="Where: --address or FOREDRAFT_ADMIN_ADDRESS, the --admin-address of the service. "
+    "Who: on a unix socket, the user that the service runs as; if the service has --access, "
+    "a token of the scope admin (`foredraft access token --scope admin`), from --credentials or "
     "FOREDRAFT_REMOTE_TOKEN_FILE.",
 )
 
 
 class PlaneSettings(CredentialSettings):
-    """Where a service answers its operators."""
+    """The address on which a service answers its operators."""
 
     address: Annotated[
         str | None,
         Metavar("ADDRESS"),
         Field(
-            description="What the service has as --admin-address: unix:PATH or HOST:PORT. "
+            description="The --admin-address of the service: unix:PATH or HOST:PORT. "
             f"Default: {ADDRESS_VARIABLE}."
         ),
     ] = None
     timeout_s: Annotated[
         float,
         Metavar("SECONDS"),
-        Field(gt=0, allow_inf_nan=False, description="How long an answer may take."),
+        Field(gt=0, allow_inf_nan=False, description="Longest wait for an answer."),
     ] = 60.0
 
 
@@ -52,7 +52,7 @@ Tenant = Annotated[
     typer.Option(
         metavar="NAME",
         rich_help_panel="Filter",
-        help='Of this tenant; "" for callers without. Default: of all.',
+        help='Only of this tenant; "" for callers without one. Default: of all.',
     ),
 ]
 Name = Annotated[str, typer.Option(metavar="NAME", rich_help_panel="Filter", help="Of this name.")]
@@ -78,9 +78,9 @@ def list_sessions(
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """List open sessions, the longest idle first: how long, how large, and whose.
+    """List open sessions, the longest idle first, with their idle time, size and tenant.
 
-    Options that are given together must all hold.
+    All given options must match.
     """
     request = pb.ListSessionsRequest(filter=_filter(tenant, name, idle))
     with _calling(plane) as (calls, timeout_s):
@@ -106,7 +106,7 @@ def end_sessions(
     name: Name = "",
     idle: Idle = 0.0,
     everything: Annotated[
-        bool, typer.Option("--all", rich_help_panel="Filter", help="End all that are open.")
+        bool, typer.Option("--all", rich_help_panel="Filter", help="End all open sessions.")
     ] = False,
     forget: Annotated[
         bool, typer.Option(rich_help_panel="Filter", help="Keep nothing of their outputs.")
@@ -115,9 +115,9 @@ def end_sessions(
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """End the sessions for which all that is given holds; their outputs so far are kept.
+    """End the sessions that match all given options; their outputs so far are kept.
 
-    An engine whose session has ended is refused its next step and opens the session again.
+    The next step of an ended session is refused, and the engine opens the session again.
 
     Example: `foredraft admin end --tenant acme --idle 30`
     """
@@ -128,7 +128,7 @@ def end_sessions(
         ended = calls.EndSessions(request, timeout=timeout_s)
     said = f"sessions ended: {ended.num_ended}, outputs kept: {ended.num_kept}"
     if ended.num_not_on_disk:
-        said += f", in memory alone because the disk refused: {ended.num_not_on_disk}"
+        said += f", only in memory because the disk refused: {ended.num_not_on_disk}"
     _show(ended, said, as_json=as_json)
 
 
@@ -136,7 +136,7 @@ def end_sessions(
 @clear_errors()
 @with_flags
 def list_tenants(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
-    """List what is in memory of each tenant: sessions, generations and recycled logits."""
+    """List what each tenant has in memory: sessions, generations and recycled logits."""
     with _calling(plane) as (calls, timeout_s):
         answers = calls.ListTenants(pb.ListTenantsRequest(), timeout=timeout_s)
         found = [tenant for answer in answers for tenant in answer.tenants]
@@ -159,13 +159,13 @@ def list_tenants(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
 def evict(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose generations.")],
     lose: Annotated[
-        bool, typer.Option(help="Go on where the service keeps no state, and they are lost.")
+        bool, typer.Option(help="Evict even if the service keeps no state, so that they are lost.")
     ] = False,
     *,
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Take a tenant's generations out of memory; on disk they stay, and are loaded when needed."""
+    """Evict a tenant's generations from memory; those on disk stay, and are loaded when needed."""
     request = pb.EvictTenantRequest(tenant=tenant, lose=lose)
     with _calling(plane) as (calls, timeout_s):
         evicted = calls.EvictTenant(request, timeout=timeout_s)
@@ -182,7 +182,7 @@ def evict(
 @clear_errors()
 @with_flags
 def list_indexes(tenant: Tenant = None, *, plane: PlaneSettings, as_json: AsJson = False) -> None:
-    """List the indexes that are drafted from, and for whom."""
+    """List the indexes that are drafted from, and their tenants."""
     request = pb.ListAttachedIndexesRequest(tenant=tenant)
     with _calling(plane) as (calls, timeout_s):
         found = calls.ListAttachedIndexes(request, timeout=timeout_s).indexes
@@ -205,15 +205,15 @@ def attach(
     path: Folder,
     tenant: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Who alone drafts from it. Default: all tenants."),
+        typer.Option(metavar="NAME", help="Only tenant that drafts from it. Default: all."),
     ] = None,
     *,
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Draft from one more index, now and until the service ends.
+    """Draft from one more index until the service ends.
 
-    To keep it beyond that, add it to `index` or `tenant_index` in the service's settings, too.
+    To keep it, also add it to `index` or `tenant_index` in the service's settings.
     """
     request = pb.AttachIndexRequest(path=path, tenant=tenant)
     with _calling(plane) as (calls, timeout_s):
@@ -230,27 +230,27 @@ def detach(
     path: Folder,
     tenant: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Who alone drafts from it. Default: all tenants do."),
+        typer.Option(metavar="NAME", help="Only tenant that drafts from it. Default: all do."),
     ] = None,
     *,
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Draft from an index no longer; its files stay.
+    """Stop drafting from an index; its files stay.
 
-    Take it out of the service's settings, too: at its next start it would be drafted from again.
+    Also remove it from the service's settings, or it is drafted from again after a restart.
     """
     request = pb.DetachIndexRequest(path=path, tenant=tenant)
     with _calling(plane) as (calls, timeout_s):
         detached = calls.DetachIndex(request, timeout=timeout_s)
-    _show(detached.index, f"{detached.index.path} is drafted from no longer", as_json=as_json)
+    _show(detached.index, f"{detached.index.path} is no longer drafted from", as_json=as_json)
 
 
 @app.command("use")
 @clear_errors()
 @with_flags
 def show_use(tenant: Tenant = None, *, plane: PlaneSettings, as_json: AsJson = False) -> None:
-    """Show what tenants have used since the service began."""
+    """Show the usage of tenants since the service started."""
     with _calling(plane) as (calls, timeout_s):
         answers = list(calls.GetUse(pb.GetUseRequest(tenant=tenant), timeout=timeout_s))
     found = [use for answer in answers for use in answer.tenants]
@@ -291,15 +291,15 @@ def show_settings(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
 @clear_errors()
 @with_flags
 def reload(
-    check: Annotated[bool, typer.Option("--check", help="Say what would change.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only show what would change.")] = False,
     *,
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Read the service's settings file again, and put in force what can change while it runs.
+    """Reread the service's settings file, and apply what can change while it runs.
 
-    Most limits, refresh and logging can. Where anything else has changed, it is named and
-    nothing is put in force.
+    Most limits, refresh and logging can. If anything else has changed, it is named and nothing is
+    applied.
     """
     request = pb.ReloadSettingsRequest(check_only=check)
     with _calling(plane) as (calls, timeout_s):
@@ -318,15 +318,15 @@ def reload(
 @with_flags
 def snapshot(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="Of the copy. Default: by the time.")
+        str, typer.Argument(metavar="[NAME]", help="Name of the copy. Default: from the time.")
     ] = "",
     *,
     plane: PlaneSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Copy the state directory while the service runs, to the folder that it has as --snapshots.
+    """Copy the state directory to the --snapshots folder while the service runs.
 
-    A service that is started with the copy as --state drafts as this one would after a restart.
+    A service that starts with the copy as --state drafts as this one would after a restart.
     """
     request = pb.SnapshotStateRequest(name=name)
     with _calling(plane) as (calls, timeout_s):
@@ -339,7 +339,7 @@ def snapshot(
 @clear_errors()
 @with_flags
 def drain(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
-    """Have the service drain and end, as SIGTERM does; a signal after this ends it at once."""
+    """Have the service drain and end, as SIGTERM does; a later signal ends it immediately."""
     with _calling(plane) as (calls, timeout_s):
         drained = calls.Drain(pb.DrainRequest(), timeout=timeout_s)
     begun = "it drains already" if drained.was_draining else "it drains"
@@ -360,11 +360,11 @@ def _changes_by(setting: pb.Setting) -> str:
 
 @contextmanager
 def _calling(plane: PlaneSettings) -> Iterator[tuple[Any, float]]:
-    """Yield the calls of the service, and how long they may take, in seconds."""
+    """Yield the calls of the service, and their timeout in seconds."""
     address = plane.address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
         raise InvalidRequestError(
-            "which service? give --address, as the service has --admin-address, or set "
+            "which service? give --address, the --admin-address of the service, or set "
             f"{ADDRESS_VARIABLE}"
         )
     with administering(address, plane.shown_credentials()) as calls:
@@ -396,7 +396,7 @@ def _show_all(messages: Iterable[Any], columns: _Columns, none: str, *, as_json:
 
 
 def as_object(message: Message) -> dict[str, Any]:
-    """Return a message's fields by name, for JSON; those that are not set are null."""
+    """Return the fields of a message by name, for JSON; unset ones are null."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         is_set = not field.has_presence or message.HasField(field.name)
@@ -405,7 +405,7 @@ def as_object(message: Message) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[str]], is_number: Sequence[bool]) -> Iterator[str]:
-    """Yield the lines of rows in columns; numbers are aligned to the right."""
+    """Yield the lines of a table in columns; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
@@ -416,7 +416,7 @@ def table(rows: Sequence[Sequence[str]], is_number: Sequence[bool]) -> Iterator[
 
 
 def printable(text: str) -> str:
-    """Return a text in which a terminal finds no commands: names come from callers."""
+    """Return a text without terminal escapes, since names come from callers."""
     return "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text)
 
 

@@ -1,7 +1,7 @@
 """The gRPC servicer of the admin plane: translates messages and calls the drafter's administration.
 
-What only looks runs on the event loop in slices; what changes something, or waits, runs in threads
-of its own, and is recorded in the audit log there: a caller that leaves does not stop it.
+Calls that only read run on the event loop in slices. Calls that change something or wait run in
+separate threads and are recorded in the audit log there; they complete even if the caller leaves.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ from retriever.service.gate import Call
 from retriever.sessions.bindings import Attached
 from retriever.v1 import admin_pb2 as pb
 
-_THREADS: Final = 4  # an index may take seconds to attach; sessions are ended meanwhile
+_THREADS: Final = 4  # attaching an index may take seconds, and sessions can be ended meanwhile
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Administered:
-    """What an operator's calls work on.
+    """The objects that an operator's calls work on.
 
     Attributes:
-        service: whose drafter there may not be yet.
-        settings: in force.
+        service: the service; its drafter may not exist yet.
+        settings: settings in force.
         audit: records changes.
-        snapshots: the folder of copies of the state, absolute; None: none are made.
+        snapshots: absolute path of the folder for copies of the state; None if copies are disabled.
     """
 
     service: Service
@@ -67,10 +67,10 @@ class Administered:
 class AdminServicer:
     """The calls of the admin contract, on one event loop.
 
-    Method names are the contract's; the gate turns what they raise into statuses.
+    Method names are those of the contract; the gate turns their errors into statuses.
 
     Args:
-        administered: what they work on.
+        administered: the objects that the calls work on.
     """
 
     def __init__(self, administered: Administered) -> None:
@@ -236,19 +236,19 @@ class AdminServicer:
             return pb.DrainResponse(was_draining=was_draining, num_sessions=num_sessions)
 
     def shut_down(self) -> None:
-        """Wait for changes that are under way."""
+        """Wait for changes in progress."""
         self._threads.shutdown()
 
     def _administration(self) -> Administration:
         service = self._on.service
         if service.drafter is None or service.observer.lifecycle.phase is Phase.STARTING:
             raise DrafterUnavailableError(
-                "the service is starting: its health says when it is ready"
+                "the service is starting: its health check tells when it is ready"
             )
         return Administration(service.drafter.state)
 
     def _drain(self) -> tuple[bool, int]:
-        """Begin to drain; return whether that was under way, and how many sessions are open."""
+        """Start to drain; return whether it already drained, and the number of open sessions."""
         service = self._on.service
         was_draining = self._is_ended or service.observer.lifecycle.phase is Phase.DRAINING
         self._is_ended = True
@@ -257,7 +257,7 @@ class AdminServicer:
         return was_draining, 0 if service.drafter is None else len(service.drafter.state.sessions)
 
     async def _look(self, look: Callable[[Administration], _Result]) -> _Result:
-        """Return what may take some time to see."""
+        """Run a query that may take some time in a thread; return its result."""
         administration = self._administration()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, look, administration)
@@ -285,13 +285,13 @@ class AdminServicer:
 
 
 def who_of(call: Call) -> str:
-    """Return who calls, for the audit log."""
+    """Return the name of the caller for the audit log."""
     return "unix socket" if call.caller is None else f"credential {call.caller.name}"
 
 
 @contextmanager
 def _in_the_contract() -> Iterator[None]:
-    """Raise errors as the contract names them; an operator is told the reason."""
+    """Raise errors as the contract defines them; an operator sees the reason."""
     try:
         yield
     except (RetrieverError, IndexerError) as error:
@@ -307,7 +307,7 @@ def _as_in_the_contract(error: RetrieverError | IndexerError) -> RetrieverError:
 
 
 def _filter_of(message: pb.SessionFilter) -> SessionFilter:
-    """Return which sessions are meant."""
+    """Return the session filter of a message."""
     return SessionFilter(_tenant_in(message), message.session_id, message.min_idle_s)
 
 

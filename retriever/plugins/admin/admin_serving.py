@@ -1,4 +1,4 @@
-"""The server of the admin plane: at an address of its own, for operators alone."""
+"""The server of the admin plane, at a separate address and only for operators."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -23,9 +23,9 @@ from retriever.v1 import admin_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
 
 MAX_MESSAGE_BYTES: Final = 1 << 16
-"""Longest request: a path and some names fit."""
+"""Largest request, in bytes: enough for a path and some names."""
 
-_MAX_CALLS: Final = 32  # at once: operators and their tools
+_MAX_CALLS: Final = 32  # concurrent calls of operators and their tools
 _GRACE_S: Final = 1.0  # for the last responses
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -33,16 +33,16 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdminPlane:
-    """Where operators call, and who of them is let in.
+    """The address that operators call, and the check of who may.
 
-    On a unix socket of a service without an access file, the permission to open the socket is the
-    credential: it has the mode 0600. Otherwise a caller needs the scope `admin`.
+    On a unix socket of a service without an access file, the permission to open the socket, which
+    has mode 0600, is the credential. Otherwise a caller needs the scope `admin`.
 
     Attributes:
         address: HOST:PORT or unix:PATH.
-        administered: what calls work on.
-        protection: of the service.
-        has_access: whether it has an access file.
+        administered: the objects that calls work on.
+        protection: protection of the service.
+        has_access: whether the service has an access file.
     """
 
     address: str
@@ -58,15 +58,15 @@ class AdminPlane:
         service: Service,
         protection: Protection,
     ) -> Self:
-        """Return the plane of a service, having checked that it may listen there.
+        """Return the admin plane of a service, after checking that it may listen on its address.
 
         Args:
-            resolved: the service's settings, which state where.
-            resolve_again: reads them again.
-            service: what operators administer.
-            protection: of the service.
+            resolved: settings of the service, which give the address.
+            resolve_again: reads the settings again.
+            service: service to administer.
+            protection: protection of the service.
 
-        Raises: as `check`.
+        Raises: as for `check`.
         """
         settings = resolved.settings
         snapshots = None if settings.snapshots is None else settings.snapshots.absolute()
@@ -78,31 +78,32 @@ class AdminPlane:
         return plane
 
     def check(self, draft_address: str) -> None:
-        """Refuse an address where anybody could administer the service.
+        """Refuse an address at which anyone could administer the service.
 
         Raises:
-            InsecureAddressError: it is open to others, or the one where drafts are served.
-            AddressInUseError: it is taken or cannot be bound.
+            InsecureAddressError: the address is open to others, or is the one where drafts are
+                served.
+            AddressInUseError: the address is in use or cannot be bound.
         """
         if self.address == draft_address and not self.address.endswith(":0"):
             raise InsecureAddressError(
-                f"{self.address} is where drafts are served: give --admin-address one of its own"
+                f"{self.address} is where drafts are served: give another --admin-address"
             )
         if not self.address.startswith(UNIX):
             if not self.has_access:
                 raise InsecureAddressError(
-                    f"whoever reaches {self.address} could administer the service: give --access, "
-                    "which says who has the scope admin, or --admin-address unix:PATH"
+                    f"anyone can administer the service at {self.address}: give --access, "
+                    "which grants the scope admin, or --admin-address unix:PATH"
                 )
             self.protection.check(self.address)
         check_address(self.address, "--admin-address")
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve during the block; give the address.
+        """Serve during the block; yield the address.
 
         Raises:
-            AddressInUseError: the address is taken or cannot be bound.
+            AddressInUseError: the address is in use or cannot be bound.
         """
         servicer = AdminServicer(self.administered)
         server = aio.server(

@@ -1,7 +1,7 @@
-"""What an operator does with a running drafter: look into it, end, evict, attach, change limits.
+"""Operations on a running drafter: inspect, end, evict, attach, change limits, copy the state.
 
-All of it may run in any thread. What a drafter holds is copied or changed in slices under its
-lock, with drafts in between.
+All of it may run in any thread. The drafter's data is copied or changed in slices under its lock,
+with drafts in between.
 """
 
 import math
@@ -28,9 +28,9 @@ from retriever.sessions.session_table import Session
 from retriever.v1 import admin_pb2 as pb
 
 SLICE: Final = 64
-"""Sessions or tenants that are reported at once: 0.2 ms, less than a slice of a long step."""
+"""Sessions or tenants per report: 0.2 ms, less than a slice of a long step."""
 
-_ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each the lock is held for some 0.5 ms
+_ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each, the lock is held for about 0.5 ms
 _COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _Item = TypeVar("_Item")
@@ -38,15 +38,15 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """Which sessions are meant: those for which all that is set holds.
+    """Selects the sessions that match all set fields.
 
     Attributes:
-        tenant: of the session; None: of any.
-        session: its name; empty: any.
-        min_idle_s: idle for at least this long, in seconds.
+        tenant: tenant of the session; None for any.
+        session: name of the session; empty for any.
+        min_idle_s: least idle time, in seconds.
 
     Raises:
-        InvalidRequestError: a name or the time is none.
+        InvalidRequestError: a name or the time is invalid.
     """
 
     tenant: str | None = None
@@ -62,11 +62,11 @@ class SessionFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all sessions are meant."""
+        """Whether the filter matches all sessions."""
         return self == SessionFilter()
 
     def fits(self, key: SessionKey, session: Session, idle_s: float) -> bool:
-        """Return whether a session is meant."""
+        """Return whether a session matches."""
         return (
             self.tenant in {None, session.tenant}
             and self.session in {"", key.name}
@@ -75,19 +75,19 @@ class SessionFilter:
 
 
 class Administration:
-    """What an operator does with one drafter.
+    """Operations on one drafter.
 
     Args:
-        state: of the drafter.
+        state: state of the drafter.
     """
 
     def __init__(self, state: DrafterState) -> None:
         self._state = state
 
     def sessions(self, wanted: SessionFilter) -> Iterator[list[pb.SessionInfo]]:
-        """Yield the sessions that are meant, the longest idle first, in slices of `SLICE`.
+        """Yield the matching sessions, the longest idle first, in slices of `SLICE`.
 
-        They are those of the first step; some may have ended when they are reported.
+        They are selected before the first slice, so some may have ended when they are reported.
         """
         for part in _sliced(self._held()):
             yield [
@@ -97,12 +97,12 @@ class Administration:
             ]
 
     def end(self, wanted: SessionFilter, *, forget: bool) -> pb.EndSessionsResponse:
-        """End the sessions that are meant; a new session of the same name stays.
+        """End the matching sessions; a new session of the same name stays.
 
-        Blocks until outputs that are kept are written.
+        Blocks until kept outputs are written.
 
         Args:
-            wanted: which.
+            wanted: selects the sessions.
             forget: keep nothing of their outputs.
         """
         failures = self._state.pools.log_failures
@@ -121,7 +121,7 @@ class Administration:
         )
 
     def tenants(self) -> list[pb.TenantInfo]:
-        """Return what is held of each tenant, by name; blocks for some pauses."""
+        """Return what each tenant holds, by name; blocks for some pauses."""
         found = _Reports()
         for part in _sliced(self._held()):
             for _, session in part:
@@ -145,10 +145,10 @@ class Administration:
         return [found[tenant] for tenant in sorted(found)]
 
     def uses(self, tenant: str | None = None) -> list[pb.UseInfo]:
-        """Return what tenants have used, by name; blocks as `tenants` does.
+        """Return the usage of tenants, by name; blocks as `tenants` does.
 
         Args:
-            tenant: whose use; None for that of all.
+            tenant: tenant to report on; None for all.
         """
         if tenant is not None:
             check_tenant_name(tenant)
@@ -162,18 +162,19 @@ class Administration:
 
     @property
     def other_use(self) -> pb.UseInfo:
-        """What tenants have used that are no longer counted apart."""
+        """The usage of tenants that are no longer counted separately."""
         return _use("", self._state.uses.others, 0)
 
     def evict(self, tenant: str, *, lose: bool) -> tuple[bool, int]:
-        """Let a tenant's generations and findings leave memory; those on disk stay.
+        """Evict a tenant's generations and findings from memory; those on disk stay.
 
         Args:
-            tenant: whose.
-            lose: go on where none are on disk.
+            tenant: tenant to evict.
+            lose: whether to evict even if none are on disk.
 
         Returns:
-            Whether they were in memory, and how many sessions hold them there until they end.
+            Whether they were in memory, and the number of sessions that hold them there until they
+            end.
 
         Raises:
             NotPossibleError: they would be lost.
@@ -183,8 +184,8 @@ class Administration:
         would_be_lost = tenant in pools or tenant in findings.bytes_by_tenant()
         if would_be_lost and not (pools.is_logged or lose):
             raise NotPossibleError(
-                "this service keeps no state, so that the tenant's outputs would be lost: start it "
-                "with --state, or say that they may go (lose)"
+                "this service keeps no state, so the tenant's outputs would be lost: start it "
+                "with --state, or allow it (lose)"
             )
         was_there = tenant in pools
         pools.evict(tenant)
@@ -203,42 +204,43 @@ class Administration:
         """Draft from one more index; blocks until it is open and warm.
 
         Args:
-            path: of the index, absolute.
-            tenant: that alone drafts from it; None: all do.
+            path: absolute path of the index.
+            tenant: only tenant that drafts from it; None for all.
 
         Raises:
-            InvalidRequestError: path or tenant are none.
-            NotPossibleError: it is attached already, or the vocabulary of the tokens is unknown.
-            indexer.errors.IndexerError: it cannot be opened, or is of another tokenizer.
+            InvalidRequestError: the path or tenant is invalid.
+            NotPossibleError: the index is attached already, or the vocabulary of the tokens is
+                unknown.
+            indexer.errors.IndexerError: it cannot be opened, or has another tokenizer.
         """
         checked = _checked_path(path, tenant)
         vocabulary = self._state.vocabulary
         if vocabulary is None:
-            # Tokens of open sessions were not checked against any: a search could leave its tables.
+            # Tokens of open sessions were never checked: a search could leave the index's tables.
             raise NotPossibleError(
-                "this service began without an index and without --tokenizer, so that nobody knows "
-                "which tokens it was sent: start it with either"
+                "this service started without an index and without --tokenizer, so it is unknown "
+                "which tokens it was sent: start it with one of them"
             )
         opened = partial(Index.open, vocabulary=vocabulary, hold=self._state.hold)
         return self._state.bindings.attach(checked, tenant, opened)
 
     def detach(self, path: str, tenant: str | None = None) -> Attached:
-        """Draft from an index no longer; its files stay.
+        """Stop drafting from an index; its files stay.
 
         Raises:
-            InvalidRequestError: path or tenant are none.
-            UnknownIndexError: it is not attached to this tenant, or to all.
+            InvalidRequestError: the path or tenant is invalid.
+            UnknownIndexError: the index is not attached to this tenant, or to all.
         """
         return self._state.bindings.detach(_checked_path(path, tenant), tenant)
 
     def change_limits(self, changes: Mapping[str, float]) -> None:
-        """Put other limits in force; what is open stays, even beyond them.
+        """Change limits; what is already open stays, even beyond the new limits.
 
         Args:
             changes: new values by name.
 
         Raises:
-            NotPossibleError: a limit cannot change while this runs; none is changed.
+            NotPossibleError: a limit cannot change while the drafter runs; none is changed.
         """
         fixed = sorted(changes.keys() - CHANGEABLE_LIMITS)
         if fixed:
@@ -248,18 +250,18 @@ class Administration:
             self._state.take_limits(replace(before, **changes))
 
     def refresh_every(self, refresh_s: float) -> None:
-        """Look for changed indexes with this period from now on, in seconds; 0: never."""
+        """Set the period of the check for changed indexes, in seconds; 0 for never."""
         self._state.bindings.watch(refresh_s)
 
     def snapshot(self, folder: Path, name: str = "") -> pb.SnapshotStateResponse:
         """Copy the state directory as it is now to a new folder; blocks until it is on disk.
 
         Args:
-            folder: of all copies.
-            name: of the new folder in it; by the time, if empty.
+            folder: folder of all copies.
+            name: name of the new folder in it; from the time if empty.
 
         Raises:
-            InvalidRequestError: this cannot be a name.
+            InvalidRequestError: the name is invalid.
             NotPossibleError: there is no state, such a copy exists, or one is being made.
             StateError: the disk refuses.
         """
@@ -281,13 +283,13 @@ class Administration:
             self._state.copying.release()
 
     def _copy(self, folder: Path, name: str) -> int:
-        """Copy to a hidden folder, which gets its name once it is whole."""
+        """Copy to a hidden folder, which is renamed once it is complete."""
         whole, partial = folder / name, folder / f".{name}.partial"
         if whole.exists():
             raise NotPossibleError(f"there is a copy {whole} already: choose another name")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if partial.exists():  # of a process that was killed
+            if partial.exists():  # left by a killed process
                 shutil.rmtree(partial)
             try:
                 num_bytes = self._state.pools.snapshot(partial, self._state.lock)
@@ -310,9 +312,10 @@ class Administration:
     def _end(
         self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool
     ) -> tuple[bool, bool]:
-        """End a session if it is still open and meant; return whether it was, and is kept.
+        """End a session if it is still open and matches; return whether it ended and is kept.
 
-        One with a long commit under way is not kept: its tokens are being written.
+        A session with a long commit in progress is not kept, since its tokens are still being
+        written.
         """
         sessions = self._state.sessions
         with self._state.lock:
@@ -335,7 +338,7 @@ def _sliced(items: Sequence[_Item]) -> Iterator[list[_Item]]:
 
 
 class _Reports(dict[str, pb.TenantInfo]):
-    """Reports by tenant, made when they are first asked for."""
+    """Reports by tenant, created on first access."""
 
     def __missing__(self, tenant: str) -> pb.TenantInfo:
         report = self[tenant] = pb.TenantInfo(tenant=tenant)
@@ -356,7 +359,7 @@ def _report(key: SessionKey, session: Session, idle_s: float) -> pb.SessionInfo:
 
 
 def _bytes_of(tenant: pb.TenantInfo) -> int:
-    """Return the memory of its sessions, its generations and what its decoders found likely."""
+    """Return the memory of a tenant's sessions, generations and findings, in bytes."""
     return int(tenant.session_bytes + tenant.generations_bytes + tenant.recycled_bytes)
 
 
@@ -377,6 +380,6 @@ def _checked_path(path: str, tenant: str | None) -> Path:
         check_tenant_name(tenant)
     if "\0" in path or not Path(path).is_absolute():
         raise InvalidRequestError(
-            f"an index is named by its absolute path on the service's machine, not {path[:80]!r}"
+            f"name an index by its absolute path on the service's machine, not {path[:80]!r}"
         )
     return Path(path)

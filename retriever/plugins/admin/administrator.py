@@ -18,18 +18,19 @@ __all__ = ["administering", "messages"]
 
 @contextmanager
 def administering(address: str, credentials: Credentials | None = None) -> Iterator[Any]:
-    """Yield the calls of a service's admin contract; their errors in the block become ours.
+    """Yield the calls of a service's admin contract; their errors become ours within the block.
 
     Args:
-        address: of the admin plane: HOST:PORT or unix:PATH.
-        credentials: to send and to verify the server with; None for a unix socket without.
+        address: address of the admin plane: HOST:PORT or unix:PATH.
+        credentials: credentials to send and to verify the server with; None for a unix socket that
+            needs none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        DrafterUnavailableError: nobody answers there, or not in time.
-        NotPossibleError: the service cannot do this as it is.
+        DrafterUnavailableError: there is no answer, or not in time.
+        NotPossibleError: the service cannot do this in its current state.
         UnknownIndexError: there is no such index, or it is not attached.
-        RetrieverError: what the service refused.
+        RetrieverError: the service refused the call.
     """
     with open_channel(address, credentials, CLIENT_OPTIONS) as channel:
         try:
@@ -47,7 +48,7 @@ def _error_of(error: Any, address: str) -> RetrieverError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DrafterUnavailableError(
-            f"{address} did not answer in time; what was begun goes on there: give a longer "
-            "--timeout-s, or look at the service's log"
+            f"{address} did not answer in time; the operation continues there: give a longer "
+            "--timeout-s, or check the service's log"
         )
     return error_of(error)

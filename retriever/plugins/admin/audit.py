@@ -1,8 +1,8 @@
-"""The audit log: a line of JSON for the beginning and for the end of every change by an operator.
+"""The audit log: one JSON line for the beginning and one for the end of every operator's change.
 
-A change is refused if its beginning cannot be written and synced, so that none happens unrecorded.
-Both lines have the same `id`; a change whose second line is missing was interrupted by the end of
-the process. Lines with the outcome are in the service's log too.
+A change is refused if its beginning cannot be written and synced, so that no change goes
+unrecorded. Both lines have the same `id`; if the second line is missing, the process ended during
+the change. Lines with the outcome are also in the service's log.
 """
 
 import json
@@ -21,19 +21,19 @@ from typing import Any, Final
 from retriever.errors import NotPossibleError, RetrieverError, SettingsError
 from retriever.operations.logs import log_event
 
-_MODE: Final = 0o600  # it names tenants, sessions and operators
+_MODE: Final = 0o600  # the file names tenants, sessions and operators
 _OTHERS_MAY: Final = stat.S_IRWXG | stat.S_IRWXO
 _OK: Final = "OK"
 _LOGGER: Final = logging.getLogger(__name__)
-_LOGGER.setLevel(logging.INFO)  # whatever --log-level is: what changed is always told
+_LOGGER.setLevel(logging.INFO)  # changes are logged at any --log-level
 
 
 @dataclass(slots=True)
 class Change:
-    """A change that is under way.
+    """A change in progress.
 
     Attributes:
-        outcome: what it did, for the second line; set by the block.
+        outcome: what the change did, for the second line; set by the block.
     """
 
     outcome: dict[str, Any] = field(default_factory=dict)
@@ -43,8 +43,9 @@ class AuditLog:
     """Records changes. Thread-safe; blocks for the disk.
 
     Args:
-        path: of the file, which is made with the mode 0600 and appended to; opened for each line,
-            so that it can be rotated by renaming it. None: changes are in the service's log alone.
+        path: path of the file, which is created with mode 0600 and appended to. It is opened for
+            each line, so that it can be rotated by renaming. None to record changes only in the
+            service's log.
 
     Raises:
         SettingsError: the file cannot be written, or others may read or write it.
@@ -61,12 +62,12 @@ class AuditLog:
 
     @contextmanager
     def change(self, who: str, call: str, what: Mapping[str, Any]) -> Iterator[Change]:
-        """Record that a change begins, and after the block how it ended.
+        """Record that a change begins and, after the block, how it ended.
 
         Args:
-            who: makes it.
-            call: its name.
-            what: its arguments, for JSON.
+            who: name of the operator.
+            call: name of the call.
+            what: arguments of the call, for JSON.
 
         Raises:
             NotPossibleError: the beginning cannot be recorded; the block does not run.
@@ -77,7 +78,7 @@ class AuditLog:
         except OSError as error:
             raise NotPossibleError(
                 "nothing was changed, because the audit log cannot be written: "
-                f"{error.strerror or error}; make room, or put its permissions right, and ask again"
+                f"{error.strerror or error}; free space, or fix its permissions, and ask again"
             ) from error
         change, status = Change(), _OK
         try:
@@ -111,7 +112,7 @@ class AuditLog:
     def _append(self, line: str) -> None:
         """Append a line and wait until it is on disk; raises OSError.
 
-        A line that an earlier process left unfinished is ended first.
+        A partial line from an earlier process is terminated first.
         """
         if self._path is None:
             return
@@ -134,7 +135,7 @@ class AuditLog:
 def _checked_size(descriptor: int) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError("it is no file")
+        raise OSError("it is not a file")
     if found.st_mode & _OTHERS_MAY:
         raise OSError(f"others may use it (mode {stat.S_IMODE(found.st_mode):04o}): chmod 600")
     return found.st_size

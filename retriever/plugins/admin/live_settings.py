@@ -1,7 +1,7 @@
-"""Settings of a running service: what is in force, and what a reload changes.
+"""Settings of a running service: those in force, and those that a reload changes.
 
-What can change is listed here. A setting that is not listed takes a restart, so a new one is safe
-until somebody says how it is applied.
+Changeable settings are listed here. Any other setting needs a restart, so a new setting is safe
+until someone implements how to apply it.
 """
 
 import json
@@ -30,10 +30,10 @@ class SettingChange:
     """A setting with another value.
 
     Attributes:
-        name: of it.
-        before: in force so far, as `shown` returns it.
-        after: the new value, the same.
-        origin: of the new value.
+        name: name of the setting.
+        before: value in force so far, as `shown` returns it.
+        after: new value, in the same form.
+        origin: origin of the new value.
     """
 
     name: str
@@ -43,10 +43,10 @@ class SettingChange:
 
 
 class LiveSettings:
-    """The settings that are in force. Thread-safe.
+    """The settings in force. Thread-safe.
 
     Args:
-        resolved: with which the service began.
+        resolved: settings with which the service started.
         resolve_again: reads file, environment and flags again.
     """
 
@@ -64,21 +64,21 @@ class LiveSettings:
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Where each comes from."""
+        """The origin of each setting."""
         return self._resolved.origins
 
     def reload(
         self, administration: Administration, *, check_only: bool = False
     ) -> list[SettingChange]:
-        """Read the settings again and put those in force that can change; return what differs.
+        """Read the settings again and apply those that can change; return the differences.
 
         Args:
-            administration: of the drafter.
+            administration: administration of the drafter.
             check_only: change nothing.
 
         Raises:
             SettingsError: a setting is unknown or its value is invalid; nothing is changed.
-            NotPossibleError: a setting differs that cannot change; nothing is changed.
+            NotPossibleError: a setting that cannot change differs; nothing is changed.
         """
         with self._lock:
             newer = self._resolve_again()
@@ -106,7 +106,7 @@ def _differences(before: Resolved[Settings], after: Resolved[Settings]) -> list[
 def _refuse_fixed(
     changes: list[SettingChange], newer: Settings, administration: Administration
 ) -> None:
-    """Refuse changes that take a restart; indexes may be listed as they are attached now."""
+    """Refuse changes that need a restart; listing the indexes as attached now is allowed."""
     fixed = [each.name for each in changes if each.name not in CHANGEABLE]
     if _INDEXES.intersection(fixed) and _named_indexes(newer) == _attached_indexes(administration):
         fixed = [name for name in fixed if name not in _INDEXES]
@@ -117,7 +117,7 @@ def _refuse_fixed(
     if len(todo) < len(fixed):
         names = ", ".join(name for name in fixed if name in _INDEXES)
         advice.append(
-            f"attach and detach what {names} should list (`foredraft admin attach`, `detach`) first"
+            f"first attach and detach what {names} should list (`foredraft admin attach`, `detach`)"
         )
     raise NotPossibleError(
         f"nothing was changed, because {', '.join(fixed)} cannot change by a reload: "
@@ -126,7 +126,7 @@ def _refuse_fixed(
 
 
 def _apply(names: set[str], newer: Settings, administration: Administration) -> None:
-    """Put changed settings in force, which were checked."""
+    """Apply changed settings, which are already checked."""
     if limits := names & CHANGEABLE_LIMITS:
         administration.change_limits({name: getattr(newer, name) for name in limits})
     if "refresh" in names:
@@ -146,5 +146,5 @@ def _attached_indexes(administration: Administration) -> set[tuple[str | None, P
 
 
 def as_json(value: Any) -> str:
-    """Return a shown value in JSON; infinity is "inf"."""
+    """Return a shown value as JSON; infinity is "inf"."""
     return json.dumps("inf" if value == float("inf") else value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""An index as a corpus that an engine drafts from by itself: the command `export`."""
+"""Export of an index as a corpus that an engine drafts from on its own: the command `export`."""
 
 from indexer.launch import Command
 

@@ -1,9 +1,10 @@
-"""A corpus that exllamav3 drafts from: its frozen suffix automaton, one file.
+"""A corpus for exllamav3: its frozen suffix automaton, in one file.
 
 The file is a prefix (`EXL3SAM` and a zero byte, then version u32, bytes of the header u32 and of
-the payload u64, little-endian), a header in JSON, and one Zstandard frame. In it nine arrays of i32
-stand at multiples of 64 bytes, each as four planes: the lowest bytes of all numbers, then the next.
-The loader checks the graph, and that the model's tokenizer files are those that the header names.
+the payload u64, little-endian), a JSON header, and one Zstandard frame. The frame holds nine arrays
+of i32 at multiples of 64 bytes, each as four planes: the lowest bytes of all numbers, then the next
+bytes. The loader checks the graph, and checks that the model's tokenizer files are those that the
+header names.
 
 Source: exllamav3 1.6.5, `exllamav3/generator/ngram.py` and `FrozenSAMCursor`.
 """
@@ -27,7 +28,7 @@ from retriever.kernels.chains import SEPARATOR
 from retriever.plugins.exports.exported_documents import whole_file
 
 BYTES_PER_TOKEN: Final = 160
-"""Memory that building takes at most, in bytes."""
+"""Most memory that building takes per token, in bytes."""
 
 _Ints = NDArray[np.int32]
 
@@ -38,11 +39,11 @@ class FrozenAutomaton:
 
     Attributes:
         links: int32[s], -1 at the root.
-        lengths: int32[s], tokens of each state's longest substring.
+        lengths: int32[s], length of each state's longest substring, in tokens.
         ends: int32[s], position of the last token of its first occurrence; 2^31 - 1 at the root.
         offsets: int32[s + 1], where the edges of each state begin.
-        labels: int32[e], the edges' tokens, rising within a state.
-        targets: int32[e], the states that they lead to.
+        labels: int32[e], tokens of the edges, ascending within a state.
+        targets: int32[e], states that the edges lead to.
     """
 
     links: _Ints
@@ -54,7 +55,7 @@ class FrozenAutomaton:
 
     @classmethod
     def of(cls, tokens: TokenIds) -> "FrozenAutomaton":
-        """Build the automaton of int32[n], documents with a separator, -1, behind each."""
+        """Build the automaton of int32[n], documents each followed by a separator, -1."""
         graph = _room_for(len(tokens))
         build_automaton(graph, tokens)
         num_states, num_edges = graph.counts.tolist()
@@ -73,7 +74,7 @@ class FrozenAutomaton:
 
 
 def _room_for(num_tokens: int) -> Graph:
-    """Return an empty graph; what stays unused of it takes no memory."""
+    """Return an empty graph; unused parts of it take no memory."""
     num_states, num_edges = 2 * num_tokens + 1, 3 * num_tokens + 1
     num_slots = 1 << max(4, (2 * num_edges - 1).bit_length())
     links, lengths, ends, first_edges = (np.empty(num_states, np.int32) for _ in range(4))
@@ -101,7 +102,7 @@ DEFAULT_MAX_TOKENS: Final = 10_000_000
 """1.6 GB at `BYTES_PER_TOKEN`, which fits in memory next to a model."""
 
 MAX_TOKENS: Final = (2**31 - 2) // 3
-"""With more, edges would have no number of four bytes."""
+"""Most tokens; with more, edge numbers would not fit four bytes."""
 
 _PREFIX: Final = struct.Struct("<8sIIQ")
 _MAGIC: Final = b"EXL3SAM\0"
@@ -114,15 +115,15 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "added_tok
 
 @dataclass(slots=True)
 class AutomatonReport:
-    """What was written.
+    """Counts of what was written.
 
     Attributes:
-        documents: in the automaton.
-        tokens: of them, with a separator for each.
-        left_out_documents: for which there was no room.
-        states: of the automaton.
-        edges: of the automaton.
-        bytes: of the file.
+        documents: number of documents in the automaton.
+        tokens: their tokens, plus a separator for each.
+        left_out_documents: documents that did not fit.
+        states: number of states.
+        edges: number of edges.
+        bytes: size of the file.
     """
 
     documents: int = 0
@@ -133,12 +134,12 @@ class AutomatonReport:
     bytes: int = 0
 
     def as_json(self) -> dict[str, int]:
-        """Return the report for machines to read."""
+        """Return the report as JSON values."""
         return asdict(self)
 
 
 def tokenizer_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files that say what a model's token ids mean.
+    """Return the SHA-256 of the files that define a model's token ids.
 
     Raises:
         ExportError: the folder has no `tokenizer.json`, or a file cannot be read.
@@ -167,20 +168,20 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
     max_tokens: int = DEFAULT_MAX_TOKENS,
     overwrite: bool = False,
 ) -> AutomatonReport:
-    """Write documents as a frozen automaton, in order, up to the first that has no room.
+    """Write documents as a frozen automaton, in order, up to the first that does not fit.
 
-    All documents and the automaton are in memory; see `BYTES_PER_TOKEN`.
+    All documents and the automaton are held in memory; see `BYTES_PER_TOKEN`.
 
     Args:
-        documents: int32[n] each.
-        output: the file.
+        documents: int32[n] for each document.
+        output: file to write.
         tokenizer_files: as `tokenizer_digests` returns them.
         vocabulary_size: largest token id plus one.
-        max_tokens: separators included; at most `MAX_TOKENS`.
-        overwrite: replace a file that is there.
+        max_tokens: most tokens, separators included; at most `MAX_TOKENS`.
+        overwrite: whether to replace an existing file.
 
     Raises:
-        ExportError: nothing fits, or the file is there already or cannot be written.
+        ExportError: nothing fits, or the file exists or cannot be written.
         DamagedIndexError: a document cannot be read.
     """
     report = AutomatonReport()
@@ -203,7 +204,7 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
 
 
 def _gathered(documents: Iterable[TokenIds], max_tokens: int, report: AutomatonReport) -> TokenIds:
-    """Return int32[n], documents with a separator behind each."""
+    """Return int32[n], documents each followed by a separator."""
     kept: list[TokenIds] = []
     for tokens in documents:
         if report.left_out_documents or report.tokens + len(tokens) + 1 > max_tokens:
@@ -237,7 +238,7 @@ def _sections(
 
 
 def _root_table(automaton: FrozenAutomaton, size: int) -> NDArray[np.int32]:
-    """Return int32[size], where each token leads to from the root; -1 for nowhere."""
+    """Return int32[size], the target of each token from the root; -1 if there is none."""
     end = automaton.offsets[1]
     labels, targets = automaton.labels[:end], automaton.targets[:end]
     table = np.full(size, -1, np.int32)
@@ -277,7 +278,7 @@ def _write(
 
 
 def _places(counts: Sequence[int]) -> tuple[list[int], int]:
-    """Return where arrays of four bytes a number begin, and where the last one ends."""
+    """Return the byte offsets of arrays of four-byte numbers, and the end of the last one."""
     places: list[int] = []
     end = 0
     for count in counts:

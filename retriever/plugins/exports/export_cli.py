@@ -1,6 +1,6 @@
-"""The command `export`: its options, and what they say.
+"""The command `export`: its options and their help.
 
-What it does is imported when it does it, so that its help comes at once.
+Its code is imported when it runs, so that its help appears immediately.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ def export(
     to: Annotated[
         ExportForm,
         typer.Option(
-            help="sglang-corpus: texts for SGLang's own NGRAM, by its endpoint "
-            "/add_external_corpus or at its start. exllamav3: its frozen automaton, for "
+            help="sglang-corpus: texts for SGLang's NGRAM, for its endpoint "
+            "/add_external_corpus or its start. exllamav3: its frozen automaton, for "
             "--ngram_corpus."
         ),
     ],
@@ -41,27 +41,27 @@ def export(
         int,
         typer.Option(
             min=1,
-            help="Write no more; SGLang's own limit is "
+            help="Most tokens to write; SGLang's own limit is "
             "--speculative-ngram-external-corpus-max-tokens, for all its corpora together.",
         ),
     ] = DEFAULT_MAX_TOKENS,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file that is there.")
+        bool, typer.Option("--overwrite", help="Replace an existing file.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an index as a corpus that an engine drafts from by itself, without this project.
+    """Write an index as a corpus that an engine drafts from on its own, without this project.
 
-    Documents are written in order, up to the first that has no room.
+    Documents are written in order, up to the first that does not fit.
     """
     from retriever.plugins.exports.export_command import write_corpus  # noqa: PLC0415  (loads numba)
 
     write_corpus(index, to, output, tokenizer, max_tokens, overwrite=overwrite, as_json=as_json)
 
 
-app = command_line("The command `export`: its options, and what they say.", {"export": export})
+app = command_line("The command `export`: its options and their help.", {"export": export})
 
 
 def main() -> None:
-    """Run the command line; errors are printed in one line."""
+    """Run the command line; errors are printed on one line."""
     app(prog_name="foredraft")

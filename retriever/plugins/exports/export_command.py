@@ -1,4 +1,4 @@
-"""The command that writes an index in the form of an engine's own corpus."""
+"""The command that writes an index in the corpus format of an engine."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def write_corpus(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write an index as an engine's own corpus; see `foredraft export --help`."""
+    """Write an index as the corpus of an engine; see `foredraft export --help`."""
     files = _tokenizer_files(tokenizer) if to is ExportForm.EXLLAMAV3 else {}
     with closing(Index.open(index)) as opened:
         named = load_tokenizer(tokenizer or DEFAULT_MODEL)
@@ -64,6 +64,6 @@ def _print(report: CorpusReport | AutomatonReport, output: Path, *, as_json: boo
     typer.echo(f"{output}: {counts}")
     if report.left_out_documents:
         print(
-            f"left out: {report.left_out_documents:,} documents; --max-tokens has no room for them",
+            f"left out: {report.left_out_documents:,} documents; they exceed --max-tokens",
             file=sys.stderr,
         )

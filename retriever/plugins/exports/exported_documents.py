@@ -1,4 +1,4 @@
-"""The documents of an index as token ids, what they can be written as, and atomic files."""
+"""Export forms, the documents of an index as token ids, and atomic files."""
 
 import os
 import secrets
@@ -17,18 +17,18 @@ from retriever.errors import ExportError
 
 
 class ExportForm(StrEnum):
-    """What an index can be written as."""
+    """A form in which an index can be written."""
 
     SGLANG_CORPUS = "sglang-corpus"
     EXLLAMAV3 = "exllamav3"
 
 
 def token_documents(index: Index) -> Iterator[TokenIds]:
-    """Yield int32[n] for each document, in order; one at a time is in memory.
+    """Yield int32[n] for each document, in order, with one at a time in memory.
 
     Raises:
-        DamagedIndexError: the index lists a document where it cannot be, or holds a token that
-            its vocabulary does not have.
+        DamagedIndexError: the index lists a document at an impossible place, or holds a token
+            outside its vocabulary.
     """
     documents = index.documents()
     for segment in index.segments:
@@ -37,7 +37,7 @@ def token_documents(index: Index) -> Iterator[TokenIds]:
             tokens = np.array(segment.tokens[start : start + num_tokens], np.int32)
             if len(tokens) != num_tokens or not _is_of(tokens, index.vocabulary.size):
                 raise DamagedIndexError(
-                    f"{index.path} holds a document that is none at {start} of segment "
+                    f"{index.path} holds an invalid document at {start} of segment "
                     f"{segment.name}: copy or build the index again"
                 )
             yield tokens
@@ -49,18 +49,18 @@ def _is_of(tokens: TokenIds, vocabulary_size: int) -> bool:
 
 @contextmanager
 def whole_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
-    """Give a file to write to, and put it at `path` when the block ends without an error.
+    """Yield a file to write to, and move it to `path` if the block ends without an error.
 
-    It is a hidden sibling until then, so that readers of `path` see the old file or the whole new
+    Until then it is a hidden sibling, so readers of `path` see the old file or the complete new
     one.
 
     Raises:
-        ExportError: the path is taken, or cannot be written to.
+        ExportError: the path exists, or cannot be written to.
     """
     if path.is_dir():
         raise ExportError(f"{path} is a folder: name a file")
     if path.exists() and not overwrite:
-        raise ExportError(f"{path} is there already: pass --overwrite to replace it")
+        raise ExportError(f"{path} exists already: pass --overwrite to replace it")
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with hidden.open("xb") as file:

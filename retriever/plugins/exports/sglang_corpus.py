@@ -1,8 +1,8 @@
-"""A corpus that SGLang's own NGRAM drafts from: JSON lines, a string for each document.
+"""A corpus for SGLang's NGRAM speculator: JSON lines, one string per document.
 
 SGLang reads it with `POST /add_external_corpus` (`corpus_id`, `file_path`) or at its start. It
-takes texts, not tokens: it tokenises each line by itself, without special tokens, puts a separator
-between two, and refuses a file of more tokens than it was told to hold
+takes texts, not tokens. It tokenises each line separately, without special tokens, puts a separator
+between lines, and refuses a file with more tokens than its limit
 (`--speculative-ngram-external-corpus-max-tokens`).
 
 Source: sglang 0.5.23, `sglang.srt.speculative.cpp_ngram.external_corpus`.
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_MAX_TOKENS: Final = 10_000_000
-"""What SGLang takes at most if it is not told otherwise."""
+"""SGLang's default limit, in tokens."""
 
-_BATCH_TOKENS: Final = 1 << 17  # fast to encode, and half a megabyte
+_BATCH_TOKENS: Final = 1 << 17  # fast to encode, and only half a megabyte
 
 
 @dataclass(slots=True)
 class CorpusReport:
-    """What was written.
+    """Counts of what was written.
 
     Attributes:
-        documents: lines.
-        tokens: as SGLang will count them: of the texts, and of the separators between them.
-        retokenised_documents: those whose text has other tokens than the index has of them; to
-            decode and encode again does not always lead back.
-        left_out_documents: for which there was no room.
-        bytes: of the file.
+        documents: number of lines.
+        tokens: tokens as SGLang will count them: of the texts, and of the separators between them.
+        retokenised_documents: documents whose text has other tokens than the index has, because
+            decoding and encoding does not always round-trip.
+        left_out_documents: documents that did not fit.
+        bytes: size of the file.
     """
 
     documents: int = 0
@@ -46,7 +46,7 @@ class CorpusReport:
     bytes: int = 0
 
     def as_json(self) -> dict[str, int]:
-        """Return the report for machines to read."""
+        """Return the report as JSON values."""
         return asdict(self)
 
 
@@ -58,17 +58,17 @@ def export_sglang_corpus(
     *,
     overwrite: bool = False,
 ) -> CorpusReport:
-    """Write documents as a corpus, in order, up to the first that has no room.
+    """Write documents as a corpus, in order, up to the first that does not fit.
 
     Args:
-        documents: int32[n] each; a batch of them is in memory at a time.
-        tokenizer: whose tokens they are.
-        output: the file.
-        max_tokens: as SGLang counts them.
-        overwrite: replace a file that is there.
+        documents: int32[n] for each document; one batch at a time is in memory.
+        tokenizer: tokenizer of the documents.
+        output: file to write.
+        max_tokens: most tokens, as SGLang counts them.
+        overwrite: whether to replace an existing file.
 
     Raises:
-        ExportError: the file is there already, or cannot be written.
+        ExportError: the file exists, or cannot be written.
         DamagedIndexError: a document cannot be read.
     """
     report = CorpusReport()
@@ -105,7 +105,7 @@ def _write(
 
 
 def _batches(documents: Iterable[TokenIds]) -> Iterator[list[TokenIds]]:
-    """Yield documents by some 100,000 tokens: fast to encode, and little to hold."""
+    """Yield documents in batches of some 100,000 tokens: fast to encode, and small in memory."""
     batch: list[TokenIds] = []
     num_tokens = 0
     for tokens in documents:

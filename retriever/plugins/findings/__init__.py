@@ -1,1 +1,1 @@
-"""What decoders found likely, kept by tenant and model for their later runs."""
+"""Findings of decoders (likely next tokens), kept by tenant and model for later runs."""

@@ -1,9 +1,10 @@
-"""What decoders found likely, kept by tenant and model: in memory, or in the state directory.
+"""Findings of decoders, kept by tenant and model: in memory, or in the state directory.
 
-Ouroboros (Zhao et al., 2024, arXiv:2402.13720) drafts from phrases that verification discarded;
-here what passes computed is kept for later runs and for other decoders of the same model. Findings
-come in pieces of some thousand contexts. What a later piece says of a context replaces what an
-earlier one said: that is done when the tenant's bound is reached, not with every piece.
+Ouroboros (Zhao et al., 2024, arXiv:2402.13720) drafts from phrases that verification discarded.
+Here the results of passes, the likely next tokens of contexts, are kept for later runs and for
+other decoders of the same model. Findings come in pieces of some thousand contexts. A later piece
+replaces what an earlier one says of a context. Pieces are merged when the tenant's limit is
+reached, not with every piece.
 """
 
 import logging
@@ -28,11 +29,11 @@ from retriever.sessions.drafter_plugins import FindingsKeeper
 from retriever.sessions.drafter_state import DrafterState
 
 _MOST_PIECES: Final = 256
-"""Pieces of a tenant before they are joined: small ones, of short runs, would make long lists."""
+"""Most pieces of a tenant before they are merged: short runs add small pieces and long lists."""
 
 _KEPT_SHARE: Final = 0.75
-"""Part of the bound that is kept when it is reached: joining 20 MB takes about 0.1 s, and so comes
-once for many pieces."""
+"""Share of the limit that is kept when it is reached. Merging 20 MB takes about 0.1 s, and this way
+it happens once for many pieces."""
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ class _Piece:
     """Findings of one model.
 
     Attributes:
-        number: rising within a tenant.
-        time_s: when the oldest of them came, in seconds since 1970.
-        model: fingerprint.
-        num_contexts: of the findings.
-        findings: themselves; None where they are in the log alone.
+        number: number of the piece, increasing within a tenant.
+        time_s: arrival time of the oldest of them, in seconds since 1970.
+        model: fingerprint of the model.
+        num_contexts: number of contexts.
+        findings: the findings; None if they are only in the log.
     """
 
     number: int
@@ -70,19 +71,19 @@ class _Shelf:
 
 
 class KeptFindings(FindingsKeeper):
-    """What decoders found likely, by tenant and model. Thread-safe; calls may wait for a disk.
+    """Findings of decoders, by tenant and model. Thread-safe; calls may wait for a disk.
 
-    With a log the findings are in it alone. Without one they are in memory, those of the tenants
-    that called last.
+    With a log, findings are only in the log. Without one, those of the most recent tenants are in
+    memory.
 
     Args:
-        pools: of the tenants; they know the log, and whose data is being deleted.
-        ledger: of the memory.
-        limits: returns those in force.
-        clock: seconds since 1970.
+        pools: pools of the tenants; they know the log, and which tenants' data is being deleted.
+        ledger: the memory ledger.
+        limits: returns the limits in force.
+        clock: returns seconds since 1970.
 
     Attributes:
-        num_bytes: of findings in memory.
+        num_bytes: memory of findings.
     """
 
     def __init__(
@@ -97,23 +98,23 @@ class KeptFindings(FindingsKeeper):
         self._limits = limits
         self._clock = clock
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
-        self._lock = Lock()  # never awaited with the drafter's lock held
+        self._lock = Lock()  # never waited for while the drafter's lock is held
         self.num_bytes = 0
 
     def share(
         self, tenant: str, model: str, findings: Findings, vocabulary_size: int | None
     ) -> None:
-        """Keep findings; the oldest of the tenant go where its bound is reached.
+        """Keep findings; drop the tenant's oldest if its limit is reached.
 
         Args:
-            tenant: whose decoder found them.
+            tenant: tenant of the decoder.
             model: fingerprint of the model.
-            findings: of at most `MAX_FINDINGS` contexts.
-            vocabulary_size: ids are below it; None if it is not known.
+            findings: findings of at most `MAX_FINDINGS` contexts.
+            vocabulary_size: bound on token ids; None if unknown.
 
         Raises:
-            InvalidRequestError: they cannot be findings, or are too many.
-            NotPossibleError: none are kept here.
+            InvalidRequestError: the findings are invalid or too many.
+            NotPossibleError: this service keeps no findings.
             LimitExceededError: there is no room, or the tenant's data is being deleted.
             StorageError: the disk refuses.
         """
@@ -131,16 +132,16 @@ class KeptFindings(FindingsKeeper):
                 self._shrink(tenant, shelf)
 
     def fetch(self, tenant: str, model: str, before: int = 0) -> FoundPage:
-        """Return a page of a tenant's findings of a model, the newest first.
+        """Return a page of a tenant's findings for a model, the newest first.
 
         Args:
-            tenant: whose.
+            tenant: tenant to read.
             model: fingerprint of the model.
-            before: as the last page says; 0 for the first.
+            before: `before` of the last page; 0 for the first page.
 
         Raises:
-            InvalidRequestError: this is no fingerprint.
-            NotPossibleError: none are kept here.
+            InvalidRequestError: the fingerprint is invalid.
+            NotPossibleError: this service keeps no findings.
             LimitExceededError: the tenant's data is being deleted.
         """
         self._check(model)
@@ -165,9 +166,9 @@ class KeptFindings(FindingsKeeper):
             return {name: shelf.num_bytes for name, shelf in held if shelf.pieces}
 
     def on_deleted(self, scope: Scope) -> None:
-        """Drop findings of the whole tenant, as those of several sessions are one.
+        """Drop all findings of the tenant, because those of its sessions are merged.
 
-        The log drops its own.
+        The log deletes its copies itself.
         """
         self.evict(scope.tenant)
 
@@ -179,12 +180,12 @@ class KeptFindings(FindingsKeeper):
                 self._account(shelf, [])
 
     def evict_idle(self, may_go: Callable[[str], bool]) -> bool:
-        """Drop from memory what is kept of the tenant that called longest ago, if there is one.
+        """Evict the findings of the least recently used tenant from memory, if there is one.
 
-        Never waits: while findings are being changed, there is none.
+        Never waits: while the findings are locked, nothing is evicted.
 
         Args:
-            may_go: whether those of a tenant may.
+            may_go: returns whether the findings of a tenant may be evicted.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -212,7 +213,7 @@ class KeptFindings(FindingsKeeper):
     # Called with the lock held.
 
     def _shelf(self, tenant: str) -> _Shelf:
-        """Return a tenant's shelf, without what has expired."""
+        """Return a tenant's shelf, without expired pieces."""
         self._pools.check_kept(tenant)
         shelf = self._shelves.get(tenant)
         if shelf is None:
@@ -260,7 +261,7 @@ class KeptFindings(FindingsKeeper):
         """Set a shelf's pieces, in the log first.
 
         Raises:
-            StorageError: the disk refuses; the shelf is as before.
+            StorageError: the disk refuses; the shelf is unchanged.
         """
         log = self._pools.log
         if log is not None:
@@ -273,7 +274,7 @@ class KeptFindings(FindingsKeeper):
         self._account(shelf, pieces)
 
     def _account(self, shelf: _Shelf, pieces: list[_Piece]) -> None:
-        """Set a shelf's pieces, and what they take."""
+        """Set a shelf's pieces and account for their memory."""
         before, shelf.pieces = shelf.pieces, pieces
         if shelf.charge is not None:
             num_bytes = shelf.num_bytes
@@ -281,20 +282,20 @@ class KeptFindings(FindingsKeeper):
             self.num_bytes += num_bytes - FINDING_BYTES * sum(each.num_contexts for each in before)
 
     def _shrink(self, tenant: str, shelf: _Shelf) -> None:
-        """Keep what was said last of each context, and of that the newest within the bound."""
+        """Merge pieces, keep the latest finding of each context, and drop the oldest of them."""
         began = time.perf_counter()
         joined = [
             piece
             for model in dict.fromkeys(piece.model for piece in shelf.pieces)
             for piece in self._joined(tenant, shelf, model)
         ]
-        joined.sort(key=lambda piece: piece.number)  # of their newest context's piece
+        joined.sort(key=lambda piece: piece.number)  # the number of their newest context's piece
         while joined and FINDING_BYTES * _contexts_of(joined) > _KEPT_SHARE * self._bound:
             joined.pop(0)
         for piece in joined:
             piece.number = shelf.next_number
             shelf.next_number += 1
-        with suppress(StorageError):  # logged there; the next piece tries again
+        with suppress(StorageError):  # logged there; retried with the next piece
             self._change(tenant, shelf, joined, joined)
         _LOGGER.debug("joined findings in %.0f ms", 1e3 * (time.perf_counter() - began))
 
@@ -316,7 +317,7 @@ class KeptFindings(FindingsKeeper):
 
 
 def attach(state: DrafterState) -> KeptFindings:
-    """Return what keeps the findings of a drafter."""
+    """Return the store for a drafter's findings."""
     return KeptFindings(state.pools, state.ledger, lambda: state.limits)
 
 
@@ -325,14 +326,14 @@ def _contexts_of(pieces: list[_Piece]) -> int:
 
 
 def _encoded(piece: _Piece) -> FoundRecord:
-    """Return the record of a piece that has its findings."""
+    """Return the record of a piece whose findings are in memory."""
     findings = piece.findings or Findings.none()
     content = b"".join(findings.to_bytes())
     return FoundRecord(piece.number, piece.time_s, piece.model, content)
 
 
 def _decoded(record: FoundRecord) -> Findings | None:
-    """Return the findings of a record; None where they are none."""
+    """Return the findings of a record; None if it is invalid."""
     count, rest = divmod(len(record.content), FINDING_BYTES)
     if rest:
         return None

@@ -1,7 +1,7 @@
 """Calibration of probabilities: of nodes with probability p, a share p should be accepted.
 
-A node's outcome is known from a recording: accepted if it is on the path that the output goes down,
-and not otherwise. What would come after the end of an output is not accepted.
+A recording shows the outcome of a node: it is accepted if it is on the path of the output, and not
+otherwise. Nodes beyond the end of an output are not accepted.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from retriever.tree import MAX_SOURCES, DraftTree, Source
 
 NUM_EQUAL_BINS: Final = 20
-"""Bins of equal width that the expected calibration error is taken over."""
+"""Number of equal-width bins for the expected calibration error."""
 
 BIN_EDGES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-"""Where each bin of the table begins: finer at the ends, where most nodes are."""
+"""Start of each bin of the table: finer at the ends, where most nodes are."""
 
 DEPTH_STARTS: Final = (1, 2, 3, 5, 9)
-"""Where each bucket of depths begins; the children of the last committed token are at 1."""
+"""Start of each bucket of depths; the children of the last committed token are at 1."""
 
 _EQUAL_EDGES: Final = np.arange(NUM_EQUAL_BINS) / NUM_EQUAL_BINS
 _CELL_EDGES: Final = np.union1d(_EQUAL_EDGES, BIN_EDGES)
@@ -29,14 +29,14 @@ _SHAPE: Final = (len(_CELL_EDGES), MAX_SOURCES, len(DEPTH_STARTS))
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Nodes of like probability.
+    """Nodes of similar probability.
 
     Attributes:
         start: lowest probability.
-        end: highest; it belongs to the next bin, but for 1.
-        nodes: how many.
-        probability: that they were given, on average.
-        accepted: share that was accepted.
+        end: highest probability; it belongs to the next bin, except 1.
+        nodes: number of nodes.
+        probability: mean predicted probability.
+        accepted: share of accepted nodes.
     """
 
     start: float
@@ -48,12 +48,12 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes that have something in common.
+    """A group of nodes.
 
     Attributes:
-        nodes: how many.
-        probability: that they were given, on average.
-        accepted: share that was accepted.
+        nodes: number of nodes.
+        probability: mean predicted probability.
+        accepted: share of accepted nodes.
         ece: their expected calibration error.
     """
 
@@ -67,15 +67,15 @@ class Reliability:
     """Counts drafted nodes and accepted ones by probability, source and depth."""
 
     def __init__(self) -> None:
-        # float64[3, cells, sources, depths]: nodes, sum of their probabilities, accepted ones
+        # float64[3, cells, sources, depths]: nodes, sums of their probabilities, accepted nodes
         self._sums = np.zeros((3, *_SHAPE))
 
     def add(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
         """Count a draft.
 
         Args:
-            tree: what was drafted.
-            path: int64[k], the nodes that were accepted.
+            tree: drafted tree.
+            path: int64[k], accepted nodes.
         """
         accepted = np.zeros(len(tree))
         accepted[path] = 1
@@ -91,20 +91,20 @@ class Reliability:
 
     @property
     def nodes(self) -> int:
-        """Nodes that were counted."""
+        """The number of counted nodes."""
         return int(self._sums[0].sum())
 
     def ece(self) -> float:
-        """Return the expected calibration error, 0 where nothing was counted.
+        """Return the expected calibration error; 0 if nothing was counted.
 
-        That is the difference between mean probability and share accepted, without its sign,
-        averaged over 20 bins of equal width by the nodes that each has (Naeini et al. 2015, Guo et
+        That is the absolute difference between mean probability and accepted share, averaged over
+        20 bins of equal width and weighted by their numbers of nodes (Naeini et al. 2015, Guo et
         al. 2017).
         """
         return _ece(self._sums.sum(axis=(2, 3)))
 
     def bins(self) -> list[Bin]:
-        """Return the bins that have nodes, the least probable first."""
+        """Return the non-empty bins, the least probable first."""
         starts = np.searchsorted(_CELL_EDGES, BIN_EDGES)
         sums = np.add.reduceat(self._sums.sum(axis=(2, 3)), starts, axis=1)
         edges = zip(BIN_EDGES, (*BIN_EDGES[1:], 1.0), strict=True)
@@ -115,12 +115,12 @@ class Reliability:
         ]
 
     def by_source(self) -> dict[str, Group]:
-        """Return the nodes of each database, by its name."""
+        """Return the nodes of each database, by name."""
         names = [source.label for source in Source]
         return _groups(names, self._sums.sum(axis=3).transpose(2, 0, 1)[: len(names)])
 
     def by_depth(self) -> dict[str, Group]:
-        """Return the nodes of each bucket of depths, such as `3-4`, where there are any."""
+        """Return the nodes of each non-empty bucket of depths, such as `3-4`."""
         ends = (*(start - 1 for start in DEPTH_STARTS[1:]), None)
         names = [_span(*span) for span in zip(DEPTH_STARTS, ends, strict=True)]
         return _groups(names, self._sums.sum(axis=2).transpose(2, 0, 1))
@@ -144,7 +144,7 @@ def _ece(sums: NDArray[np.float64]) -> float:
 
 
 def _groups(names: list[str], sums: NDArray[np.float64]) -> dict[str, Group]:
-    """Return the groups that have nodes, of float64[groups, 3, cells]."""
+    """Return the non-empty groups of float64[groups, 3, cells]."""
     groups = {}
     for name, each in zip(names, sums, strict=True):
         nodes, probability, accepted = each.sum(axis=1).tolist()

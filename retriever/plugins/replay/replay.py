@@ -1,6 +1,6 @@
 """Replaying recorded outputs through a drafter, without running a model.
 
-A draft changes no output, so what a verifier would have accepted can be counted from the recording.
+A draft changes no output, so the recording shows what a verifier would have accepted.
 """
 
 import time
@@ -22,16 +22,16 @@ from retriever.tree import DraftTree, Source
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a replay counted.
+    """Counts of a replay.
 
     Attributes:
         traces: recorded outputs replayed.
-        steps: decoding steps that the verifier would have made.
-        tokens: tokens committed, one of the model's own in each step included.
-        nodes: nodes drafted.
-        accepted_by_source: drafted tokens that were accepted, by the database they came from.
-        draft_us: time of each draft in microseconds.
-        calibration: of the nodes' probabilities; None if it is not asked for.
+        steps: decoding steps that a verifier would have made.
+        tokens: committed tokens, including one of the model's own in each step.
+        nodes: drafted nodes.
+        accepted_by_source: accepted draft tokens, by the database that they came from.
+        draft_us: time of each draft, in microseconds.
+        calibration: calibration of the nodes' probabilities; None if not requested.
         calibrate_after: traces to replay before probabilities are counted.
     """
 
@@ -45,7 +45,7 @@ class ReplayReport:
     calibrate_after: int = 0
 
     def add(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
-        """Count a draft, of which the nodes `path` (int64[k]) were accepted."""
+        """Count a draft whose nodes `path` (int64[k]) were accepted."""
         self.steps += 1
         self.nodes += len(tree)
         self.accepted_by_source.update(map(Source, tree.sources[path].tolist()))
@@ -53,7 +53,7 @@ class ReplayReport:
             self.calibration.add(tree, path)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures that are reported."""
+        """Return the reported figures."""
         times = self.draft_us or [0.0]
         accepted = self.accepted_by_source.total()
         figures = {
@@ -82,14 +82,14 @@ def replay(
     budget_nodes: int,
     calibrate_after: int | None = None,
 ) -> ReplayReport:
-    """Replay traces one after the other; each joins the generations when it ends.
+    """Replay traces one after another; each joins the generations when it ends.
 
     Args:
-        drafter: whose drafts to count.
+        drafter: drafter whose drafts are counted.
         traces: recorded outputs.
         budget_nodes: most nodes of each tree.
-        calibrate_after: count how often nodes of each probability are accepted, but for so many
-            traces at the beginning; None not to count it at all.
+        calibrate_after: number of traces to skip before counting how often nodes of each
+            probability are accepted; None to skip the calibration.
 
     Raises:
         RetrieverError: the drafter refuses a trace.
@@ -111,7 +111,7 @@ def _new_report(calibrate_after: int | None) -> ReplayReport:
 def replay_one(
     drafter: Drafter, session: str, trace: Trace, budget_nodes: int, report: ReplayReport
 ) -> None:
-    """Replay one trace, with its predictions if the drafter takes any, and count it."""
+    """Replay one trace, with its predictions if the drafter supports them, and count it."""
     _open(drafter, session, trace)
     committed = trace.output[:0]
     done = 0
@@ -135,16 +135,17 @@ def replay_lanes(
     num_lanes: int,
     calibrate_after: int | None = None,
 ) -> ReplayReport:
-    """Replay the lanes of a group together, step by step: so many at once.
+    """Replay up to `num_lanes` lanes of a group concurrently, step by step.
 
-    The next lane of a group begins when one is at its end, and the next group when all are. A
-    drafter that takes groups is told of them.
+    The next lane of a group starts when one ends, and the next group when all have ended. A drafter
+    that supports groups gets them.
 
     Args:
-        drafter: whose drafts to count. The time of a draft is a step's, divided by its sequences.
-        groups: lanes of each.
+        drafter: drafter whose drafts are counted. The time of a draft is a step's, divided by its
+            sequences.
+        groups: lanes of each group.
         budget_nodes: most nodes of each tree.
-        num_lanes: most that are replayed at once.
+        num_lanes: most lanes that are replayed concurrently.
         calibrate_after: as for `replay`.
 
     Raises:
@@ -170,11 +171,11 @@ class _Running:
     """A trace that is being replayed.
 
     Attributes:
-        session: its name.
+        session: name of the session.
         trace: the trace.
         lane: the traces that follow it.
-        done: tokens of its output that were committed.
-        committed: those that the drafter has not been told of.
+        done: number of committed output tokens.
+        committed: committed tokens that the drafter does not have yet.
     """
 
     session: str
@@ -187,7 +188,7 @@ class _Running:
 def _begun(
     drafter: Drafter, group: str, lane: Iterator[Trace], report: ReplayReport
 ) -> list[_Running]:
-    """Open a session for the next trace of a lane; return none at its end."""
+    """Open a session for the next trace of a lane; return an empty list at its end."""
     for trace in lane:
         session = f"replay-{report.traces}"
         report.traces += 1
@@ -201,7 +202,7 @@ def _begun(
 def _step(
     drafter: Drafter, running: Sequence[_Running], budget_nodes: int, report: ReplayReport
 ) -> None:
-    """Draft for all that are running, and commit what a verifier would have accepted."""
+    """Draft for all running traces, and commit what a verifier would have accepted."""
     requests = [
         DraftRequest(each.session, each.committed, len(each.trace.prompt) + each.done, budget_nodes)
         for each in running
@@ -221,7 +222,7 @@ def _step(
 def _going_on(
     drafter: Drafter, group: str, running: _Running, report: ReplayReport
 ) -> list[_Running]:
-    """Return what runs in a lane after a step: the same trace, or the next one at its end."""
+    """Return the running trace of a lane after a step: the same one, or the next at its end."""
     if running.done < len(running.trace.output):
         return [running]
     drafter.close(running.session, running.committed)
@@ -229,13 +230,13 @@ def _going_on(
 
 
 def _open(drafter: Drafter, session: str, trace: Trace, group: str = "") -> None:
-    """Open a session for a trace, with what is predicted of it."""
+    """Open a session for a trace, with its predictions."""
     options = SequenceOptions(predictions=tuple(trace.predictions), group=group)
     drafter.open(session, trace.prompt, options)
 
 
 def tables(report: ReplayReport, counted: Mapping[str, Any]) -> Iterator[Table]:
-    """Give the figures, what they were counted of, and their calibration if it was asked for."""
+    """Yield tables of the figures, of what they count, and of the calibration if requested."""
     yield _figures(report, counted)
     if report.calibration is not None:
         yield _calibration(report.calibration)

@@ -1,6 +1,6 @@
-"""The command `replay`: its options, and what they say.
+"""The command `replay`: its options and their help.
 
-What it does is imported when it does it, so that its help comes at once.
+Its code is imported when it runs, so that its help appears immediately.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def replay(
         Path,
         typer.Argument(
             metavar="TRACES",
-            help="Conversations, of which each turn of the assistant is replayed: .jsonl (.gz "
+            help="Conversations; each assistant turn is replayed: .jsonl (.gz "
             "too), .json, .csv or .parquet with `messages`, `conversations`, `prompt` and "
             "`output`, `request` and `response` and the like; or `prompt_ids` and `output_ids`.",
         ),
@@ -38,7 +38,7 @@ def replay(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Outputs that count as recent generations: files as TRACES. Repeatable.",
+            help="Outputs that count as recent generations: files like TRACES. Repeatable.",
             rich_help_panel="Drafts",
         ),
     ] = None,
@@ -46,7 +46,7 @@ def replay(
         str,
         typer.Option(
             metavar="NAME",
-            help="Whose rule drafts: our own, prompt-lookup, in a checkout a rule of "
+            help="The drafter: our own, prompt-lookup, in a checkout one of "
             "benchmarks/papers, or MODULE:NAME of a factory in a module's mapping DRAFTERS.",
             rich_help_panel="Drafts",
         ),
@@ -64,8 +64,8 @@ def replay(
         int | None,
         typer.Option(
             min=1,
-            help="Replay the traces of a group together, so many at once, step by step: records "
-            "that state the same `group`; of these, those that state the same `lane` follow one "
+            help="Replay the traces of a group together, this many at once, step by step: records "
+            "with the same `group`; of these, those with the same `lane` follow one "
             "another. Our own drafter drafts for each from the others. Without it, traces follow "
             "one another as they are read.",
             rich_help_panel="Drafts",
@@ -73,12 +73,12 @@ def replay(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Replay only the first traces.", rich_help_panel="Report"),
+        typer.Option(min=1, help="Replay only this many traces.", rich_help_panel="Report"),
     ] = None,
     calibration: Annotated[
         bool,
         typer.Option(
-            help="Report too how often nodes of each probability were accepted.",
+            help="Also report how often nodes of each probability were accepted.",
             rich_help_panel="Report",
         ),
     ] = False,
@@ -86,7 +86,7 @@ def replay(
         int,
         typer.Option(
             min=0,
-            help="With --calibration: leave out the first so many traces.",
+            help="With --calibration: leave out this many traces at the start.",
             rich_help_panel="Report",
         ),
     ] = 0,
@@ -95,9 +95,9 @@ def replay(
     """Replay recorded outputs and report how many tokens each decoding step would have committed.
 
     No model is run: a draft changes no output, so what would have been accepted is known. Our own
-    drafter also drafts from what a record says that its output was expected to contain: a
-    `prediction`, as a text or as OpenAI's API takes it, or a list of `predictions`. What of
-    TRACES cannot be read is skipped, and standard error says how much, where and why.
+    drafter also drafts from what a record expects its output to contain: a `prediction`, as a text
+    or as OpenAI's API takes it, or a list of `predictions`. Unreadable parts of TRACES are skipped,
+    and standard error says how many, where and why.
     """
     from retriever.plugins.replay.replay_command import replay_traces  # noqa: PLC0415  (loads numba)
 
@@ -117,9 +117,9 @@ def replay(
     )
 
 
-app = command_line("The command `replay`: its options, and what they say.", {"replay": replay})
+app = command_line("The command `replay`: its options and their help.", {"replay": replay})
 
 
 def main() -> None:
-    """Run the command line; errors are printed in one line."""
+    """Run the command line; errors are printed on one line."""
     app(prog_name="foredraft")

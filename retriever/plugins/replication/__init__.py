@@ -1,1 +1,1 @@
-"""Outputs and deletions shared with other services, through a Redis server."""
+"""Replication of outputs and deletions between services, through a Redis server."""

@@ -1,4 +1,4 @@
-"""Reads the streams of replication and adds other drafters' outputs to the pools in small steps."""
+"""Reads the replication streams and adds other drafters' outputs to the pools in small steps."""
 
 import time
 from collections import Counter
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from retriever.plugins.replication.redis_streams import StreamEntry, Streams
 
 _AT_ONCE_TOKENS: Final = 1024  # drafts wait: a third of a millisecond
-_BLOCK_MS: Final = 250  # bounds how long a thread blocked on the server takes to stop
-_GATHER_S: Final = 0.01  # records that arrive within it are learned in one step
+_BLOCK_MS: Final = 250  # bounds how long a blocked thread takes to stop
+_GATHER_S: Final = 0.01  # records that arrive within this time are learned in one step
 
 
 class RecordLearner:
     """Adds records to the pools of their tenants.
 
     Args:
-        pools: of this drafter.
+        pools: pools of this drafter.
         lock: held while drafts are made.
-        limits: of this drafter.
-        deletions: of outputs that must not be learned.
-        position: in the streams; the log stores it with the learned outputs.
-        forget: deletes a scope, in memory and on disk.
-        counts: updated.
-        clock: seconds since 1970.
+        limits: limits of this drafter.
+        deletions: deletions of outputs that must not be learned.
+        position: position in the streams; the log stores it with the learned outputs.
+        forget: deletes a scope in memory and on disk.
+        counts: counts to update.
+        clock: returns seconds since 1970.
 
     Attributes:
-        vocabulary_size: ids must be below it; None if unknown.
+        vocabulary_size: bound on token ids; None if unknown.
     """
 
     def __init__(  # noqa: PLR0913  (what a drafter consists of)
@@ -67,15 +67,15 @@ class RecordLearner:
         self._clock = clock
         self._waiting: list[tuple[str, Output]] = []
         self._num_waiting = 0
-        self._undeleted: set[Scope] = set()  # the disk refused to delete them
+        self._undeleted: set[Scope] = set()  # scopes that the disk refused to delete
 
     @property
     def ring_tokens(self) -> int:
-        """Tokens remembered for each tenant."""
+        """Tokens kept for each tenant."""
         return self._limits.generations_tokens
 
     def expect(self, num_tokens: Mapping[str, int]) -> None:
-        """Reserve room for this many tokens of each tenant before they come."""
+        """Reserve room for this many tokens of each tenant in advance."""
         for tenant, expected in num_tokens.items():
             self._pools.reserve(tenant, expected, self._lock)
 
@@ -90,8 +90,8 @@ class RecordLearner:
         return None
 
     def learn(self, record: Record) -> None:
-        """Queue a record, to be added soon; by `flush` at the latest."""
-        # A writer's clock that is ahead must not extend an output's life.
+        """Queue a record; it is added soon, at the latest by `flush`."""
+        # A writer whose clock is ahead must not extend an output's lifetime.
         output = Output(record.tokens, min(record.time_s, self._clock()), record.origin)
         self._waiting.append((record.tenant, output))
         self._num_waiting += len(record.tokens) + 1
@@ -112,9 +112,9 @@ class RecordLearner:
         self._counts.learned_tokens += sum(len(output.tokens) for _, output in learned)
 
     def delete(self, scope: Scope, time_s: float) -> bool:
-        """Delete a scope on behalf of another drafter; return whether it was tried.
+        """Delete a scope on behalf of another drafter; return whether it was attempted.
 
-        It is not where the tenant has no outputs that old.
+        Nothing is attempted if the tenant has no outputs that old.
 
         Raises:
             StateError: the disk refuses; the data in memory is deleted anyway.
@@ -132,7 +132,7 @@ class RecordLearner:
         return is_there
 
     def note_deletion(self, scope: Scope, time_s: float) -> None:
-        """Learn no outputs of a scope that ended at this time or before."""
+        """Do not learn outputs of a scope that ended at or before this time."""
         self._deletions.add(scope, min(time_s, self._clock()))
 
     def keep_position(self) -> None:
@@ -141,13 +141,13 @@ class RecordLearner:
 
 
 class Consumer:
-    """Reads the streams from its last position, and passes records to the learner.
+    """Reads the streams from the last position, and passes records to the learner.
 
     Args:
-        streams: to read.
+        streams: streams to read.
         learner: receives the records.
-        position: in the streams; changed only here.
-        counts: updated.
+        position: position in the streams; changed only here.
+        counts: counts to update.
         stopped: set to stop.
     """
 
@@ -179,7 +179,7 @@ class Consumer:
         try:
             self._read_on()
         except BaseException:
-            self._is_placed = False  # the server may restart with other streams
+            self._is_placed = False  # the server may come back with other streams
             raise
         return True
 
@@ -194,15 +194,15 @@ class Consumer:
         self._delete(deletions)
         self._learn(outputs)
         if outputs:
-            # At most half of the time, so that drafts are not held up while it catches up.
+            # Work at most half of the time, so that catching up does not delay drafts.
             gather_s = _GATHER_S if len(outputs) < PAGE else 0.0
             self._stopped.wait(max(gather_s, time.thread_time() - started))
 
     def _find_place(self) -> None:
-        """Find the position to read from; the server may have been reset, or this is a new replica.
+        """Find the position to read from, after a reset of the server or for a new replica.
 
-        Deletions are read from their beginning: a replica that was down may still publish older
-        outputs.
+        Deletions are read from the beginning, because a replica that was down may still publish
+        older outputs.
         """
         position = self._position
         if self._has_begun_anew(self._streams.outputs, position.outputs):
@@ -222,7 +222,7 @@ class Consumer:
     def _beginning(self) -> str | None:
         """Return the id after which the outputs fill all tenants' rings.
 
-        None if stopped before it was found.
+        None if stopped before it is found.
         """
         begin = BEGINNING
         held: Counter[str] = Counter()
@@ -235,7 +235,7 @@ class Consumer:
             record = self._decode(entry, self._streams.outputs)
             if isinstance(record, Record):
                 held[record.tenant] += len(record.tokens) + 1
-            time.sleep(0)  # lets others draft
+            time.sleep(0)  # let others draft
         self._learner.expect(held)
         return begin
 
@@ -275,7 +275,7 @@ class Consumer:
         for entry in entries:
             if self._stopped.is_set():
                 return
-            time.sleep(0)  # lets others draft
+            time.sleep(0)  # let others draft
             record = self._decode(entry, self._streams.outputs)
             reason = record if isinstance(record, str) else self._reason(record)
             self._position.outputs = entry.entry_id
@@ -298,7 +298,7 @@ class Consumer:
         return reason
 
     def _decode(self, entry: "StreamEntry", stream: bytes) -> Record | str:
-        """Return an entry's record, or the reason that it has none."""
+        """Return the record of an entry, or the reason why it has none."""
         if entry.data is None:
             return "foreign"
         try:

@@ -8,10 +8,10 @@ from retriever.sessions.drafter_plugins import DrafterPlugin
 from retriever.sessions.drafter_state import DrafterState
 
 MAX_RECORD_TOKENS: Final = 4096
-"""Tokens in a record at most: longer outputs are split."""
+"""Most tokens in a record; longer outputs are split."""
 
 PAGE: Final = 64
-"""Entries that are read at once: parsing them holds up other threads for half a millisecond."""
+"""Entries read at once; parsing them blocks other threads for half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class ReplicationOptions:
     """How a drafter replicates its outputs.
 
     Attributes:
-        url: of the Redis server: `redis://`, `rediss://` (TLS) or `unix://`. Never shown: it may
-            hold a password. Name and password default to the environment variables
-            `FOREDRAFT_REDIS_USERNAME` and `FOREDRAFT_REDIS_PASSWORD`.
-        max_records: approximate number of records that the server keeps, newest ones; each has up
-            to `MAX_RECORD_TOKENS` tokens of 2 or 4 bytes.
-        max_queued_tokens: tokens of queued outputs; beyond it the oldest are dropped.
-        timeout_s: longest wait for an answer of the server, in seconds.
-        max_backoff_s: longest pause before the server is tried again, in seconds.
+        url: URL of the Redis server: `redis://`, `rediss://` (TLS) or `unix://`. Never shown,
+            because it may contain a password. Name and password default to the environment
+            variables `FOREDRAFT_REDIS_USERNAME` and `FOREDRAFT_REDIS_PASSWORD`.
+        max_records: approximate number of newest records that the server keeps; each has up to
+            `MAX_RECORD_TOKENS` tokens of 2 or 4 bytes.
+        max_queued_tokens: most tokens of queued outputs; beyond it, the oldest are dropped.
+        timeout_s: longest wait for an answer from the server, in seconds.
+        max_backoff_s: longest pause before the next attempt, in seconds.
     """
 
     url: str = field(repr=False)
@@ -36,10 +36,10 @@ class ReplicationOptions:
     max_backoff_s: float = 5.0
 
     def check(self) -> None:
-        """Check library and URL; a server that is down is no error.
+        """Check the library and the URL; a server that is down is not an error.
 
         Raises:
-            ReplicationError: the library redis is missing, or the URL cannot be one of a server.
+            ReplicationError: the library redis is missing, or the URL is invalid.
         """
         _sharing().check(self)
 
@@ -50,4 +50,4 @@ class ReplicationOptions:
 
 
 def _sharing() -> Any:
-    return import_module("retriever.plugins.replication.sharing")  # it imports this module
+    return import_module("retriever.plugins.replication.sharing")  # which imports this one

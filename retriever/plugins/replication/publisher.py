@@ -1,4 +1,4 @@
-"""The bounded queue of outputs and deletions, and the publisher that sends it to the streams."""
+"""The bounded queue of outputs and deletions, and the publisher that sends them to the streams."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from retriever.plugins.replication.redis_streams import Streams
 
 _RECORD_TOKENS: Final = 64  # overhead of a record, in tokens of 4 bytes
-_MAX_OUTPUTS: Final = 16  # in a batch: encoding holds up other threads for half a millisecond
+_MAX_OUTPUTS: Final = 16  # per batch: encoding blocks other threads for half a millisecond
 _WAIT_S: Final = 0.5  # how often an idle publisher checks whether to stop
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class Batch(NamedTuple):
-    """The next records to publish: deletions first, as no queued output is older."""
+    """The next records to publish: deletions first, since no queued output is older."""
 
     deletions: dict[Scope, float]
     outputs: list[Record]
@@ -39,8 +39,8 @@ class Outbox:
 
     Args:
         position: identity of the replica; stores unsent deletions.
-        deletions: of outputs that must not be published.
-        max_tokens: tokens of queued outputs; beyond it the oldest are dropped.
+        deletions: deletions of outputs that must not be published.
+        max_tokens: most tokens of queued outputs; beyond it, the oldest are dropped.
         counts: updated.
     """
 
@@ -91,7 +91,7 @@ class Outbox:
             self._remove(scope)
 
     def next_batch(self, max_outputs: int, wait_s: float) -> Batch:
-        """Return the next batch, which stays queued until `sent`. Empty after `wait_s`."""
+        """Return the next batch, which stays queued until `sent`; empty after `wait_s`."""
         with self._changed:
             if not self._outputs and not self._position.unsent:
                 self._changed.wait(wait_s)
@@ -136,8 +136,8 @@ class Publisher:
     """Moves records from the outbox to the streams.
 
     Args:
-        streams: to append to.
-        outbox: to read from.
+        streams: streams to append to.
+        outbox: queue to read from.
         position: identity of the replica.
         counts: updated.
     """
@@ -167,7 +167,7 @@ class Publisher:
         return batch != Batch({}, [])
 
     def _delete(self, times_s: Mapping[Scope, float]) -> None:
-        """Publish deletions, then remove entries: replicas remove what they published before."""
+        """Publish deletions, then remove the outputs that they cover from the stream."""
         deletions = Deletions()
         for (tenant, origin), time_s in times_s.items():
             deletions.add(Scope(tenant, origin), time_s)

@@ -1,7 +1,7 @@
-"""Two streams of a Redis server for each vocabulary: outputs, and deleted tenants.
+"""Two streams on a Redis server for each vocabulary: outputs and deletions.
 
 Keys are `foredraft:{FINGERPRINT}:outputs` and `foredraft:{FINGERPRINT}:deletions`; every entry has
-one field, `r`, with a record. Braces keep both on one node of a cluster's.
+one field, `r`, with a record. The braces keep both on the same node of a cluster.
 """
 
 import os
@@ -25,11 +25,11 @@ _PARTS: Final = frozenset(
 )
 _URLS: Final = (
     "the URL of the Redis server cannot be used: it is redis://HOST:PORT/DATABASE, rediss:// for "
-    "TLS, or unix://PATH, with options ssl_* alone; / and @ in a password are written %2F and %40"
+    "TLS, or unix://PATH, with only ssl_* options; / and @ in a password are written %2F and %40"
 )
 _FIELD: Final = b"r"
 
-# Removed entries stay in a stream's memory until their whole node is removed. A copy drops them.
+# Removed entries stay in a stream's memory until their whole node is removed; a copy drops them.
 _COPY: Final = """
 local last
 local about = redis.call('XINFO', 'STREAM', KEYS[1])
@@ -54,25 +54,25 @@ end
 
 
 class StreamEntry(NamedTuple):
-    """An entry: its id, and its record; None if it has none."""
+    """An entry of a stream: its id, and its record, None if there is none."""
 
     entry_id: str
     data: bytes | None
 
 
 class Streams:
-    """The streams of one vocabulary. All methods may raise what `REFUSALS` names.
+    """The streams of one vocabulary. All methods may raise the errors in `REFUSALS`.
 
     Args:
-        options: where the server is.
-        fingerprint: of the vocabulary.
+        options: options with the server's address.
+        fingerprint: fingerprint of the vocabulary.
 
     Attributes:
         outputs: key of the stream of outputs.
         deletions: key of the stream of deletions.
 
     Raises:
-        ReplicationError: the URL is none of a Redis server.
+        ReplicationError: the URL is not that of a Redis server.
     """
 
     def __init__(self, options: ReplicationOptions, fingerprint: str) -> None:
@@ -83,20 +83,20 @@ class Streams:
         self._redis: Any = redis.Redis(connection_pool=self._pool)
 
     def append_outputs(self, records: Sequence[bytes]) -> None:
-        """Append to the stream of outputs, all or none."""
+        """Append records to the stream of outputs, all or none."""
         with self._redis.pipeline(transaction=True) as pipeline:
             for data in records:
                 pipeline.xadd(self.outputs, {_FIELD: data}, maxlen=self._max_records)
             pipeline.execute()
 
     def append_deletion(self, record: bytes) -> None:
-        """Append to the stream of deletions."""
+        """Append a record to the stream of deletions."""
         self._redis.xadd(self.deletions, {_FIELD: record}, maxlen=MAX_DELETIONS)
 
     def read(
         self, outputs: str, deletions: str, block_ms: int
     ) -> tuple[list[StreamEntry], list[StreamEntry]]:
-        """Return entries after these ids: outputs, and deletions; waits for some."""
+        """Return entries after these ids, outputs and deletions; waits for some."""
         offsets = {self.deletions: deletions, self.outputs: outputs}
         answer = self._redis.xread(offsets, count=PAGE, block=block_ms)
         found: dict[bytes, list[StreamEntry]] = {key: _entries(page) for key, page in answer or ()}
@@ -117,7 +117,7 @@ class Streams:
             oldest = f"({page[-1].entry_id}"
 
     def last_id(self, stream: bytes) -> str | None:
-        """Return the highest id that a stream ever had; None where there is none."""
+        """Return the highest id that a stream ever had; None if it has none."""
         try:
             return str(self._redis.xinfo_stream(stream)["last-generated-id"].decode())
         except redis.ResponseError as error:
@@ -126,7 +126,7 @@ class Streams:
             raise
 
     def remove_outputs(self, entry_ids: Sequence[str]) -> None:
-        """Remove entries, from the server's memory too."""
+        """Remove entries, also from the server's memory."""
         if entry_ids and self._redis.xdel(self.outputs, *entry_ids):
             self._redis.eval(_COPY, 2, self.outputs, self.outputs + b":copy")
 
@@ -136,12 +136,12 @@ class Streams:
             self._redis.xdel(self.deletions, *entry_ids)
 
     def close(self) -> None:
-        """Close the connections; ends waits of other threads."""
+        """Close the connections, which ends waits of other threads."""
         self._pool.disconnect()
 
 
 def check_url(options: ReplicationOptions) -> None:
-    """Refuse an invalid URL of a server.
+    """Refuse an invalid server URL.
 
     Raises:
         ReplicationError: it is invalid.
@@ -176,7 +176,7 @@ def _parsed(url: str) -> dict[str, Any]:
     except (ValueError, TypeError, redis.RedisError):
         is_known = False
     if not is_known:
-        # The cause is not shown: it may hold a part of the password.
+        # The cause is not shown: it may contain a part of the password.
         raise ReplicationError(_URLS) from None
     return parsed
 

@@ -5,15 +5,15 @@ A record is, little-endian:
 | bytes | what |
 |---|---|
 | 1 | format version, u8: 1 |
-| 4 | CRC-32 of the stream's key and of all that follows |
+| 4 | CRC-32 of the stream's key and everything that follows |
 | 16 | the drafter that wrote it |
-| 8 | number, u64: rises with every record of a drafter |
+| 8 | number, u64: increases with every record of a drafter |
 | 8 | time in seconds since 1970, f64: when the output ended, or was deleted |
 | 2 | length of the tenant's name in bytes, u16, at most 256 |
 | | the name, UTF-8 |
-| 1 | bytes of a token, u8: 2 or 4, and 128 more where an origin follows |
-| 16 | the origin that the output is deleted by; of a deletion, the one that is deleted |
-| | the tokens; none in a record that tells of a deletion |
+| 1 | bytes per token, u8: 2 or 4, plus 128 if an origin follows |
+| 16 | the origin by which the output is deleted; for a deletion, the deleted origin |
+| | the tokens; none in a deletion |
 """
 
 import math
@@ -46,7 +46,7 @@ MAX_RECORD_BYTES: Final = (
 
 
 class UnreadableRecordError(RetrieverError):
-    """A record has an unknown form; the message is the reason, in one word."""
+    """A record has an unknown form; the message is a one-word reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Record:
 
     Attributes:
         replica: the drafter that wrote it, `REPLICA_BYTES` bytes.
-        number: rises with every output of that drafter.
-        tenant: whose it is.
+        number: increases with every output of that drafter.
+        tenant: tenant of the output.
         time_s: when the output ended, or was deleted, in seconds since 1970.
-        tokens: int32[n], 1 to `MAX_RECORD_TOKENS` ids; none of a deletion.
-        origin: what the output is deleted by, 16 bytes, or none; none in a deletion of all that
-            the tenant has.
+        tokens: int32[n], 1 to `MAX_RECORD_TOKENS` ids; none in a deletion.
+        origin: key by which the output is deleted, 16 bytes, or empty; empty in a deletion of all
+            of the tenant's data.
     """
 
     replica: bytes
@@ -90,7 +90,7 @@ def decode(data: bytes, stream: bytes) -> Record:
     """Return the record that was encoded for the stream with this key.
 
     Raises:
-        UnreadableRecordError: the bytes hold none; no other error is raised for any bytes.
+        UnreadableRecordError: the bytes are not a record; no other error is raised for any bytes.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise UnreadableRecordError("oversized")

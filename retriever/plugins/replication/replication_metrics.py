@@ -1,4 +1,4 @@
-"""What a service shows of replication among its metrics."""
+"""Metrics of replication."""
 
 from collections.abc import Iterator
 
@@ -9,30 +9,30 @@ from retriever.plugins.replication.replication_state import SKIPPED, Replication
 
 
 def metrics_of(counts: ReplicationCounts) -> Iterator[Metric]:
-    """Yield what replication has counted."""
+    """Yield the counts of replication."""
     for name, text, value in (
-        ("published", "Records of outputs that the server took.", counts.published),
-        ("dropped", "Records that were not sent: too many waited.", counts.dropped),
-        ("learned", "Records of other services that were remembered.", counts.learned),
-        ("failures", "Times that the server was away, or refused.", counts.failures),
+        ("published", "Records of outputs that the server accepted.", counts.published),
+        ("dropped", "Records that were dropped because the queue was full.", counts.dropped),
+        ("learned", "Records of other services that were kept.", counts.learned),
+        ("failures", "Failed calls to the server.", counts.failures),
     ):
         yield counter(f"replication_{name}", text, value)
     yield labelled(
         CounterMetricFamily(
             "foredraft_replication_skipped",
-            "Records of other services that were not remembered, by reason.",
+            "Records of other services that were not kept, by reason.",
             labels=["reason"],
         ),
         [((reason,), counts.skipped.get(reason, 0)) for reason in SKIPPED],
     )
-    yield gauge("replication_queued", "Records that wait to be sent.", counts.queued)
+    yield gauge("replication_queued", "Records waiting to be sent.", counts.queued)
     yield gauge(
         "replication_connected",
-        "Whether the server that outputs are shared through answered last: 1 or 0.",
+        "Whether the Redis server answered the last call: 1 or 0.",
         float(counts.connected),
     )
     yield gauge(
         "replication_unsent_deletions",
-        "Deletions that the server does not know of yet.",
+        "Deletions that were not sent to the server yet.",
         counts.unsent_deletions,
     )

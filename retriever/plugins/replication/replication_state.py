@@ -17,7 +17,7 @@ MAX_TENANT_DELETIONS: Final = 1 << 12
 """Most deletions of sessions kept for a tenant; the oldest are dropped."""
 
 MAX_DELETIONS: Final = 1 << 20
-"""Most deletions of all tenants; beyond it the tenant with most loses its oldest."""
+"""Most deletions of all tenants; beyond it, the tenant with the most loses its oldest."""
 
 SKIPPED: Final = (
     "own",
@@ -33,28 +33,28 @@ SKIPPED: Final = (
 )
 """Reasons for skipping records; see `ReplicationCounts.skipped`."""
 
-_MAX_REPLICAS: Final = 1024  # with a last number each: at most 58 KB in the log
-_EPOCH_BITS: Final = 32  # of a number; the upper ones are the epoch, about seconds since 1970
+_MAX_REPLICAS: Final = 1024  # replicas with their last numbers: at most 58 KB in the log
+_EPOCH_BITS: Final = 32  # shift of a number's upper half, the epoch, about seconds since 1970
 
 
 @dataclass(slots=True)
 class ReplicationCounts:
-    """Counts since the start; `connected`, `queued` and `unsent_deletions` are as of now.
+    """Counts since the start; `connected`, `queued` and `unsent_deletions` are current values.
 
     Attributes:
-        published: records that the server took.
-        dropped: records that were not sent, because too many waited.
-        learned: records of other drafters that were remembered.
+        published: records that the server accepted.
+        dropped: records that were dropped because the queue was full.
+        learned: records of other drafters that were kept.
         learned_tokens: tokens in them.
-        deletions: of tenants and sessions, on behalf of other drafters.
-        skipped: records that were not remembered, by reason: `own`, `repeated`, `deleted` (after
-            they were made), `expired`, `no-room` (beyond `max_tenants`, without
-            a state directory), `damaged`, `newer` (of a later version), `oversized`, `foreign`
-            (none of ours), `vocabulary` (ids outside of it).
-        failures: failed calls of the server.
+        deletions: deletions of tenants and sessions on behalf of other drafters.
+        skipped: records that were not kept, by reason: `own`, `repeated`, `deleted` (after they
+            were made), `expired`, `no-room` (beyond `max_tenants`, without a state directory),
+            `damaged`, `newer` (of a later version), `oversized`, `foreign` (not ours), `vocabulary`
+            (ids outside of it).
+        failures: failed calls to the server.
         connected: whether the last call was answered.
-        queued: records to be published.
-        unsent_deletions: deletions to be published.
+        queued: records waiting to be published.
+        unsent_deletions: deletions waiting to be published.
     """
 
     published: int = 0
@@ -85,9 +85,9 @@ class Deletions:
         return len(self._tenants) + self._num_sessions
 
     def add(self, scope: Scope, time_s: float) -> None:
-        """Note that outputs up to this time, in seconds since 1970, are deleted.
+        """Record that outputs up to this time, in seconds since 1970, are deleted.
 
-        A tenant that deletes many sessions pushes out its own deletions, and never another's.
+        A tenant that deletes many sessions pushes out only its own deletions.
         """
         if not scope.origin:
             self._tenants[scope.tenant] = max(time_s, self._tenants.get(scope.tenant, time_s))
@@ -101,7 +101,7 @@ class Deletions:
             self._drop(max(self._sessions.copy().values(), key=len))
 
     def cover(self, scope: Scope, time_s: float) -> bool:
-        """Whether outputs of this time were deleted, by scope or with the whole tenant."""
+        """Return whether outputs of this time were deleted, by scope or with the whole tenant."""
         of_tenant = self._sessions.get(scope.tenant)
         of_session = None if of_tenant is None else of_tenant.get(scope.origin)
         times = (self._tenants.get(scope.tenant), of_session)
@@ -119,7 +119,7 @@ class Surplus:
         self._entries: dict[str, deque[str]] = {}
 
     def add(self, scope: Scope, entry_id: str) -> list[str]:
-        """Note an entry, in the order of the stream; return the ids of those to be removed."""
+        """Record an entry, in stream order; return the ids of entries to remove."""
         entries = self._entries.setdefault(scope.tenant, deque())
         entries.append(entry_id)
         return [entries.popleft() for _ in range(len(entries) - MAX_TENANT_DELETIONS)]
@@ -131,12 +131,12 @@ class Position:
 
     Attributes:
         replica: identity of the drafter.
-        epoch: number of the process, above all earlier ones; the upper half of its records'
+        epoch: number of the process, greater than all earlier ones; the upper half of its records'
             numbers.
-        outputs: id of the last entry read of the stream of outputs; None before it has read any.
-        deletions: the same of the stream of deletions.
-        numbers: highest number read of each other drafter.
-        unsent: times of deletions that are not published yet.
+        outputs: id of the last entry read from the stream of outputs; None before the first.
+        deletions: the same for the stream of deletions.
+        numbers: highest number read from each other drafter.
+        unsent: times of unpublished deletions.
     """
 
     replica: bytes = field(default_factory=lambda: secrets.token_bytes(REPLICA_BYTES))
@@ -148,7 +148,7 @@ class Position:
 
     @classmethod
     def resume(cls, kept: bytes | None) -> Self:
-        """Return the position for a new process from stored bytes, or a first one."""
+        """Return the position for a new process, from stored bytes or a fresh one."""
         position = cls()
         if kept is not None:
             try:
@@ -159,13 +159,13 @@ class Position:
         return position
 
     def to_bytes(self) -> bytes:
-        """Return what `resume` reads."""
+        """Return the bytes that `resume` reads."""
         values = {
             "replica": self.replica.hex(),
             "epoch": self.epoch,
             "outputs": self.outputs,
             "deletions": self.deletions,
-            # A snapshot: other threads change them.
+            # A snapshot, since other threads change them.
             "numbers": {replica.hex(): number for replica, number in dict(self.numbers).items()},
             "unsent": [
                 [tenant, origin.hex(), time_s]
@@ -182,7 +182,7 @@ class Position:
     def is_new(self, replica: bytes, number: int) -> bool:
         """Return whether a record is new, and mark it as read."""
         known = self.numbers.pop(replica, -1)
-        self.numbers[replica] = max(known, number)  # now the last one
+        self.numbers[replica] = max(known, number)  # move to the end
         if len(self.numbers) > _MAX_REPLICAS:
             del self.numbers[next(iter(self.numbers))]
         return number > known

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Attempts:
-    """Outcomes of a thread's calls of the server: counts, logs and back-off.
+    """Outcomes of a thread's calls to the server: counts, logs and back-off.
 
     Args:
         doing: what the thread does, for the log.
@@ -38,20 +38,20 @@ class Attempts:
         self._stopped = stopped
 
     def worked(self) -> None:
-        """Note that the server answered."""
+        """Record that the server answered."""
         self._counts.connected = True
         if self._backoff.num_failures:
             self._backoff.succeed()
             _logger.info("outputs are %s again", self._doing)
 
     def failed(self, error: Exception) -> None:
-        """Note a failure, and pause; longer after consecutive failures."""
+        """Record a failure and back off, for longer after consecutive failures."""
         if self._stopped.is_set():
             return
         self._counts.failures += 1
         self._counts.connected = False
         if not self._backoff.num_failures:
-            _logger.warning("outputs are not %s: %s; drafting goes on", self._doing, error)
+            _logger.warning("outputs are not %s: %s; drafting continues", self._doing, error)
         self._stopped.wait(self._backoff.fail())
 
 
@@ -59,11 +59,11 @@ class Threads:
     """A publisher and a consumer, each in its own thread, until stopped.
 
     Args:
-        options: of replication.
-        fingerprint: of the vocabulary.
-        outbox: to publish.
+        options: options of replication.
+        fingerprint: fingerprint of the vocabulary.
+        outbox: queue to publish.
         learner: receives records.
-        position: in the streams.
+        position: position in the streams.
         counts: updated.
     """
 
@@ -90,7 +90,7 @@ class Threads:
         ]
 
     def stop(self) -> None:
-        """Stop both, also during a wait."""
+        """Stop both, even during a wait."""
         self._stopped.set()
         self._outbox.wake()
         self._streams.close()
@@ -110,6 +110,6 @@ class Threads:
             except (*REFUSALS, StateError, LimitExceededError) as error:
                 attempts.failed(error)
             except Exception as error:
-                if not self._stopped.is_set():  # otherwise closed connections raise here
+                if not self._stopped.is_set():  # when stopping, closed connections raise here
                     _logger.exception("outputs are not shared for a while")
                 attempts.failed(error)

@@ -20,18 +20,18 @@ from retriever.sessions.drafter_state import DrafterState
 if TYPE_CHECKING:
     from retriever.plugins.replication.replication_threads import Threads
 
-_FLUSH_S: Final = 1.0  # 10 ms suffice where the server answers; bounds the delay of a shutdown
+_FLUSH_S: Final = 1.0  # 10 ms suffice if the server answers; bounds the delay of a shutdown
 
 
 class Replication(DrafterPlugin):
     """Replicates outputs through a Redis server, once the vocabulary is known.
 
     Args:
-        options: already checked.
-        state: of the drafter.
+        options: checked options.
+        state: state of the drafter.
 
     Attributes:
-        counts: of outputs that are replicated.
+        counts: counts of replicated outputs.
     """
 
     name = "replication"
@@ -58,7 +58,7 @@ class Replication(DrafterPlugin):
         self._running: Threads | None = None
 
     def on_vocabulary(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
-        """Replicate outputs of this vocabulary from now on."""
+        """Start to replicate outputs of this vocabulary."""
         self.settle()
         if vocabulary is not None:
             self._learner.vocabulary_size = vocabulary.size
@@ -74,7 +74,7 @@ class Replication(DrafterPlugin):
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Publish outputs held before the block after it: the block stores them."""
+        """Publish the outputs held before the block after it, since the block stores them."""
         held: list[Entry] = []
         with suppress(IndexError):
             while True:
@@ -94,7 +94,7 @@ class Replication(DrafterPlugin):
         self._pools.put_note(self._position.to_bytes())
 
     def metrics(self) -> Iterable[Any]:
-        """Return what it has counted."""
+        """Return the metrics of replication."""
         from retriever.plugins.replication.replication_metrics import metrics_of  # noqa: PLC0415  (an extra)
 
         return metrics_of(self.counts)
@@ -115,7 +115,7 @@ def check(options: ReplicationOptions) -> None:
     """Refuse invalid options.
 
     Raises:
-        ReplicationError: the library redis is missing, or the URL cannot be one of a server.
+        ReplicationError: the library redis is missing, or the URL is invalid.
     """
     with _needing_redis():
         from retriever.plugins.replication.redis_streams import check_url  # noqa: PLC0415  (an extra)
@@ -128,6 +128,6 @@ def _needing_redis() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ReplicationError(
-            f"outputs are shared by the library {error.name}, which is missing: "
+            f"the library {error.name}, which shares outputs, is missing: "
             "run `pip install 'foredraft[redis]'`"
         ) from error

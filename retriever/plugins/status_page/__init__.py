@@ -1,1 +1,1 @@
-"""A page about a running service, for a browser."""
+"""A status page of a running service, for a browser."""

@@ -1,7 +1,8 @@
 """The status page of a service, for its administrators.
 
-It has no scripts, no forms and no external resources; Prometheus draws what changes. Tenants are
-named, sessions and tokens never; the library that writes the elements escapes all values.
+It has no scripts, no forms and no external resources; changes over time are left to Prometheus. It
+names tenants, but never sessions or tokens. The library that writes the elements escapes all
+values.
 """
 
 import time
@@ -24,7 +25,7 @@ from retriever.sessions.draft_counts import (
 )
 from retriever.tree import Source, drafted_sources
 
-_PERIOD_S: Final = 10  # of loading the page again
+_PERIOD_S: Final = 10  # reload interval of the page
 _MILLISECOND: Final = 1e-3
 
 
@@ -36,7 +37,7 @@ def swatch(source: Source) -> Element:
 _STYLE: Final = style_of("""
 body { max-width: 68rem; }
 """)
-_MAX_TENANTS: Final = 50  # bounds the page; the rest is summed up
+_MAX_TENANTS: Final = 50  # bounds the page; the rest is summed
 _MAX_REFUSALS: Final = 30  # bounds the page
 
 _POLICY = (
@@ -56,7 +57,7 @@ HEADERS: Final = (
 
 
 def page_of(service: Service) -> Rendered:
-    """Return what renders the page of a service."""
+    """Return a function that renders the page of a service."""
     return lambda _: Answer(
         HTTPStatus.OK, "text/html; charset=utf-8", page(service).encode(), HEADERS
     )
@@ -137,7 +138,7 @@ def _indexes(body: Element, stats: DrafterStats) -> None:
 
 
 def _by_index(body: Element, outcomes: Sequence[IndexOutcome]) -> None:
-    """Show the acceptance of indexes; those that are drafted from together have one row."""
+    """Show the acceptance of indexes; indexes that are drafted from together share a row."""
     SubElement(body, "h2").text = "Acceptance by index"
     rows = _table(body, "outcomes", "index", "tenant", "nodes", "accepted", "share")
     for each in outcomes[:_MAX_TENANTS]:
@@ -197,7 +198,7 @@ def _row(rows: Element, *values: str | int) -> Element:
 
 
 def _say_none(body: Element) -> None:
-    """Put a word in the place of tables without rows."""
+    """Replace tables without rows by a word."""
     for scrolled in body.findall("div[@class='scroll']"):
         if scrolled.find("table/tbody/tr") is None:
             name = scrolled[0].get("id", "")
@@ -207,7 +208,7 @@ def _say_none(body: Element) -> None:
 
 
 def _label_cells(body: Element) -> None:
-    """Have each cell carry its column's title, which narrow windows show next to it."""
+    """Add the column title to each cell, for narrow windows to show next to it."""
     for table in body.iter("table"):
         titles = [each.text or "" for each in table.iter("th")]
         for row in table.findall("tbody/tr"):
@@ -216,7 +217,7 @@ def _label_cells(body: Element) -> None:
 
 
 def _tenants(census: Census) -> str:
-    """Return how many have sessions; pools in memory also count those that have none."""
+    """Return the number of tenants with sessions; pools in memory also include tenants without."""
     return _counted(len(census.sessions), "tenant")
 
 
@@ -229,7 +230,7 @@ def _share(accepted: int, nodes: int) -> str:
 
 
 def quantile(latencies: Latencies, share: float) -> float:
-    """Return the upper bound of a share of the latencies; 0 without any."""
+    """Return the upper bound of a share of the latencies; 0 if there are none."""
     counts = latencies.counts.copy()
     wanted, seen = share * sum(counts), 0
     for bound, count in zip((*BOUNDS_S, float("inf")), counts, strict=True):

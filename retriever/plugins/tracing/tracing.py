@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def tracing_of(ratio: float, endpoint: str | None) -> Tracing | None:
-    """Return a tracer of a share of calls and steps; None for a share of 0.
+    """Return a tracer for a share of calls and steps; None for a share of 0.
 
     Spans are sent by OTLP over gRPC, from a separate thread; spans that cannot be sent are dropped.
 
@@ -41,12 +41,12 @@ class SampledTraces:
     """Traces a share of calls and steps; `Tracing`.
 
     Sampling is decided first, so that unsampled calls cost a tenth of a microsecond. Spans of a
-    stream's steps have no parent: a stream lasts for days.
+    stream's steps have no parent, because a stream lasts for days.
 
     Args:
-        ratio: the share, above 0 to 1.
+        ratio: sampled share, above 0 and up to 1.
         exporter: where spans go.
-        chance: random numbers from 0 to 1, uniform.
+        chance: returns uniform random numbers from 0 to 1.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SampledTraces:
         self._tracer = self._provider.get_tracer("foredraft")
 
     def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> Ended | None:
-        """Return a function to call when the call ends; None where it is not sampled."""
+        """Return a function to call when the call ends; None if it is not sampled."""
         if self._chance() >= self._ratio:
             return None
         span = self._tracer.start_span(f"{SERVICE}/{method}", attributes=_attributes(method))

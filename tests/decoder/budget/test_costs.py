@@ -162,7 +162,7 @@ def test_costs_that_no_longer_hold_are_measured_again_and_that_is_said(
     for _ in range(2):
         known_costs(Target(model), model, where, lambda _: SURFACE, lambda *_: False)
     assert caplog.messages[1].endswith(
-        "again: passes take another time now, as the machine is busier or quieter"
+        "again: passes are slower or faster now, as the machine is busier or quieter"
     )
 
 
@@ -197,7 +197,7 @@ def test_damaged_files_are_measured_anew_and_mended(
     known(counted, where)
     known(counted, where)
     assert len(counted) == 2
-    assert len([record for record in caplog.messages if "of no use" in record]) == 1
+    assert len([record for record in caplog.messages if "unusable" in record]) == 1
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_lines_that_begin_with_a_slash_are_commands_at_a_terminal(
     assert chat(monkeypatch, talking) == 0
     assert seen == [("a", 0), ("/exit", 1), ("/a/b", 2), ("b", 0)]
     text = ESCAPES.sub("", shown.text())
-    assert text.count("/exit and /quit end all") == 2
+    assert text.count("/exit and /quit end the chat") == 2
     assert "there is no command /nope: /clear" in text
     assert "a new conversation begins" in text
 

@@ -386,7 +386,7 @@ def test_an_index_names_the_model_that_it_was_built_for(
     shutil.rmtree(folder)
     assert run(monkeypatch, "generate", *arguments) == 1
     said = capsys.readouterr().err
-    assert f"was built with the tokenizer '{folder}', which is not to be had here" in said
+    assert f"was built with the tokenizer '{folder}', which is not available here" in said
     assert said.strip().endswith("by --model")
 
 

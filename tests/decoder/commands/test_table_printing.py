@@ -45,7 +45,7 @@ def test_a_terminal_wraps_or_loses_text_but_no_number(
     [row] = [line.split() for line in lines if NUMBERS[0] in line]
     assert row[: 1 + len(NUMBERS)] == ["a", *NUMBERS]
     assert any(all(heading in line for heading in HEADINGS) for line in lines)
-    assert ("left out, as the terminal is narrow: text" in lines) == (not has_text)
+    assert ("left out because the terminal is narrow: text" in lines) == (not has_text)
     if has_text:
         assert max(map(len, lines)) <= columns
         assert sum(line.count("words") for line in lines) == 10

@@ -78,7 +78,7 @@ def test_predictions_are_texts_or_ids() -> None:
         ({"tenant": "z"}, "'z' is not among the tenants of the settings"),
         ({"tenant": 7}, "7 is no name"),
         ({"group": 7}, "a group's name is a text"),
-        ({"policy_version": -1}, "-1 is no version"),
+        ({"policy_version": -1}, "-1 is not a version"),
         ({"predictions": {"type": "image"}}, "prediction must be"),
         ({"predictions": [1.5]}, "prediction must be"),
         ({"tennant": "a"}, "foredraft_tennant is no field of a request; there are drafts, budget"),

@@ -179,7 +179,7 @@ def test_what_was_removed_is_in_no_file(
         assert count_of(reader.phrases, pair) == 2
         report = remove_documents(path, names)
         assert (report.num_documents, report.num_older) == (2, 1)
-        assert "still read" in report.describe()
+        assert "still being read" in report.describe()
         assert len(list(reader.documents())) == 5
     assert compact(path).num_older == 0
 
@@ -235,7 +235,7 @@ def test_an_index_of_tokens_takes_no_texts(
     tiny_index: Path, twin: Twin, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     assert tokenizer is not None
-    with pytest.raises(IndexerError, match="built of token ids and has no tokenizer"):
+    with pytest.raises(IndexerError, match="built from token ids and has no tokenizer"):
         add_documents(tiny_index, twin.write("one"))
     assert verify_index(tiny_index).findings == ()
 

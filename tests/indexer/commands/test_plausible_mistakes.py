@@ -114,8 +114,8 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
     ),
     ("a.json", '[{"text": "a"} "x": 1}]', "", "1 not JSON", "one record a line, as .jsonl, is"),
     ("a.json", '[{"text": "a"}, {\'text\': 1}]', "", "1 not JSON", "Expecting property name"),
-    ("a.csv", 'text\n"a\nb\n', "", "1 not CSV", "look at its quotes"),
-    ("a.csv", 'text,n\n"a "b" c",1\n', "", "1 not CSV", "look at its quotes"),
+    ("a.csv", 'text\n"a\nb\n', "", "1 not CSV", "check its quotes"),
+    ("a.csv", 'text,n\n"a "b" c",1\n', "", "1 not CSV", "check its quotes"),
     ("a.parquet", "text\nx\n", "", "damaged Parquet", "copy it again, or give it the suffix of"),
     ("a.jsonl.gz", [TEXT], "", "damaged gzip", "copy it again, or give it the suffix of"),
     (
@@ -162,7 +162,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         '2026-11-22 INFO {"text": "x"}\n',
         "",
         "1 not JSON",
-        "something stands before the first {: mend",
+        "there is something before the first {: mend",
     ),
     (
         "a.jsonl",
@@ -292,7 +292,7 @@ def test_what_cannot_be_read_is_said_with_cause_and_remedy(  # noqa: PLR0913, PL
     ("arguments", "status", "said"),
     [
         (["missing.jsonl", "--dry-run"], 1, "cannot read the source missing.jsonl: No such file"),
-        (["a.jsonl"], 2, "say where the index goes"),
+        (["a.jsonl"], 2, "give the folder of the index"),
         (["-o", "x"], 2, "name sources, or an index with --from"),
         (["--from", "x.index", "--dry-run"], 2, "--dry-run is for sources: leave out --from"),
         (["a.jsonl", "--dry-run", "--turns", "both"], 2, "'assistant', 'user', 'all'"),
@@ -303,7 +303,7 @@ def test_what_cannot_be_read_is_said_with_cause_and_remedy(  # noqa: PLR0913, PL
         ),
         (["a.jsonl", "--dry-run", "--strict", "0.3"], 1, "1 of 2 .* more than --strict 0.3 allows"),
         (["a.jsonl", "-o", "x", "--strict", "0"], 1, "not JSON .* mend or remove such lines"),
-        (["-", "-", "--dry-run"], 1, "standard input can be read once: name - once"),
+        (["-", "-", "--dry-run"], 1, "standard input can be read only once: name - once"),
         (["-", "--dry-run"], 1, "not JSON .* say --stdin-format text"),
     ],
 )

@@ -103,5 +103,5 @@ def test_workers_end_with_the_process_that_started_them(
 
 
 def test_a_pool_has_a_worker() -> None:
-    with pytest.raises(IndexerError, match="choose one at least"):
+    with pytest.raises(IndexerError, match="choose at least one"):
         ProcessPool(0, GIB)

@@ -124,7 +124,7 @@ def test_without_git_folders_are_walked_and_that_is_noted(
     monkeypatch.setattr(logging.getLogger("indexer"), "propagate", True)
     plan([folder], SourceOptions(), BuildTally())
     assert caplog.messages == [
-        f"git is not installed: of {folder} untracked files are read as well"
+        f"git is not installed: untracked files of {folder} are read as well"
     ]
     assert names(folder) == ["a.md", "untracked.md"]
 

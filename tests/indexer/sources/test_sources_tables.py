@@ -146,7 +146,7 @@ def test_without_pyarrow_a_table_says_what_to_install(
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        SourceError, match=r"takes pyarrow: run `pip install 'foredraft\[index\]'`$"
+        SourceError, match=r"needs pyarrow: run `pip install 'foredraft\[index\]'`$"
     ):
         read_all(path)
     write(tmp_path, b_md="b")

@@ -40,7 +40,7 @@ def test_compiling_is_told_once(
     assert caplog.messages == []
     assert (successor(1), successor(2.5)) == (2, 3.5)
     (told,) = caplog.messages
-    assert told == "compiling kernels, once on this machine: up to a minute of processor"
+    assert told == "compiling kernels, once on this machine: up to a minute of CPU time"
     caplog.clear()
     compiling._tell_compiling.cache_clear()
     del sys.modules["successors"]
@@ -81,7 +81,7 @@ def test_kernels_compile_where_nothing_can_be_kept(tmp_path: Path, stated: str |
     )
     assert (done.returncode, done.stdout) == (0, "2 3.0\n"), done.stderr
     (compiling, line) = done.stderr.splitlines()
-    assert compiling == "compiling kernels: up to a minute of processor"
+    assert compiling == "compiling kernels: up to a minute of CPU time"
     assert "set NUMBA_CACHE_DIR to a folder" in line
 
 

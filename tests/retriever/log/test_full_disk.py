@@ -45,7 +45,7 @@ def test_a_full_log_stops_logging_and_not_drafting(
         drafter.close("s", output(number)[2:])
     assert 0 < drafter.stats().log_failures < 1000
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "a restart loses them: make room" in caplog.text
+    assert "a restart loses these outputs: free space" in caplog.text
     last = output(999)
     tree = drafter.draft_context(last[:9], 4)
     assert tree.token_ids.tolist() == last[9:13].tolist()
@@ -70,7 +70,7 @@ def test_a_disk_that_takes_outputs_again_is_told_with_what_was_lost(
     drafter.shut_down()
     told = [record.getMessage() for record in caplog.records]
     assert ["cannot be kept" in each for each in told] == [True, False]
-    assert "1 that came meanwhile are in memory alone" in told[1]
+    assert "1 that were refused are only in memory" in told[1]
 
 
 def test_callers_are_told_where_their_outputs_are_kept(

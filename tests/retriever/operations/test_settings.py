@@ -117,13 +117,13 @@ def test_lists_and_switches_come_from_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "environment", "flags", "message"),
     [
-        ("adress = 1", {}, {}, "adress is no setting: did you mean address?"),
-        ("max-batch = 1", {}, {}, "max-batch is no setting: did you mean max_batch?"),
-        ("[limits]\nx = 1", {}, {}, "limits is no setting"),
+        ("adress = 1", {}, {}, "adress is not a setting: did you mean address?"),
+        ("max-batch = 1", {}, {}, "max-batch is not a setting: did you mean max_batch?"),
+        ("[limits]\nx = 1", {}, {}, "limits is not a setting"),
         ("", {"FOREDRAFT_STAT": "x"}, {}, "FOREDRAFT_STAT is no .*did you mean FOREDRAFT_STATE?"),
         ("", {"FOREDRAFT_REDIS_PASWORD": "x"}, {}, "did you mean FOREDRAFT_REDIS_PASSWORD?"),
         ("max_batch = '" + "x" * 5000 + "'", {}, {}, "max_batch is 'x{79}\u2026: it should"),
-        ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is no setting: `foredraft config`"),
+        ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is not a setting: `foredraft config`"),
         ("max_batch = 'many'", {}, {}, "max_batch is 'many': it should be a valid integer"),
         ("max_batch = '5'", {}, {}, "max_batch is '5': it should be a valid integer"),
         ("max_batch = true", {}, {}, "max_batch is True: it should be a valid integer"),
@@ -248,7 +248,7 @@ def test_the_command_shows_what_is_in_force(tmp_path: Path) -> None:
     path.write_text("max_bach = 7")
     refused = run(*command)
     assert refused.returncode == 1
-    assert refused.stderr == f"error: {path}: max_bach is no setting: did you mean max_batch?\n"
+    assert refused.stderr == f"error: {path}: max_bach is not a setting: did you mean max_batch?\n"
 
 
 KUBERNETES = {
@@ -306,12 +306,12 @@ def test_what_kubernetes_and_docker_inject_is_no_setting(
     ],
 )
 def test_what_is_alike_and_no_such_variable_is_refused(name: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=f"FOREDRAFT_{name} is no setting"):
+    with pytest.raises(SettingsError, match=f"FOREDRAFT_{name} is not a setting"):
         resolve(Settings, {}, {f"FOREDRAFT_{name}": value})
 
 
 def test_a_file_takes_none_of_them(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="service_host is no setting"):
+    with pytest.raises(SettingsError, match="service_host is not a setting"):
         resolved(tmp_path, 'service_host = "10.0.0.1"')
 
 

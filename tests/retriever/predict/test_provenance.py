@@ -328,7 +328,7 @@ def test_command_shows_the_text_of_tokens(tmp_path: Path) -> None:
     assert [node["documents"][0]["name"] for node in nodes] == ["fox", "fox"]
     assert "'i'" in run(*options, "--context", "the qu", "--full").stdout
     shown = run(*options, "--context", "the qu").stdout.splitlines()
-    assert shown[0] == "nodes: 2, paths: 1, those first that bring most tokens"
+    assert shown[0] == "nodes: 2, paths: 1, most expected tokens first"
     assert shown[2].endswith("  'ic'")
     assert shown[3:5] == ["        corpus 2 [1]", "[1] index: fox"]
     (tmp_path / "guess.txt").write_text("xylophone")
@@ -343,7 +343,7 @@ def test_command_shows_the_text_of_tokens(tmp_path: Path) -> None:
     assert missing.exit_code == 1
     said = " ".join(missing.stderr.split())
     assert f"the index was built with the tokenizer '{tmp_path}/tokenizer', which is not" in said
-    assert "name the same one by --tokenizer" in said
+    assert "give the same one by --tokenizer" in said
     by_hand = run(*options, "--context", "the qu", "--tokenizer", tmp_path / "elsewhere")
     assert by_hand.stdout.splitlines() == shown
 
@@ -358,8 +358,8 @@ def test_the_paths_that_bring_most_tokens_come_first_and_each_source_once() -> N
     nodes = tuple(NodeProvenance(1, 2, (), (document,)) for _ in range(4))
     lines = shown_paths(Explanation(tree, nodes), None)
     assert lines[:-1] == [
-        "nodes: 4, paths: 2, those first that bring most tokens",
-        "first the probability that a path comes true; below, tokens of it by database",
+        "nodes: 4, paths: 2, most expected tokens first",
+        "first the probability that a path is accepted; below, its tokens by database",
         " 0.100  tokens 5, 6, 8",
         "        corpus 3 [1]",
         " 0.400  tokens 7",
@@ -375,7 +375,7 @@ def test_the_paths_that_bring_most_tokens_come_first_and_each_source_once() -> N
         ((), "give one of"),
         (("--context", "a", "--context-ids", "1"), "give one of"),
         (("--context-ids", "1,x"), "takes numbers"),
-        (("--context-ids", "-1"), "-1 is no token id"),
+        (("--context-ids", "-1"), "-1 is not a token id"),
         (("--context-file", "nowhere"), "nowhere cannot be read"),
         (("--context-ids", "1", "--index", "nowhere"), "no index"),
         (("--context", "\udcff"), "not UTF-8"),

@@ -146,5 +146,5 @@ def test_a_source_has_one_database() -> None:
 def test_numbers_of_sources_are_known_below_their_count() -> None:
     assert [Source(number) for number in range(len(Source))] == list(Source)
     for number in (-1, len(Source), 255):
-        with pytest.raises(ValueError, match="is no source"):
+        with pytest.raises(ValueError, match="is not a source"):
             Source(number)

@@ -52,7 +52,7 @@ def test_a_service_does_not_start_with_credentials_that_protect_nothing(
         for expected, certificate, key, rest in (
             ("over.pem expired on", over.certificate, over.key, ()),
             ("mode 0644", other.certificate, other.key, ()),
-            ("no authority", server.certificate, server.key, ("--client-ca", server.certificate)),
+            ("an authority", server.certificate, server.key, ("--client-ca", server.certificate)),
             ("access, line 1", server.certificate, server.key, ("--access", access)),
         ):
             files = ["--certificate", certificate, "--key", key]
@@ -71,9 +71,9 @@ def test_settings_that_are_none_are_named_with_the_nearest(tmp_path: Path) -> No
 
     def commands() -> Iterator[tuple[str, WarmProcess]]:
         for expected, path in (
-            ("max_sesions is no setting: did you mean max_sessions?", file),
+            ("max_sesions is not a setting: did you mean max_sessions?", file),
             ("is no TOML", binary),
-            ("is no file", Path("/dev/zero")),
+            ("is not a file", Path("/dev/zero")),
         ):
             yield expected, started("serve", "--config", path)
         for expected, variable, value in (

@@ -43,12 +43,12 @@ def test_what_is_wrong_with_a_certificate_is_told(
     assert "is not the key of" in refusal(server.certificate, authority.key)
     assert "No such file" in refusal(nothing, server.key)
     assert "directory" in refusal(tmp_path, server.key)
-    assert "is no file" in refusal(Path("/dev/zero"), server.key)
-    assert "no certificate" in refusal(server.key, server.key)
+    assert "is not a file" in refusal(Path("/dev/zero"), server.key)
+    assert "no readable PEM certificate" in refusal(server.key, server.key)
     server.certificate.chmod(0o600)
-    assert "no private key" in refusal(server.certificate, server.certificate)
+    assert "no readable PEM private key" in refusal(server.certificate, server.certificate)
     files = server.certificate, server.key
-    assert "no authority" in refusal(*files, server.certificate)
+    assert "not an authority" in refusal(*files, server.certificate)
     assert "expired on" in refusal(*files, old_authority.certificate)
 
 

@@ -122,7 +122,7 @@ def test_where_the_folder_cannot_be_written_the_file_is_as_before(
 
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     for change in (lambda: remove(access, named(kept)), lambda: add_token(access, "c")):
-        with pytest.raises(CredentialsError, match="it is as before: run this as a user who may"):
+        with pytest.raises(CredentialsError, match="it is unchanged: run this as a user who may"):
             change()
     assert set(read_access(access).tokens) == {named(kept)}
 
@@ -266,7 +266,7 @@ def test_whatever_becomes_of_the_file_callers_are_let_in_until_the_grace_is_over
         with pytest.raises(AccessRefusedError, match="missing or not valid") as raised:
             call()
         assert str(access) not in str(raised.value)
-    assert caplog.text.count("nobody is let in") == 1
+    assert caplog.text.count("it admits no caller") == 1
     if access.is_dir():
         access.rmdir()
     access.unlink(missing_ok=True)
@@ -440,11 +440,11 @@ def test_names_are_one_credentials_each(access: Path) -> None:
     add_token(access, "a", name="engine")
     with pytest.raises(CredentialsError, match="choose another name"):
         add_token(access, "b", name="engine")
-    with pytest.raises(CredentialsError, match="is no name"):
+    with pytest.raises(CredentialsError, match="is not a valid name"):
         add_token(access, "b", name="an engine")
     line = {"tenant": "b", "certificate": "CN:x", "scopes": ["draft"], "name": "engine"}
     access.write_text(f"{access.read_text()}{json.dumps(line)}\n")
-    with pytest.raises(CredentialsError, match="engine stands in line 1 as well"):
+    with pytest.raises(CredentialsError, match="engine is in line 1 as well"):
         read_access(access)
 
 

@@ -127,7 +127,7 @@ def test_wrong_groups_are_named_before_anything_is_opened(
     assert not (tmp_path / "s").exists()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     others = next(g for g in grp.getgrall() if g.gr_gid not in (os.getegid(), *os.getgroups()))
-    with pytest.raises(SettingsError, match="is no member of it: add the user to the group"):
+    with pytest.raises(SettingsError, match="is not in it: add the user to the group"):
         SocketAccess.of("0660", others.gr_name)
     assert SocketAccess.of("0660", str(os.getegid())) == SocketAccess(0o660, os.getegid())
 

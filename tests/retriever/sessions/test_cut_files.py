@@ -123,7 +123,7 @@ def test_what_is_not_survived_ends_with_a_line_that_names_the_index(tmp_path: Pa
     assert done.returncode == -7
     assert done.stderr == (
         f"error: a file of the index {path} was cut while it was drafted from, and there was no "
-        "memory to go on: restore the index and start again\n"
+        "memory to continue: restore the index and start again\n"
     )
 
 

@@ -341,7 +341,7 @@ def test_empty_prompt_is_drafted_from_nothing() -> None:
 
 
 def test_index_of_another_tokenizer_is_refused(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(TokenizerMismatchError, match="build the index again"):
+    with pytest.raises(TokenizerMismatchError, match="rebuild the index for this one"):
         EmbeddedDrafter.open_indexes([index], vocabulary=Vocabulary(50, "cd" * 32))
     build_from_tokens([("d", [1, 2])], tmp_path / "other", Vocabulary(50, "cd" * 32))
     with pytest.raises(InvalidRequestError, match="same --tokenizer"):

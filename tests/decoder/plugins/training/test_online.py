@@ -350,7 +350,7 @@ def test_the_command_line_teaches_and_ends_its_learner(
 def test_contradictions_are_refused(
     language_model: LanguageModel, head: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ContradictoryOptionsError, match="give its --speculator"):
+    with pytest.raises(ContradictoryOptionsError, match="give one with --speculator"):
         settings(online=tmp_path)
     with pytest.raises(ValueError, match="above 0"):
         LearningSpeculator(head, tmp_path / "x", language_model.model, share=0.0)

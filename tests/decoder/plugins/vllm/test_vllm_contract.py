@@ -249,7 +249,7 @@ def test_settings_come_from_engine_environment_and_file(tmp_path: Path) -> None:
     settings = resolve_settings({"index": ["d"]}, environment, "here")
     assert settings.index == [Path("d")]
     assert (settings.budget_nodes, settings.deadline_s) == (16, 0.5)
-    with pytest.raises(SettingsError, match="FOREDRAFT_BUDGET is no setting"):
+    with pytest.raises(SettingsError, match="FOREDRAFT_BUDGET is not a setting"):
         resolve_settings({}, {"FOREDRAFT_BUDGET": "1"}, "here")
 
 

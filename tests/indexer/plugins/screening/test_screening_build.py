@@ -187,5 +187,5 @@ def test_the_command_line_refuses_a_list_that_is_not_whole(
     listed.write_bytes(b"fine\n\xff\n")
     status, _, err = cli("build", corpus, "-o", tmp_path / "x", "--exclude-phrases", listed)
     assert status == 1
-    assert err == f"error: line 2 of {listed} is not UTF-8: mend it; nothing was excluded\n"
+    assert err == f"error: line 2 of {listed} is not UTF-8: fix it; nothing was excluded\n"
     assert not (tmp_path / "x").exists()

@@ -120,7 +120,7 @@ def test_a_file_that_is_there_stays_unless_told(run: Export, tmp_path: Path) -> 
     for form in ("sglang-corpus", "exllamav3"):
         code, _, err = run("--to", form, "-o", str(output))
         assert code == 1
-        assert err == f"error: {output} is there already: pass --overwrite to replace it\n"
+        assert err == f"error: {output} exists already: pass --overwrite to replace it\n"
         assert output.read_text() == "precious"
     assert run("--to", "sglang-corpus", "-o", str(output), "--overwrite")[0] == 0
     assert len(texts_in(output)) == 6
@@ -234,5 +234,5 @@ def test_a_damaged_index_is_told(index: Path, tmp_path: Path) -> None:
     shutil.copytree(index, damaged)
     tokens = next(damaged.glob("segments/*/tokens"))
     tokens.write_bytes(b"\xff" * tokens.stat().st_size)
-    with Index.open(damaged) as opened, pytest.raises(DamagedIndexError, match="that is none"):
+    with Index.open(damaged) as opened, pytest.raises(DamagedIndexError, match="invalid document"):
         list(token_documents(opened))

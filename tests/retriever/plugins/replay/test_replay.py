@@ -76,14 +76,14 @@ def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ({"prompt": "a"}, "`output` is missing"),
-        ({"prompt": 7, "output": "a"}, "`prompt` is no text"),
+        ({"prompt": 7, "output": "a"}, "`prompt` is not text"),
         ([1, 2], "a trace is a JSON object"),
-        ({"prompt_ids": ["x"], "output_ids": []}, "holds 'x', which is no token id"),
-        ({"prompt_ids": [True], "output_ids": []}, "holds True, which is no token id"),
-        ({"prompt_ids": "12", "output_ids": []}, "is no list"),
+        ({"prompt_ids": ["x"], "output_ids": []}, "holds 'x', which is not a token id"),
+        ({"prompt_ids": [True], "output_ids": []}, "holds True, which is not a token id"),
+        ({"prompt_ids": "12", "output_ids": []}, "is not a list"),
         ({"prompt_ids": [1.7], "output_ids": []}, "holds 1.7"),
-        ({"prompt_ids": [1 << 40], "output_ids": []}, "no token id: they fit into four bytes"),
-        ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1, which is no token id"),
+        ({"prompt_ids": [1 << 40], "output_ids": []}, "not a token id: they fit into four bytes"),
+        ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1, which is not a token id"),
     ],
 )
 def test_row_that_is_no_trace_is_skipped_and_named_by_line_and_fault(
@@ -374,7 +374,7 @@ def test_predictions_of_records_and_requests_are_read(tmp_path: Path) -> None:
     [
         ({"prediction": 7}, '"type": "content"'),
         ({"predictions": [7]}, "`predictions` are texts"),
-        ({"predictions": [{"text": 7}]}, "a text that is none"),
+        ({"predictions": [{"text": 7}]}, "a text that is not a string"),
         ({"predictions": [{"ids": [-1]}]}, "`predictions` holds -1"),
         ({"predictions": [{"ids": [1]}] * 65}, "beyond the limit of 64"),
     ],

@@ -258,7 +258,7 @@ def test_services_without_the_server_start_and_share_later(
         "outputs are not learned from redis",
         "outputs are not published to redis",
     ]
-    assert all("drafting goes on" in record.getMessage() for record in warnings)
+    assert all("drafting continues" in record.getMessage() for record in warnings)
     assert "secret-word" not in caplog.text
 
 
