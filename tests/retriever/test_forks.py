@@ -57,7 +57,7 @@ if child == 0:
     try:
         drafter.draft(step("shared", 42))
     except DrafterUnavailableError as error:
-        assert "forked off" in str(error)
+        assert "forked" in str(error)
     else:
         raise AssertionError("the parent's session is drafted for")
     drafter.close("shared")

@@ -112,12 +112,12 @@ def test_a_drafter_that_uses_no_hints_is_told_them_and_no_tenant() -> None:
     followers.open([followers.follow(sequence)])
     assert told == [stated]
     owned = TokenSequence(ids(1, 2), options=SequenceOptions(tenant="a"))
-    with pytest.raises(InvalidRequestError, match="no tenants apart"):
+    with pytest.raises(InvalidRequestError, match="not keep tenants apart"):
         followers.open([followers.follow(owned)])
     assert told == [stated]
     local = Followers(LocalDrafter())
     local.open([local.follow(sequence)])
-    with pytest.raises(InvalidRequestError, match="no tenants apart"):
+    with pytest.raises(InvalidRequestError, match="not keep tenants apart"):
         LocalDrafter().open("s", ids(1, 2), SequenceOptions(tenant="a"))
 
 

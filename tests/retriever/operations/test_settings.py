@@ -120,7 +120,12 @@ def test_lists_and_switches_come_from_the_environment(tmp_path: Path) -> None:
         ("adress = 1", {}, {}, "adress is not a setting: did you mean address?"),
         ("max-batch = 1", {}, {}, "max-batch is not a setting: did you mean max_batch?"),
         ("[limits]\nx = 1", {}, {}, "limits is not a setting"),
-        ("", {"FOREDRAFT_STAT": "x"}, {}, "FOREDRAFT_STAT is no .*did you mean FOREDRAFT_STATE?"),
+        (
+            "",
+            {"FOREDRAFT_STAT": "x"},
+            {},
+            "FOREDRAFT_STAT is not a .*did you mean FOREDRAFT_STATE?",
+        ),
         ("", {"FOREDRAFT_REDIS_PASWORD": "x"}, {}, "did you mean FOREDRAFT_REDIS_PASSWORD?"),
         ("max_batch = '" + "x" * 5000 + "'", {}, {}, "max_batch is 'x{79}\u2026: it should"),
         ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is not a setting: `foredraft config`"),
@@ -135,9 +140,9 @@ def test_lists_and_switches_come_from_the_environment(tmp_path: Path) -> None:
         ("durability = 'ever'", {}, {}, "it should be 'process' or 'disk'"),
         ("", {"FOREDRAFT_DRAIN_S": "x"}, {}, "FOREDRAFT_DRAIN_S is 'x': it should be a valid numb"),
         ("", {}, {"refresh": math.nan}, "--refresh is nan: it should be a finite number"),
-        ("address = ", {}, {}, "is no TOML"),
-        ("max_batch = " + "9" * 5000, {}, {}, "is no TOML"),
-        ("index = " + "[" * 5000, {}, {}, "is no TOML"),
+        ("address = ", {}, {}, "is not TOML"),
+        ("max_batch = " + "9" * 5000, {}, {}, "is not TOML"),
+        ("index = " + "[" * 5000, {}, {}, "is TOML that is nested too deeply"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -216,7 +216,7 @@ def test_calls_take_their_scope(tmp_path: Path) -> None:
                     if name in may[scope]:
                         call()
                     else:
-                        with pytest.raises(NotPermittedError, match=f"of the scope {scope}, and"):
+                        with pytest.raises(NotPermittedError, match=f"of the scope {scope}, but"):
                             call()
     drafter.shut_down()
 

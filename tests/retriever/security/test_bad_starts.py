@@ -72,7 +72,7 @@ def test_settings_that_are_none_are_named_with_the_nearest(tmp_path: Path) -> No
     def commands() -> Iterator[tuple[str, WarmProcess]]:
         for expected, path in (
             ("max_sesions is not a setting: did you mean max_sessions?", file),
-            ("is no TOML", binary),
+            ("is not TOML", binary),
             ("is not a file", Path("/dev/zero")),
         ):
             yield expected, started("serve", "--config", path)

@@ -377,7 +377,7 @@ def test_scopes_say_what_a_credential_is_for(access: Path) -> None:
             if scope in may:
                 assert Caller(authenticator, token, None, scope).scopes == may
             else:
-                with pytest.raises(NotPermittedError, match=f"of the scope {scope}, and"):
+                with pytest.raises(NotPermittedError, match=f"of the scope {scope}, but"):
                     Caller(authenticator, token, None, scope)
     caller = Caller(authenticator, admin, None, Scope.ADMIN)
     assert (caller.name, caller.tenant) == ("ops", "")

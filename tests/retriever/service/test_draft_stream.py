@@ -66,7 +66,7 @@ def test_lost_and_stale_messages_do_nothing(service: str, number: int, why: str)
         (status,) = ask(number, steps=[step("s", [1], 7)]).statuses
         assert (status.code, status.session_id) == (ABORTED, "")
         assert why in status.message
-        assert "message 3 is awaited" in status.message
+        assert "message 3 is expected" in status.message
         assert not ask(3, steps=[step("s", [1], 7)]).statuses  # the session has noted nothing
 
 

@@ -251,7 +251,7 @@ def connected(servicer: pb_grpc.RetrieverServiceServicer) -> Iterator[RemoteDraf
 
 def test_an_answer_to_another_message_is_no_draft() -> None:
     with connected(OutOfStep()) as remote:  # type: ignore[abstract]
-        with pytest.raises(DrafterUnavailableError, match="message 0 where 1 was awaited"):
+        with pytest.raises(DrafterUnavailableError, match="message 0 where 1 was expected"):
             remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
         with pytest.raises(DrafterUnavailableError, match="was lost"):
             remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])

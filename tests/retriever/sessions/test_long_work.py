@@ -127,7 +127,7 @@ def test_a_session_that_ends_within_a_long_commit_gives_all_its_tokens_back(
 
         sessions = [session]
         monkeypatch.setattr(Databases, "append", ends_first)
-    with pytest.raises(UnknownSessionError, match="has ended"):
+    with pytest.raises(UnknownSessionError, match="ended while"):
         face.commit_long(commit)
     assert not session.databases.context.last(LONG).any()
     del session, commit  # its memory counts until nobody holds it
