@@ -1,8 +1,8 @@
-"""What an adapter needs of its engine, compared with what the installed version has.
+"""Comparison of what an adapter needs from its engine with the installed version.
 
-Adapters call an engine by its own names, and are called by it. Before the first request each
-compares both with what it was written for, so that a version that changed them is refused with a
-sentence that says what changed:
+Adapters call an engine's own functions and are called by it. Before the first request, each adapter
+compares both directions with what it was written for. A version that changed them is refused with a
+message that says what changed:
 
     check_contract(
         ("llama-cpp-python",),
@@ -33,7 +33,7 @@ def installed(distributions: Iterable[str]) -> tuple[str, str]:
     """Return an engine's distribution and its version.
 
     Args:
-        distributions: names under which it is installed, at least one; the first that is there
+        distributions: names under which it may be installed, at least one; the first one found
             counts.
     """
     names = list(distributions)
@@ -46,15 +46,15 @@ def installed(distributions: Iterable[str]) -> tuple[str, str]:
 
 
 def check_contract(distributions: Iterable[str], tested: str, found: Iterable[str]) -> None:
-    """Refuse an engine in which something is not as its adapter needs it.
+    """Refuse an engine that differs from what its adapter needs.
 
     Args:
-        distributions: as of `installed`.
+        distributions: see `installed`.
         tested: versions that the adapter was tested with, such as `>=5.0,<6`.
-        found: what differs, a sentence each without a full stop; see `differences`.
+        found: the differences, each a sentence without a full stop; see `differences`.
 
     Raises:
-        UnsupportedEngineError: something differs; the message says what, and what to do.
+        UnsupportedEngineError: there is a difference; the message says which and what to do.
     """
     sentences = list(dict.fromkeys(found))
     if not sentences:
@@ -77,23 +77,24 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
     implemented_by: type | None = None,
     called: str | None = None,
 ) -> list[str]:
-    """Return what an engine's class, function or object lacks, or has in addition.
+    """Return how an engine's class, function or object differs from what an adapter needs.
 
     Args:
-        thing: of the engine; `None` for what was looked up and not found.
-        attributes: that it must have: an object's own, or those of a class and its instances as
-            far as they can be seen in the class.
-        parameters: of a function, that it must name itself, where it would take any in silence.
-        passed: arguments that we pass to it by position; `None` where we do not call it. Of a
-            function that is looked up in a class, without its `self`.
-        named: arguments that we pass to it by name, where we call it.
+        thing: part of the engine; `None` if it was looked up and not found.
+        attributes: attributes that it must have: an object's own, or those of a class and its
+            instances as far as they are visible in the class.
+        parameters: parameters that a function must name explicitly, because it would silently
+            accept any.
+        passed: number of arguments that we pass by position; `None` if we do not call it. For a
+            function looked up in a class, without `self`.
+        named: arguments that we pass by name, if we call it.
         implemented_by: our subclass of it: it must have all abstract methods, and each method that
-            both classes define must take what the engine's signature passes.
-        called: its name in the sentences; its own if not given.
+            both classes define must accept the arguments of the engine's signature.
+        called: its name in the sentences; its own name if not given.
 
     Returns:
-        A sentence for each difference, without a full stop; empty where there is none. What cannot
-        be seen, such as the arguments of a compiled function, counts as none.
+        A sentence for each difference, without a full stop; empty if there are none. Things that
+        cannot be inspected, such as the arguments of a compiled function, count as equal.
     """
     shown = called or _name_of(thing)
     if thing is None:
@@ -114,7 +115,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _signature(thing: Any) -> Signature | None:
-    """Return how something is called; `None` where it does not tell."""
+    """Return a callable's signature; `None` if it has none."""
     try:
         return inspect.signature(thing)
     except (TypeError, ValueError):
@@ -122,7 +123,7 @@ def _signature(thing: Any) -> Signature | None:
 
 
 def _own_parameters(thing: Any) -> list[Parameter] | None:
-    """Return the parameters of a callable, without the object that a method is called on."""
+    """Return the parameters of a callable, without `self`."""
     signature = _signature(thing)
     if signature is None:
         return None
@@ -133,7 +134,7 @@ def _own_parameters(thing: Any) -> list[Parameter] | None:
 
 
 def _call_differences(thing: Any, num_passed: int, named: list[str], shown: str) -> list[str]:
-    """Return why a call with these arguments would fail."""
+    """Return the reasons why a call with these arguments would fail."""
     if not callable(thing):
         return [f"{shown} can no longer be called"]
     parameters = _own_parameters(thing)
@@ -163,7 +164,7 @@ def _call_differences(thing: Any, num_passed: int, named: list[str], shown: str)
 
 
 def _hook_differences(base: type, ours: type, shown: str) -> list[str]:
-    """Return what our subclass lacks of an engine's abstract class."""
+    """Return the differences between an engine's abstract class and our subclass."""
     lacking = getattr(base, "__abstractmethods__", frozenset[str]()) & getattr(
         ours, "__abstractmethods__", frozenset[str]()
     )
@@ -176,13 +177,13 @@ def _hook_differences(base: type, ours: type, shown: str) -> list[str]:
 
 
 def _methods(owner: type) -> set[str]:
-    """Return the names of what a class itself defines as methods, without its constructor."""
+    """Return the names of the methods that a class itself defines, without its constructor."""
     own = {name for name, value in vars(owner).items() if inspect.isfunction(value)}
     return own - {"__init__"}
 
 
 def _calls_of_hook(theirs: list[Parameter], own: list[Parameter], shown: str) -> list[str]:
-    """Return what differs between how an engine calls a method and what ours takes."""
+    """Return the differences between how an engine calls a method and what ours accepts."""
     places = [each for each in own if each.kind in _POSITIONAL]
     takes_any = {each.kind for each in own}
     names = {each.name for each in own if each.kind in _NAMED}

@@ -1,7 +1,7 @@
-"""What engines' own metrics cannot tell: acceptance by position and by whose token it was.
+"""Metrics that engines lack: acceptance by position and by the token's source.
 
-vLLM counts accepted drafts under its own names, ours among them. What is added here has names of
-our own, in the registry that the engine exposes.
+vLLM counts all accepted drafts, including ours, under its own names. The metrics added here have
+names of our own, in the registry that the engine exposes.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from retriever.tree import Source
 
-if TYPE_CHECKING:  # it knows how transformers stops
+if TYPE_CHECKING:  # that module depends on transformers
     from decoder.observation import Statistics
 
 _MOST_POSITIONS: Final = 64
-"""Positions that are told apart; later ones count with the last."""
+"""Positions counted separately; later ones count with the last."""
 
 _log = getLogger(__name__)
 
 
 class DraftingMetrics:
-    """Counters of drafts that an engine verified; to be made in the process that drafts.
+    """Counters of drafts that an engine verified; create them in the process that drafts.
 
     Args:
-        registry: where they are registered; that of the process if not given.
+        registry: registry for the counters; the process's default if not given.
     """
 
     def __init__(self, registry: Any = None) -> None:
@@ -43,7 +43,7 @@ class DraftingMetrics:
         )
 
     def add(self, counts: "Statistics") -> None:
-        """Add what was counted since the last call."""
+        """Add the counts since the last call."""
         self._drafts.inc(counts.num_drafts)
         for position, count in enumerate(counts.accepted_per_position()):
             self._accepted_at.labels(str(min(position, _MOST_POSITIONS - 1))).inc(count)
@@ -58,7 +58,7 @@ class DraftingMetrics:
 
 @cache
 def process_metrics() -> DraftingMetrics | None:
-    """Return the metrics of this process, the same at each call; `None` where there can be none."""
+    """Return the metrics of this process, the same at each call; `None` if there cannot be any."""
     try:
         return DraftingMetrics()
     except Exception as error:  # noqa: BLE001  (the engine must start)

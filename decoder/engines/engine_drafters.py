@@ -1,7 +1,7 @@
-"""Opening the drafter that an engine's settings describe.
+"""Opens the drafter that an engine's settings describe.
 
-An engine must start and run even if its drafts cannot: sources that cannot be opened are left out,
-with one warning each.
+An engine must start and run even without drafts: sources that cannot be opened are left out, with
+one warning each.
 """
 
 import math
@@ -31,26 +31,26 @@ from retriever.wire.channels import CLIENT_OPTIONS
 _log = getLogger(__name__)
 
 DEADLINE_S: Final = 0.02
-"""How long a step waits for drafts by default, in seconds: retrieval in this process takes far
-less, and a large model's pass about as long, so a stalled drafter costs about a pass."""
+"""Default time that a step waits for drafts, in seconds: retrieval in this process takes far less,
+and a large model's pass about as long, so a stalled drafter costs about one pass."""
 
 _NARROW: Final = token_dtype(0).itemsize
 
 _CONNECT_S: Final = 2.0
-"""How long a start waits for a service: enough for one on another machine, and short against the
-loading of a model. It connects later by itself."""
+"""Time that a start waits for a service, in seconds: enough for one on another machine and short
+compared to loading a model. The drafter connects later by itself."""
 
 
 def open_drafter(
     settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
 ) -> Drafter:
-    """Return a drafter, connected, compiled or being compiled: no start waits for that.
+    """Return a drafter; it may still be connecting or compiling, so that no start waits for that.
 
     Args:
-        settings: where drafts come from.
-        vocabulary: of the engine's tokenizer. None where it is not known: then neither an index
-            nor listed phrases can be trusted, and are left out.
-        encode: of that tokenizer.
+        settings: the sources of drafts.
+        vocabulary: vocabulary of the engine's tokenizer. `None` if it is unknown: then indexes and
+            listed phrases cannot be trusted and are left out.
+        encode: `encode` of that tokenizer.
 
     Raises:
         CredentialsError: a token or certificate for a service cannot be read.
@@ -61,11 +61,11 @@ def open_drafter(
 
 
 def vocabulary_and_encoder(tokenizer: Any) -> tuple[Vocabulary | None, Encode | None]:
-    """Return an engine's tokenizer as drafts need it, without special tokens.
+    """Return the vocabulary of an engine's tokenizer and its `encode` without special tokens.
 
     Args:
-        tokenizer: None where it is not known: then nothing of it is. The vocabulary of one that has
-            no such thing as others have is not known either, which is logged.
+        tokenizer: the tokenizer; `None` if it is unknown, and then both results are `None`. If its
+            vocabulary cannot be read, that is logged and the vocabulary is `None`.
     """
     if tokenizer is None:
         return None, None
@@ -99,7 +99,7 @@ def _resilient(
 def _own(
     settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
 ) -> EmbeddedDrafter | LateDrafter:
-    """Return the drafter of this process; where its kernels are not compiled, one that waits."""
+    """Return the drafter of this process; a `LateDrafter` if its kernels are not compiled."""
     width = token_dtype(vocabulary.size).itemsize if settings.index and vocabulary else _NARROW
     opened = partial(_embedded, settings, vocabulary, encode)
     if not are_kept([width]):
@@ -125,14 +125,14 @@ def _embedded(
     )
     try:
         drafter = make(state=settings.state)
-    except RetrieverError as error:  # its folder is in use, full, or of another tokenizer
+    except RetrieverError as error:  # its folder is in use, full, or for another tokenizer
         _log.warning("outputs are kept in memory only: %s", error)
         drafter = make(state=None)
     return drafter
 
 
 def _indexes(paths: Sequence[Path], vocabulary: Vocabulary | None, *, hold: bool) -> list[Index]:
-    """Open the indexes of a vocabulary; say which are left out, and why."""
+    """Open the indexes of a vocabulary; log which are left out and why."""
     opened = []
     for path in paths:
         if vocabulary is None:

@@ -1,4 +1,4 @@
-"""What keeps errors of ours from an engine that calls us."""
+"""Keeps our errors from reaching an engine that calls us."""
 
 import logging
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from decoder.errors import UnsupportedEngineError
 
 
 class EngineGuard:
-    """Stands around all that an engine calls: an error costs drafts, and never reaches the engine.
+    """Guards everything that an engine calls: an error costs drafts but never reaches the engine.
 
         with guard:
             return sequences.step(rows)
         return nothing
 
-    An error leaves the block; what stands behind it goes on without drafts. Blocks may be nested.
+    An error ends the block, and the code after it continues without drafts. Blocks may be nested.
 
     Args:
-        engine: as the log names it.
-        log: of the adapter.
-        abandon: drops all sequences, as their state is unknown after an error; errors of its own
+        engine: name of the engine in the log.
+        log: logger of the adapter.
+        abandon: drops all sequences, because their state is unknown after an error; its own errors
             are ignored.
-        level: at which the first error is logged. From `ERROR` on its trace is, too, unless the
-            engine is the reason.
+        level: log level of the first error. From `ERROR` on the traceback is also logged, unless
+            the engine's version is the cause.
 
     Attributes:
         num_failures: errors so far.
@@ -58,7 +58,7 @@ class EngineGuard:
         return True
 
     def count(self, error: Exception) -> None:
-        """Count an error that is dealt with already; log the first of all."""
+        """Count an error that is already handled; log the first one."""
         self.num_failures += 1
         if self.num_failures == 1:
             has_trace = self._level >= logging.ERROR and not isinstance(

@@ -1,4 +1,4 @@
-"""Shared by all adapters: tested versions, vocabularies, chains, and an engine's settings."""
+"""Code shared by all adapters: tested versions, vocabularies, chains and engine settings."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,19 +22,19 @@ from retriever.tree import ROOT, DraftTree
 _log = getLogger(__name__)
 
 _LEAST_SHARE: Final = 0.9
-"""Of a model's embeddings that are of tokens: others only round the number up."""
+"""Least share of a model's embeddings that belong to tokens: the others are padding."""
 
 _told: set[tuple[str, str, str]] = set()
 
 
 def check_version(tested: str, *distributions: str) -> bool:
-    """Return whether an engine is of a version that its adapter was tested with.
+    """Return whether an engine's version is one that its adapter was tested with.
 
-    Other versions are used as well, with one warning that gives the range.
+    Other versions are also used, with one warning that gives the tested range.
 
     Args:
         tested: the range, such as `>=5.0,<6`; releases before a final one count as they are.
-        distributions: names under which the engine is installed, the first that is there counts.
+        distributions: names under which the engine may be installed; the first one found counts.
     """
     name, found = installed(distributions)
     is_tested = _is_within(found, tested)
@@ -52,11 +52,11 @@ def _is_within(found: str, tested: str) -> bool:
 
 
 def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
-    """Return the vocabulary that a drafter was made for; `None` where it is not known.
+    """Return the vocabulary that a drafter was made for; `None` if it is unknown.
 
-    A service is asked for its indexes; it is not known of one that is away or has none.
+    A service is asked for its indexes; if it is unreachable or has none, the vocabulary is unknown.
     """
-    stated = getattr(drafter, "vocabulary", None)  # as the embedded drafter does
+    stated = getattr(drafter, "vocabulary", None)  # the embedded drafter has it
     if isinstance(stated, Vocabulary):
         return stated
     if isinstance(drafter, RemoteDrafter):
@@ -69,12 +69,12 @@ def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
 def checked_vocabulary_size(
     drafter: Drafter, model_vocabulary: int, own: Vocabulary | None = None
 ) -> int | None:
-    """Return the size of the vocabulary that a drafter knows; `None` where it is not known.
+    """Return the size of the vocabulary that a drafter knows; `None` if it is unknown.
 
     Args:
-        drafter: whose tokens are compared.
-        model_vocabulary: tokens that the model has embeddings for.
-        own: of the model's tokenizer, where that is known.
+        drafter: the drafter to check.
+        model_vocabulary: number of the model's embeddings.
+        own: vocabulary of the model's tokenizer, if it is known.
 
     Raises:
         VocabularyMismatchError: the drafter is for another tokenizer.
@@ -84,7 +84,7 @@ def checked_vocabulary_size(
         return None if own is None else own.size
     if own is not None and own.fingerprint != theirs.fingerprint:
         raise VocabularyMismatchError(
-            f"drafts are for another tokenizer ({theirs.describe()}) than the model's "
+            f"drafts are for a different tokenizer ({theirs.describe()}) from the model's "
             f"({own.describe()}): "
             "draft from an index built with the model's own tokenizer"
         )
@@ -101,14 +101,14 @@ def checked_vocabulary_size(
 
 
 def check_tenants(tenants: Sequence[str], drafter: Drafter) -> None:
-    """Refuse to draft where tenants are named and could not be kept apart.
+    """Refuse settings that name tenants if the drafter cannot keep them apart.
 
     Args:
-        tenants: of the settings.
-        drafter: that they describe.
+        tenants: tenants in the settings.
+        drafter: the drafter that the settings describe.
 
     Raises:
-        SettingsError: the drafter keeps none apart.
+        SettingsError: the drafter does not keep tenants apart.
     """
     if tenants and not keeps_tenants(drafter):
         raise SettingsError(
@@ -118,12 +118,12 @@ def check_tenants(tenants: Sequence[str], drafter: Drafter) -> None:
 
 
 def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftTree:
-    """Return the best chain of a tree, up to the first token that a model does not have.
+    """Return the best chain of a tree, up to the first token that the model lacks.
 
     Args:
         tree: a draft.
         max_tokens: most tokens of the chain.
-        model_vocabulary: how many tokens the model has; an engine may end at any other.
+        model_vocabulary: how many tokens the model has; an engine may crash on any other.
     """
     chain = tree.best_chain(max_tokens)
     unknown = np.flatnonzero((chain.token_ids < 0) | (chain.token_ids >= model_vocabulary))
@@ -131,7 +131,7 @@ def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftT
 
 
 def within_vocabulary(tree: DraftTree, model_vocabulary: int) -> DraftTree:
-    """Return a tree without tokens that a model does not have, and what comes after them.
+    """Return a tree without tokens that the model lacks and without their descendants.
 
     Args:
         tree: a draft.
@@ -146,12 +146,12 @@ def within_vocabulary(tree: DraftTree, model_vocabulary: int) -> DraftTree:
 
 
 class EngineSettings(ClientSettings, EmbeddedSettings):
-    """Where drafts come from inside an engine, and what they may cost.
+    """The sources of drafts inside an engine, and what drafts may cost.
 
-    A field `name` is the key `name` of a TOML file, which `FOREDRAFT_CONFIG` names, and the
+    A field `name` is set by the key `name` in the TOML file that `FOREDRAFT_CONFIG` names or by the
     environment variable `FOREDRAFT_NAME`; lists are written like `PATH`. Settings that a service
-    has as well mean the same here. With one server, the drafter in this process stands in while
-    the server is away.
+    also has mean the same here. With one server, the drafter in this process stands in while the
+    server is unreachable.
     """
 
     model_config = ConfigDict(title="Engine")
@@ -162,7 +162,7 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
             gt=0,
             allow_inf_nan=False,
             description="Longest wait for the drafts of a step, in seconds. Default: 0.02 in "
-            "process, and for a service a quarter of the engine's own part, up to that.",
+            "process; for a service a quarter of the engine's own part, at most 0.02.",
         ),
     ] = None
     budget_nodes: Annotated[
@@ -177,14 +177,14 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
     tenants: Annotated[
         list[str],
         Field(
-            description="Tenants that a request may name, where the engine lets requests carry a "
+            description="Tenants that a request may name, if the engine lets requests carry a "
             "name; * for any. A request that names another is not drafted for."
         ),
     ] = []  # noqa: RUF012  as pydantic copies it
     measure: Annotated[
         bool,
         Field(
-            description="Whether passes are timed, where the engine lets a draft be shorter, and "
+            description="Whether passes are timed, if the engine allows shorter drafts, so that "
             "only as much is proposed as pays."
         ),
     ] = True
@@ -192,7 +192,7 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
         bool,
         Field(
             description="Whether every proposal is filled up to its full length, which models "
-            "with gated delta nets need in vLLM; what pays is not asked then."
+            "with gated delta nets need in vLLM; then drafts are not cut to what pays."
         ),
     ] = False
     threads: Annotated[
@@ -200,8 +200,8 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
         Field(
             ge=1,
             le=256,
-            description="Most threads over which the drafts of a step are divided, in process: "
-            "as many as there are processors that nothing else uses then.",
+            description="Most threads for the drafts of a step, in process: as many as there are "
+            "processors that are otherwise idle at that time.",
         ),
     ] = 1
 
@@ -214,16 +214,16 @@ _SERVICE_ALONE: Final = {
 def resolve_settings(
     given: Mapping[str, object], environment: Mapping[str, str], where: str
 ) -> EngineSettings:
-    """Return the settings of a file, overridden by the environment, then by the engine.
+    """Return the settings of a file, overridden by the environment and then by the engine.
 
     Args:
-        given: by name, from the engine's own configuration.
-        environment: variables. Those that only a service has are ignored, as one may run in the
-            same environment.
+        given: settings by name, from the engine's own configuration.
+        environment: environment variables. Those that only a service uses are ignored, because one
+            may run in the same environment.
         where: name of the engine's own configuration, for messages.
 
     Raises:
-        SettingsError: a name is no setting, or a value cannot be one.
+        SettingsError: a name is unknown, or a value is invalid.
     """
     ours = {name: value for name, value in environment.items() if name not in _SERVICE_ALONE}
     settings = resolve(EngineSettings, {}, ours).settings

@@ -1,9 +1,9 @@
-"""The sequences of an engine, kept up to date with a drafter, and drafts for those of a step.
+"""Keeps a drafter up to date with an engine's sequences and drafts for those in a step.
 
-At every step an engine shows rows: the tokens of the sequences that run. Where it names the request
-of a row, its sequence goes by the name and ends with the request. Where it does not, it does not
-tell either when a sequence begins, ends, is aborted, or waits for memory: then a row goes on with
-the sequence whose tokens it begins with.
+At every step an engine shows rows: the tokens of the running sequences. If it names the request of
+a row, the row's sequence is found by that name and ends with the request. If it does not, it also
+does not report when a sequence begins, ends, is aborted or waits for memory. Then a row continues
+the sequence whose tokens are its prefix.
 """
 
 import math
@@ -26,10 +26,10 @@ class NamedRequest:
     """A request that the engine names.
 
     Attributes:
-        name: no other request that runs has it.
-        state: the engine's own object for it: one request, one object. It tells a request from a
-            later one of the same name.
-        fields: what the request states. Nothing is kept of one that wants no drafts.
+        name: unique among the running requests.
+        state: the engine's own object for the request, one per request. It distinguishes a request
+            from a later one of the same name.
+        fields: the fields of the request. Nothing is stored for a request without drafts.
     """
 
     name: str | int
@@ -42,14 +42,14 @@ class EngineRow:
     """One running sequence, as an engine shows it in a step.
 
     Attributes:
-        tokens: int32[n], the sequence; where `first` is not 0, its last tokens alone. A view that
-            the engine may write to afterwards.
-        num_prompt: how many tokens of the sequence are the prompt, if it begins with this row. A
-            row without a request goes on with the sequence of exactly these tokens.
-        budget_nodes: most nodes of its draft; with 0 the drafter is told of the tokens alone.
-        request: whose row it is, where the engine names requests.
-        first: tokens that come before `tokens`; 0 without a request.
-        earlier: returns int32[first] or more, these tokens, where they can be known.
+        tokens: int32[n], the sequence; if `first` is not 0, only its last tokens. A view that the
+            engine may write to afterwards.
+        num_prompt: how many tokens are the prompt, if the sequence begins with this row. A row
+            without a request continues the sequence of exactly these tokens.
+        budget_nodes: most nodes of its draft; with 0 the drafter only gets the tokens.
+        request: the request of the row, if the engine names requests.
+        first: number of tokens before `tokens`; 0 without a request.
+        earlier: returns those tokens, int32[first] or more, if they can be known.
     """
 
     tokens: TokenIds
@@ -61,11 +61,11 @@ class EngineRow:
 
     @property
     def fields(self) -> RequestFields:
-        """What its request states."""
+        """The fields of its request."""
         return PLAIN if self.request is None else self.request.fields
 
     def known(self) -> tuple[TokenIds, int]:
-        """Return int32[m], all that can be known of the sequence, and how many tokens cannot."""
+        """Return int32[m], all known tokens of the sequence, and how many before are unknown."""
         earlier = self.earlier() if self.first and self.earlier is not None else self.tokens[:0]
         if len(earlier) < self.first:
             return self.tokens, self.first
@@ -74,19 +74,19 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """Limits of the sequences that are held, and of the time that drafts take.
+    """Limits on the tracked sequences and on the time for drafts.
 
     Attributes:
-        max_sequences: held at once; the least recently seen one is ended for another.
-        max_tokens: tokens of all of them, 4 to 8 bytes each besides the drafter's own memory.
-        idle_steps: a sequence counts as ended after so many steps in a row without it, if it has no
-            name. Engines may show only a part of their sequences in each step.
-        idle_s: such a sequence counts as ended after so many seconds without it.
-        vocabulary_size: a token at or beyond it ends the drafts for its sequence; None where the
-            drafter takes all tokens.
-        deadline_s: a step opens as many sessions, and asks for as many drafts, as have lately
-            fitted into so many seconds, at least one of each; None where the drafter keeps a
-            deadline itself.
+        max_sequences: most sequences at once; the least recently seen one is ended to make room.
+        max_tokens: most tokens of all of them, 4 to 8 bytes each in addition to the drafter's own
+            memory.
+        idle_steps: a sequence without a name counts as ended after this many steps in a row without
+            it. Engines may show only a part of their sequences in each step.
+        idle_s: such a sequence counts as ended after this many seconds without it.
+        vocabulary_size: a token at or beyond it ends drafting for its sequence; `None` if the
+            drafter accepts all tokens.
+        deadline_s: a step opens as many sessions and requests as many drafts as recently fit into
+            this many seconds, at least one of each; `None` if the drafter keeps a deadline itself.
         min_probability: less probable nodes are not drafted.
     """
 
@@ -100,33 +100,33 @@ class SequenceLimits:
 
 
 _TAIL: Final = 8
-"""Last tokens that a sequence is looked up by, before all of it is compared: few enough to hash at
-every step, and enough that sequences of one length seldom share them."""
+"""Number of last tokens in the key of a sequence, before all tokens are compared: few enough to
+hash at every step, and enough that sequences of equal length rarely share them."""
 
 _INERTIA: Final = 0.9
-"""Weight of earlier steps in the mean time of a draft: about the last ten steps count, so that one
-pause of the machine does not cut the next steps' drafts for long."""
+"""Weight of earlier steps in the mean time of a draft: about the last ten steps count, so one pause
+of the machine does not cut the drafts of later steps for long."""
 
 _Key = tuple[int, bytes] | str | int
 
 
 class EngineSequences:
-    """Keeps a drafter up to date with the sequences of an engine, and drafts for them.
+    """Keeps a drafter up to date with the sequences of an engine and drafts for them.
 
-    A row of a named request goes on with that request's sequence; one without a name with a
-    sequence only if it begins with all of its tokens, compared one by one. Then only the new tokens
-    reach the drafter. In one step no two rows share a sequence; rows without names that have equal
-    tokens may take each other's.
+    A row of a named request continues that request's sequence. A row without a name continues a
+    sequence only if it begins with all of the sequence's tokens, compared one by one. Then only the
+    new tokens are sent to the drafter. In one step no two rows share a sequence; unnamed rows with
+    equal tokens may swap sequences.
 
-    The output of a sequence is remembered when it ends, also when it was aborted: it is the model's
-    own text. Errors of the drafter cost drafts: a sequence that it refuses is not drafted for, and
-    after a failure sessions are opened again; see `Followers`. For any other error there is
-    `EngineGuard`. Not safe for use from several threads.
+    The output of a sequence is remembered when it ends, even if it was aborted, because it is the
+    model's own text. Errors of the drafter only cost drafts: a refused sequence gets no drafts, and
+    after a failure sessions are opened again; see `Followers`. `EngineGuard` handles any other
+    error. Not thread-safe.
 
     Args:
-        drafter: gives the drafts, in one call for all rows of a step.
-        limits: of the sequences and of time.
-        clock: seconds, monotonic.
+        drafter: drafts for all rows of a step in one call.
+        limits: limits on sequences and time.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class EngineSequences:
         self._draft_s = 0.0
 
     def __len__(self) -> int:
-        """Count the sequences that are held."""
+        """Number of tracked sequences."""
         return len(self._held)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences that are held."""
+        """Tokens of the tracked sequences."""
         return self._num_tokens
 
     @property
@@ -161,7 +161,7 @@ class EngineSequences:
         return self._followers.num_failures
 
     def step(self, rows: Sequence[EngineRow]) -> list[DraftTree]:
-        """Return a tree for each row, in order; empty where there is none, or no room for it."""
+        """Return a tree for each row, in order; empty if there is no draft or no room."""
         held = self._take_in(rows)
         trees = [DraftTree.empty()] * len(rows)
         wanted = [
@@ -179,15 +179,15 @@ class EngineSequences:
         return trees
 
     def note(self, rows: Sequence[EngineRow]) -> None:
-        """Note a step without drafts; the drafter is told with the next draft, or at the end."""
+        """Record a step without drafts; the drafter gets its tokens with the next draft or end."""
         self._take_in(rows)
 
     def end(self, name: str | int, tokens: TokenIds | None = None) -> None:
         """End the sequence of a request; its output is remembered.
 
         Args:
-            name: of the request; an unknown one is ignored.
-            tokens: int32[n], all of its tokens, where more were generated than were shown.
+            name: name of the request; an unknown one is ignored.
+            tokens: int32[n], all of its tokens, if more were generated than shown.
         """
         held = self._held.named(name)
         if held is None:
@@ -198,7 +198,7 @@ class EngineSequences:
         self._end(held)
 
     def end_others(self, running: Container[str | int]) -> None:
-        """End the sequences of named requests that no longer run; a request may run unseen."""
+        """End the sequences of named requests not in `running`, which may hold unseen requests."""
         for held in self._held.all():
             if held.request is not None and held.request.name not in running:
                 self._end(held)
@@ -209,13 +209,13 @@ class EngineSequences:
             self._end(held)
 
     def abandon(self) -> None:
-        """Drop all sequences, in any state, without ending them in order; never raises."""
+        """Drop all sequences in any state, without closing them properly; never raises."""
         self._followers.abandon(held.follower for held in self._held.all())
         self._held = _HeldSequences()
         self._num_tokens = 0
 
     def _take_in(self, rows: Sequence[EngineRow]) -> list["_HeldSequence | None"]:
-        """Return the sequence of each row, up to date; None without one."""
+        """Return the updated sequence of each row; `None` if there is none."""
         self._step += 1
         now_s = self._clock()
         held = [self._follow(row, now_s) for row in rows]
@@ -232,9 +232,9 @@ class EngineSequences:
         return held
 
     def _found(self, row: EngineRow) -> tuple["_HeldSequence | None", TokenIds]:
-        """Return the sequence that a row goes on with, if any, and the row's tokens behind it.
+        """Return the sequence that a row continues, if any, and the row's new tokens.
 
-        A request's sequence that its row does not go on with is ended.
+        If a row does not continue its request's sequence, the sequence is ended.
         """
         if row.request is None:
             before = row.tokens[: row.num_prompt]
@@ -249,7 +249,7 @@ class EngineSequences:
         return None, row.tokens
 
     def _begin(self, row: EngineRow) -> "_HeldSequence | None":
-        """Return a new sequence; None where there is no room for it."""
+        """Return a new sequence; `None` if there is no room for it."""
         tokens, first = row.known()
         if not self._can_hold(tokens, is_new=True):
             return None
@@ -261,15 +261,15 @@ class EngineSequences:
         return held
 
     def _go_on(self, held: "_HeldSequence", new: TokenIds) -> "_HeldSequence | None":
-        """Return a sequence with its new tokens; None where there is no room for them."""
-        held.step = self._step  # no other row's in this step, and not to be ended for one
+        """Return a sequence with its new tokens; `None` if there is no room for them."""
+        held.step = self._step  # not for other rows of this step, nor ended for one
         if not self._can_hold(new, is_new=False):
             return None
         self._extend(held, new)
         return held
 
     def _extend(self, held: "_HeldSequence", new: TokenIds) -> None:
-        self._held.remove(held)  # filed by its tokens, if it has no name
+        self._held.remove(held)  # its key is its tokens if it has no name
         held.sequence.extend(new)
         self._held.add(held)
         self._num_tokens += len(new)
@@ -280,9 +280,9 @@ class EngineSequences:
         held.follower.close()
 
     def _can_hold(self, tokens: TokenIds, *, is_new: bool) -> bool:
-        """Return whether tokens are ids and there is room, or can be by ending others.
+        """Return whether tokens are valid and there is room, ending other sequences if needed.
 
-        The least recently seen sequences are ended, and none that was seen in this step.
+        The least recently seen sequences are ended, but none that was seen in this step.
         """
         if len(tokens) and tokens.min() < 0:
             return False
@@ -297,7 +297,7 @@ class EngineSequences:
         return True
 
     def _end_unseen(self, now_s: float) -> None:
-        """End sequences without names that have not been seen for too long."""
+        """End unnamed sequences that were not seen for too long."""
         last_step, last_s = self._step - self._limits.idle_steps, now_s - self._limits.idle_s
         for held in self._held.all():
             is_unseen = held.request is None and held.step < self._step
@@ -305,7 +305,7 @@ class EngineSequences:
                 self._end(held)
 
     def _in_turns(self, num_wanted: int) -> list[int]:
-        """Return which to ask for: as many as the deadline allows, taking turns."""
+        """Return which rows to draft for: as many as the deadline allows, in rotation."""
         order = [(self._turn + at) % num_wanted for at in range(num_wanted)]
         if self._draft_s > 0 and self._deadline_s < num_wanted * self._draft_s:
             order = order[: max(1, int(self._deadline_s / self._draft_s))]
@@ -313,7 +313,7 @@ class EngineSequences:
         return order
 
     def _ask(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
-        """Draft for open sessions, and note how long that takes where it succeeds."""
+        """Draft for open sessions; on success, record the time."""
         failures, start_s = self.num_failures, self._clock()
         trees = self._followers.draft(asked, self._limits.min_probability)
         if asked and self.num_failures == failures:
@@ -324,14 +324,14 @@ class EngineSequences:
 
 @dataclass(slots=True, eq=False)
 class _HeldSequence:
-    """A sequence with a copy of its tokens, and what keeps the drafter up to date with it.
+    """A sequence with a copy of its tokens and the follower that keeps the drafter up to date.
 
     Attributes:
-        follower: of the sequence.
-        request: whose it is, where the engine names requests.
-        first: tokens that come before those of the sequence, and are not known.
-        step: the number of the step that it was last seen in.
-        seen_s: when that was, in seconds.
+        follower: follower of the sequence.
+        request: its request, if the engine names requests.
+        first: number of unknown tokens before those of the sequence.
+        step: number of the step in which it was last seen.
+        seen_s: time when it was last seen, in seconds.
     """
 
     follower: Follower
@@ -342,7 +342,7 @@ class _HeldSequence:
 
     @property
     def sequence(self) -> TokenSequence:
-        """Its tokens."""
+        """The tokens."""
         return self.follower.sequence
 
     @property
@@ -353,7 +353,7 @@ class _HeldSequence:
         return self.request is not None and self.request.state is request.state
 
     def behind(self, tokens: TokenIds, first: int) -> TokenIds | None:
-        """Return those of int32[n], shown from a place on, that are new; None if others differ."""
+        """Return the new tokens of int32[n], shown from `first` on; `None` if known ones differ."""
         known = self.sequence.tokens
         begin = max(first - self.first, 0)
         shown = tokens[max(self.first - first, 0) :]
@@ -364,10 +364,10 @@ class _HeldSequence:
 
 
 class _HeldSequences:
-    """Sequences by their names, or where there are none, by their length and last tokens.
+    """Sequences by name, or for unnamed ones by length and last tokens.
 
-    Those found by tokens are compared from the first to the last, so that a row never goes on with
-    another sequence. Comparing reads 4 bytes a token: some microseconds for 32k tokens.
+    Unnamed sequences are compared from the first to the last token, so that a row never continues
+    the wrong one. Comparing reads 4 bytes per token: a few microseconds for 32k tokens.
     """
 
     def __init__(self) -> None:
@@ -378,7 +378,7 @@ class _HeldSequences:
         return self._num
 
     def all(self) -> list[_HeldSequence]:
-        """Return all, in a list of its own: what is filed may change meanwhile."""
+        """Return all sequences in a new list, so that the original may change meanwhile."""
         return [held for filed in self._filed.values() for held in filed]
 
     def add(self, held: _HeldSequence) -> None:
@@ -396,7 +396,7 @@ class _HeldSequences:
         return next(iter(self._filed.get(name, ())), None)
 
     def of_tokens(self, tokens: TokenIds, step: int) -> _HeldSequence | None:
-        """Return a sequence that equals int32[n], and that no row had in this step."""
+        """Return a sequence that equals int32[n] and that no row used in this step."""
         filed = self._filed.get(_key(tokens), ())
         return next(
             (each for each in filed if each.step != step and each.sequence.begins(tokens)), None

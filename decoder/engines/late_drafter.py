@@ -1,4 +1,4 @@
-"""A drafter that comes later: its kernels are compiled beside an engine that starts meanwhile."""
+"""A drafter that becomes available later: its kernels compile while the engine starts."""
 
 from collections.abc import Callable, Sequence
 from logging import getLogger
@@ -28,10 +28,10 @@ _COMPILING: Final = "kernels are being compiled, once on this machine: drafts co
 
 
 def without_waiting(drafter: Drafter) -> Drafter:
-    """Return a drafter that has nobody wait for a compiler: the same one, if its kernels are kept.
+    """Return a drafter that never waits for a compiler: the same one if its kernels are cached.
 
     Args:
-        drafter: any; only one of this process has kernels.
+        drafter: any drafter; only one in this process has kernels.
     """
     if not isinstance(drafter, EmbeddedDrafter):
         return drafter
@@ -42,13 +42,13 @@ def without_waiting(drafter: Drafter) -> Drafter:
 
 
 class LateDrafter(OfOneProcess):
-    """Refuses everything until its kernels are compiled, then does as the drafter that it opens.
+    """Refuses all calls until its kernels are compiled, then delegates to the opened drafter.
 
-    An engine decodes without drafts until then, as while a service is down.
+    Until then an engine decodes without drafts, as when a service is down.
 
     Args:
-        open_drafter: opens it, in a thread of this object.
-        vocabulary: of the engine's tokenizer, if it is known.
+        open_drafter: opens the drafter, in a thread of this object.
+        vocabulary: vocabulary of the engine's tokenizer, if it is known.
 
     Attributes:
         vocabulary: as given.
@@ -71,7 +71,7 @@ class LateDrafter(OfOneProcess):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the drafter is open, and its kernels are compiled."""
+        """Whether the drafter is open and its kernels are compiled."""
         return self._drafter is not None
 
     def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
@@ -83,7 +83,7 @@ class LateDrafter(OfOneProcess):
         self._ready().open(session, prompt, options)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `open`."""
+        """Add texts that a sequence is expected to contain; see `open`."""
         self._ready().add_predictions(session, predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -97,7 +97,7 @@ class LateDrafter(OfOneProcess):
         self._ready().close(session, new_tokens, remember=remember)
 
     def shut_down(self) -> None:
-        """Give up what is not compiled; close the drafter, if it has come."""
+        """Stop compiling; close the drafter if it is open."""
         self._is_shut_down.set()
         with self._opening:
             if self._drafter is not None:
@@ -126,13 +126,13 @@ class LateDrafter(OfOneProcess):
                     drafter.shut_down()
                     return
                 self._drafter = drafter
-        except Exception:  # noqa: BLE001  (an engine goes on without drafts)
+        except Exception:  # noqa: BLE001  (an engine continues without drafts)
             _log.exception("no drafts from now on: the drafter cannot be opened")
             return
         _log.warning("kernels are compiled: drafts are made from now on")
 
     def _compile(self, widths: Sequence[int] | set[int]) -> bool:
-        """Have kernels compiled in a process beside; return whether to go on."""
+        """Compile kernels in another process; return whether to continue."""
         process = cold_start.begin_compiling(widths)
         try:
             while process.poll() is None:

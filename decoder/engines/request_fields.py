@@ -1,4 +1,4 @@
-"""What a request tells its drafter, in the fields that an engine lets a request carry."""
+"""Options for the drafter in the fields that an engine lets a request carry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,18 +15,19 @@ from retriever.predict.phrases import Encode
 from retriever.sequences import TokenSequence, checked_options
 
 PREFIX: Final = "foredraft"
-"""Fields are read from the mapping `foredraft`, and from `foredraft_NAME` each: requests of
-OpenAI-compatible servers carry no mappings."""
+"""Fields are read from the mapping `foredraft` and from single keys `foredraft_NAME`, because
+requests to OpenAI-compatible servers cannot carry mappings."""
 
 ANY_TENANT: Final = "*"
-"""Stands for every tenant in the settings."""
+"""Stands for any tenant in the settings."""
 
 _MOST_COMPLAINTS: Final = 20
-"""Requests whose wrong fields are logged: a client that is wrong is wrong with every request."""
+"""Most requests whose invalid fields are logged: a faulty client repeats its mistake in every
+request."""
 
 _MOST_CHARACTERS: Final = 1 << 20
-"""Characters of a request's predictions: they are encoded while a step waits, some milliseconds for
-each hundred thousand."""
+"""Most characters in a request's predictions: a step waits while they are encoded, some
+milliseconds per hundred thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class RequestFields:
     """How one request is drafted for.
 
     Attributes:
-        drafts: whether it is at all. If not, no drafter is told of it, and nothing of it is kept.
-        budget: most tokens that are proposed in a step, within the engine's own; 0 proposes none
-            but keeps the output. `None` for the engine's.
-        options: what its drafter is told of it.
+        drafts: whether to draft. If not, no drafter sees the request and nothing of it is stored.
+        budget: most tokens to propose in a step, within the engine's limit; 0 proposes none but
+            stores the output. `None` for the engine's limit.
+        options: options for the drafter.
     """
 
     drafts: bool = True
@@ -50,15 +51,15 @@ class RequestFields:
         return max(most, 0) if self.drafts else 0
 
     def begin(self, tokens: TokenIds, num_prompt: int) -> TokenSequence:
-        """Return the request's sequence of int32[n], copied, of which so many are the prompt."""
+        """Return a sequence with a copy of int32[n], the first `num_prompt` being the prompt."""
         return TokenSequence(tokens, num_prompt, self.options)
 
 
 PLAIN: Final = RequestFields()
-"""Of a request that states nothing."""
+"""Fields of a request that states none."""
 
 NOT_DRAFTED: Final = RequestFields(drafts=False, options=SequenceOptions(remember=False))
-"""Of a request whose fields cannot be honoured: what it meant to keep apart stays apart."""
+"""Fields of a request whose own cannot be honoured, so that its privacy is kept."""
 
 _OPTIONS: Final = tuple(each.name for each in fields(SequenceOptions))
 _NAMES: Final = ("drafts", "budget", *_OPTIONS, "vocabulary")
@@ -68,18 +69,18 @@ SHAPING: Final = (
     *(each for each in _NAMES if each not in {"drafts", "tenant", "remember", _LATE}),
     _LATE,
 )
-"""Fields that say what is drafted, and not for whom, nor what is kept; one that needs others comes
-after them."""
+"""Fields that affect what is drafted, not for whom or what is stored; a field that depends on
+others comes after them."""
 
 
 class FieldReader:
-    """Reads requests' fields; says what is wrong with one, and what is left out.
+    """Reads and checks requests' fields; reports errors and fields that are left out.
 
     Args:
-        tenants: that requests may name; `ANY_TENANT` among them for any.
-        most_tokens: that the engine verifies of a sequence.
-        encode: the engine's tokenizer, without special tokens; `None` where it is not known.
-        vocabulary: of that tokenizer; `None` where it is not known.
+        tenants: tenants that requests may name; includes `ANY_TENANT` to allow any.
+        most_tokens: most tokens of a sequence that the engine verifies.
+        encode: the engine's tokenizer, without special tokens; `None` if it is unknown.
+        vocabulary: vocabulary of that tokenizer; `None` if it is unknown.
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class FieldReader:
         self._vocabulary = vocabulary
 
     def read(self, carried: Mapping[str, Any] | None) -> tuple[RequestFields, str]:
-        """Return a request's fields, and what of them is not followed, empty where all is.
+        """Return a request's fields and what is not followed of them; empty if all is followed.
 
         Args:
-            carried: what the engine let the request carry, others' fields included.
+            carried: the fields that the request carried in the engine, including others' fields.
 
         Raises:
-            InvalidRequestError: a field is unknown or has no possible value, or the tenant is not
-                one of the settings'; the message names it.
+            InvalidRequestError: a field is unknown or invalid, or the tenant is not in the
+                settings; the message names it.
         """
         stated = _stated(carried)
         if not stated:
@@ -113,7 +114,7 @@ class FieldReader:
         options |= {
             "remember": _switch("remember", stated.get("remember", True)),
             "tenant": self._tenant(stated.get("tenant", "")),
-            "predictions": (),  # checked already, where a wrong one is left out
+            "predictions": (),  # already checked; invalid ones were left out
         }
         checked = checked_options(SequenceOptions(**options), keeps_tenants=True)
         found = RequestFields(
@@ -127,17 +128,17 @@ class FieldReader:
         if stated is None:
             return None, ""
         if isinstance(stated, bool) or not isinstance(stated, int) or stated < 0:
-            raise InvalidRequestError(f"{PREFIX}_budget: {stated!r} is no number of tokens")
+            raise InvalidRequestError(f"{PREFIX}_budget: {stated!r} is not a number of tokens")
         if self._most_tokens is not None and stated > self._most_tokens:
             return self._most_tokens, (
                 f"{PREFIX}_budget: {stated} tokens are beyond the engine's {self._most_tokens}, "
-                "which are proposed at most"
+                "which is the most that is proposed"
             )
         return stated, ""
 
     def _tenant(self, stated: object) -> str:
         if not isinstance(stated, str):
-            raise InvalidRequestError(f"{PREFIX}_tenant: {stated!r} is no name")
+            raise InvalidRequestError(f"{PREFIX}_tenant: {stated!r} is not a name")
         check_tenant_name(stated)
         if stated and not self._tenants & {stated, ANY_TENANT}:
             raise InvalidRequestError(
@@ -146,7 +147,7 @@ class FieldReader:
         return stated
 
     def _predictions(self, stated: Mapping[str, Any]) -> tuple[tuple[Prediction, ...], str]:
-        """Return what is predicted; what cannot be drafted from is left out, and said."""
+        """Return the predictions, and why they are left out if they cannot be used."""
         given = stated.get("predictions")
         if not given:
             return (), ""
@@ -164,7 +165,7 @@ class FieldReader:
                 f"their tokenizer ({fingerprint}) is not the engine's ({own.describe()})"
             )
         if min(ids) < 0 or (own is not None and max(ids) >= own.size):
-            raise _LeftOutError("a token is none of the engine's: they seem another tokenizer's")
+            raise _LeftOutError("a token is not one of the engine's: they seem another tokenizer's")
         return Prediction(np.array(ids, np.int32), "prediction")
 
     def _of_texts(self, given: object) -> tuple[Prediction, ...]:
@@ -184,10 +185,10 @@ class FieldReader:
 
 
 class Complaints:
-    """Logs what is not followed of requests, of the first ones, where no error may reach a client.
+    """Logs what is not followed of the first requests, because no error may reach a client.
 
     Args:
-        log: of the adapter.
+        log: logger of the adapter.
     """
 
     def __init__(self, log: Logger) -> None:
@@ -198,7 +199,7 @@ class Complaints:
         """Log what is not followed of a request.
 
         Args:
-            request: its name.
+            request: name of the request.
             reason: a sentence without a full stop.
         """
         self._num += 1
@@ -209,16 +210,16 @@ class Complaints:
 
 
 class _LeftOutError(Exception):
-    """Predictions cannot be drafted from; the request goes on without them."""
+    """Predictions cannot be used; the request continues without them."""
 
 
 def _stated(carried: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return our fields of what a request carries, by their names without the prefix."""
+    """Return our fields among those of a request, by name without the prefix."""
     if not carried:
         return {}
     whole = carried.get(PREFIX, {})
     if not isinstance(whole, Mapping):
-        raise InvalidRequestError(f"{PREFIX}: {whole!r} is no mapping of fields")
+        raise InvalidRequestError(f"{PREFIX}: {whole!r} is not a mapping of fields")
     stated = dict(whole)
     for key, value in carried.items():
         if isinstance(key, str) and key.startswith(f"{PREFIX}_"):
@@ -226,7 +227,7 @@ def _stated(carried: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in stated:
         if name not in _NAMES:
             raise InvalidRequestError(
-                f"{PREFIX}_{name} is no field of a request; there are {', '.join(_NAMES)}"
+                f"{PREFIX}_{name} is not a field of a request; there are {', '.join(_NAMES)}"
             )
     return stated
 
@@ -235,7 +236,7 @@ _SWITCHES: Final = {"true": True, "1": True, "on": True, "false": False, "0": Fa
 
 
 def _switch(name: str, stated: object) -> bool:
-    """Return a yes or no; servers turn them into numbers or texts."""
+    """Return a boolean; servers turn booleans into numbers or texts."""
     found = _SWITCHES.get(str(stated).lower())
     if found is None:
         raise InvalidRequestError(f"{PREFIX}_{name}: {stated!r} is neither true nor false")

@@ -1,4 +1,4 @@
-"""Attention for grouped heads without repeated keys: a group's queries are rows of one product."""
+"""Grouped-query attention without repeated keys: a group's queries are rows of one product."""
 
 import inspect
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from transformers.masking_utils import (  # type: ignore[attr-defined]  # one is
 from decoder.model.tree_rows import TreeRows
 
 _UNFUSED_SCORES: Final = 7000
-"""Scores of a head (rows of its group times keys) from which two products and a softmax are faster
-than the fused kernel. Measured in half precision on a CPU: the fused kernel takes 48 µs against 55
-for 12 rows and 400 keys, and 177 against 96 for 24 rows and 1,000."""
+"""Least scores of a head (rows of its group times keys) for which two products and a softmax are
+faster than the fused kernel. Measured in half precision on a CPU: the fused kernel takes 48 µs
+against 55 for 12 rows and 400 keys, and 177 against 96 for 24 rows and 1,000."""
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 
@@ -27,14 +27,14 @@ _TAKEN: Final = {"module", "query", "key", "value", "attention_mask", "scaling",
 _REFUSED: Final = {"softcap"} | (
     inspect.signature(sdpa_attention_forward).parameters.keys() - _TAKEN - {"kwargs", "dropout"}
 )
-"""Options that change the result of sdpa attention, those of later versions included."""
+"""Options that change the result of sdpa attention, including those of later versions."""
 
 
 class AttendingMask(torch.Tensor):
-    """Stands for the mask of a pass over places of a cache, and attends as that pass does.
+    """Stands in for the mask of a pass over places of a cache, and computes that pass's attention.
 
-    Models hand a mask of four dimensions on as it is. Its own values mean nothing, and it belongs
-    to no device: what moves tensors between layers leaves it.
+    Models pass a four-dimensional mask on unchanged. Its own values mean nothing, and it belongs to
+    no device: code that moves tensors between layers leaves it alone.
     """
 
     def to(self, *_: Any, **__: Any) -> Self:
@@ -55,11 +55,11 @@ class AttendingMask(torch.Tensor):
 
         Args:
             module: the layer.
-            query: [1, heads, rows, head size], rows of one sequence after those of another.
-            key: [1, key heads, places * capacity, head size], of all places.
+            query: [1, heads, rows, head size], the rows of one sequence after those of another.
+            key: [1, key heads, places * capacity, head size], keys of all places.
             value: [1, key heads, places * capacity, value size].
-            dropout: see `tree_attention`, as for what follows.
-            scaling: of the scores.
+            dropout: see `tree_attention`, also for the following arguments.
+            scaling: factor of the scores.
             options: further arguments of the model.
 
         Returns:
@@ -80,9 +80,9 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
 ) -> tuple[torch.Tensor, None]:
     """Return the result of transformers' sdpa attention, faster for single rows and for trees.
 
-    The heads of a group share keys and values, so their queries are rows of one product: only the
-    mask is repeated. Passes that are neither a single row nor a tree, such as prompts, and passes
-    with an unknown option go to transformers' own function.
+    The heads of a group share keys and values, so their queries are rows of one product, and only
+    the mask is repeated. Passes that are neither a single row nor a tree, such as prompts, and
+    passes with an unknown option use transformers' own function.
 
     Args:
         module: the layer.
@@ -90,10 +90,10 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
         key: [batch, key heads, keys, head size]; query head h belongs to key head
             h // (heads / key heads).
         value: [batch, key heads, keys, value size].
-        attention_mask: additive, [batch or 1, 1, rows, keys], or none; or of a packed or captured
-            pass.
+        attention_mask: additive, [batch or 1, 1, rows, keys], or `None`; or an `AttendingMask` of a
+            packed or captured pass.
         dropout: probability; zero outside training.
-        scaling: of the scores; by default one over the root of the head size.
+        scaling: factor of the scores; by default one over the root of the head size.
         options: further arguments of the model.
 
     Returns:
@@ -130,12 +130,12 @@ def attended_by_group(
 
 
 def scale_of(query: torch.Tensor, scaling: float | None) -> float:
-    """Return what scores are multiplied by."""
+    """Return the factor of the scores."""
     return float(query.shape[-1] ** -0.5) if scaling is None else scaling
 
 
 def score_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return [batch, rows, keys], products in single precision at least.
+    """Return [batch, rows, keys], products in at least single precision.
 
     Args:
         queries: [batch, rows, size].
@@ -175,34 +175,34 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of a pass over a tree: the model's own rule by positions, and the tree's.
+    """Return the mask of a pass over a tree: the model's own rule, by positions, and the tree's.
 
-    A rule is asked for positions instead of slots: by slots, siblings would push each other out of
-    a window. Additive and floating, because eager attention takes a boolean mask for numbers to
-    add.
+    The rule is evaluated on positions instead of slots, because with slots siblings would push each
+    other out of a window. The mask is additive floating point, because eager attention would add a
+    boolean mask as numbers.
 
     Args:
-        rows: of the pass.
-        window: positions that all layers look back over, a row itself included: some models have
-            a window in their cache alone. `None` for no such limit.
-        q_length: n, as transformers counts them.
-        kv_length: keys that the layer shows.
-        kv_offset: position of the first of them.
-        mask_function: the model's rule, see `transformers.masking_utils`.
-        dtype: of the states.
-        device: of the mask.
-        use_vmap: whether the rule takes single indices only.
-        allow_is_causal_skip: whether the model does without a mask that hides nothing.
+        rows: rows of the pass.
+        window: positions that each row sees in all layers, itself included: some models have a
+            window only in their cache. `None` for no such limit.
+        q_length: n, as counted by transformers.
+        kv_length: number of keys that the layer shows.
+        kv_offset: position of the first key.
+        mask_function: the model's rule; see `transformers.masking_utils`.
+        dtype: dtype of the states.
+        device: device of the mask.
+        use_vmap: whether the rule takes only single indices.
+        allow_is_causal_skip: whether the model accepts no mask if nothing is hidden.
 
     Returns:
-        dtype[1, 1, n, keys], zero where attention is allowed; `None` where a single row sees all.
+        dtype[1, 1, n, keys], zero where attention is allowed; `None` if a single row sees all keys.
 
     Raises:
-        ValueError: the layer shows other keys than the context and the tree.
+        ValueError: the layer shows keys other than those of the context and the tree.
     """
     if (q_length, kv_offset + kv_length) != (rows.num_read, rows.num_keys):
         raise ValueError(
-            f"a tree of {len(rows.depths)} rows lies in {kv_offset + kv_length - rows.past} keys"
+            f"a tree of {len(rows.depths)} rows has {kv_offset + kv_length - rows.past} keys"
         )
     seen = torch.from_numpy(rows.seen(kv_offset, window)).to(device)
     if mask_function is not causal_mask_function:
@@ -214,13 +214,13 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
 
 
 def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | None = None) -> None:
-    """Hide in a mask what the rows of a pass do not see.
+    """Mask the keys that the rows of a pass may not see.
 
     Args:
-        mask: added to scores, [n, keys]: the context from `first_key` on, and all rows behind it.
-        rows: of the pass.
-        first_key: position of the first key that is shown.
-        window: positions that each row looks back over, itself included; `None` for all.
+        mask: additive, [n, keys]: the context from `first_key` on, then all rows.
+        rows: rows of the pass.
+        first_key: position of the first shown key.
+        window: positions that each row sees, itself included; `None` for all.
     """
     unseen = torch.from_numpy(~rows.visible_to_read).to(mask.device)
     mask[:, rows.past - first_key :].masked_fill_(unseen, lowest(mask.dtype))
@@ -230,20 +230,20 @@ def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | N
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return what hides a key in a mask of a dtype."""
+    """Return the mask value that hides a key, for a dtype."""
     return torch.finfo(dtype).min
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return dtype[...], zero where something is seen, bool[...], and the lowest elsewhere."""
+    """Return dtype[...], zero where `seen`, bool[...], is true and the lowest value elsewhere."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, lowest(dtype))
 
 
 def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | None:
-    """Return the mask of one row behind its context, as a model makes it when it is given none.
+    """Return the mask of one row after its context, as a model makes it if none is given.
 
-    The cache offers a single row only what lies in its window: usually that is all it may see.
+    The cache shows a single row only the keys in its window, and usually it may see all of them.
     """
     skips = options.get("allow_is_causal_skip", True)
     if skips and options["mask_function"] is causal_mask_function:
@@ -255,7 +255,7 @@ def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | Non
 def _seen_by(
     rule: Callable[..., Any], rows: torch.Tensor, columns: torch.Tensor, *, use_vmap: bool
 ) -> torch.Tensor:
-    """Return bool[n, keys], what a rule of transformers lets positions see of others."""
+    """Return bool[n, keys], which positions a rule of transformers lets each row see."""
     first = torch.zeros(1, dtype=torch.int64, device=rows.device)
     if use_vmap:
         with TransformGetItemToIndex():
@@ -266,7 +266,7 @@ def _seen_by(
 
 
 def _additive_unless_all(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask; none for a single row that sees all, unless the host would wait for that."""
+    """Return a mask; `None` for a single row that sees all, if the host can check that at once."""
     if seen.shape[2] == 1 and seen.device.type == "cpu" and bool(seen.all()):
         return None
     return additive(seen, dtype)
@@ -281,15 +281,15 @@ def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str
 
 
 def refused_options(options: dict[str, Any]) -> list[str]:
-    """Return the options that change the result in a way that is not known here."""
+    """Return the options that change the result in a way that is not supported here."""
     return sorted(name for name in _REFUSED if options.get(name) is not None)
 
 
 def _pays_unfused(queries: torch.Tensor, key: torch.Tensor) -> bool:
-    """Return whether two products and a softmax outrun the fused kernel.
+    """Return whether two products and a softmax are faster than the fused kernel.
 
-    Measured in bfloat16 on a processor that multiplies it (AVX-512 BF16): torch's fused kernel
-    loses there once there are many scores for each head. Without such instructions the plain
+    Measured in bfloat16 on a processor with instructions for it (AVX-512 BF16): there torch's fused
+    kernel is slower once there are many scores per head. Without these instructions the plain
     products take ten times as long as the fused kernel.
     """
     if queries.device.type != "cpu" or queries.dtype != torch.bfloat16:
@@ -305,10 +305,10 @@ def _unfused(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend as torch's own attention does: scores are of single precision.
+    """Attend as torch's own attention does, with scores in single precision.
 
-    In half precision products of large states are no numbers, and scores of some thousand differ
-    by whole numbers from one to the next.
+    In half precision products of large states overflow, and scores of a few thousand are rounded to
+    whole numbers.
     """
     batch, heads, rows, _ = query.shape
     products = score_products(query.flatten(0, 1), key.flatten(0, 1))

@@ -1,9 +1,9 @@
-"""A key-value cache for trees: it grows in place, and keeps any path of the last pass.
+"""A KV cache for trees: it grows in place and can keep any path of the last pass.
 
-It has a place for each of the sequences that are decoded together. Places are equally long and lie
-one after another in one buffer, so one pass can write to all of them and read neighbours at once.
-Layers may lie on several devices: each takes indices on its own. What sequences that are over held
-is kept for those that begin alike, which need not read it again.
+It has a place for each sequence that is decoded at the same time. Places have equal length and lie
+one after another in one buffer, so one pass can write to all of them and read neighbours together.
+Layers may be on several devices; each takes indices on its own device. Keys and values of finished
+sequences are kept for later sequences with the same prefix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,32 +18,33 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from retriever.drafter import TokenIds
 
 DEFAULT_PREFIX_BYTES: Final = 256 << 20
-"""Some 10,000 tokens of a small model, 2,000 of one of 8B."""
+"""About 10,000 tokens of a small model, or 2,000 of an 8B model."""
 
 _LEAST_TOKENS: Final = 32
-"""Shorter ones are read again in less time than it takes to look after them."""
+"""Rereading a shorter prefix takes less time than managing it."""
 
 LayerStates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values by the number of their layer, [1, heads, n, size] each."""
+"""Keys and values by layer number, [1, heads, n, size] each."""
 
 _MIN_CAPACITY = 256
-"""Slots of the first buffers: growing copies, and smaller buffers would grow within a few lines."""
+"""Slots of the first buffers: growing copies, and smaller buffers would have to grow within a few
+lines."""
 
-_ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
+_ANY_STATE = 0.01  # non-zero: unwritten pages share one page and are faster to read
 _STANDING_OUT = 3000.0
-"""Values that show in a context of hundreds of others whether a token was seen."""
+"""Scale of values that show whether a token was seen among hundreds of others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """The slots that a pass writes, and the keys that it is shown.
+    """The slots that a pass writes and the keys that it sees.
 
     Attributes:
-        slots: int64[rows], where the rows' states go, counted over all places.
-        num_keys: first slots of the buffers that it is shown, used or not, `None` for all; its
-            mask hides those that a row must not see.
-        length: int64[], tokens before the rows, told to a model that makes its masks itself; `None`
-            where they are given.
+        slots: int64[rows], the slots for the rows' states, counted over all places.
+        num_keys: number of first slots of the buffers that are shown, used or not; `None` for all.
+            The mask hides those that a row must not see.
+        length: int64[], tokens before the rows, for a model that makes its own masks; `None` if
+            masks are given.
     """
 
     slots: torch.Tensor
@@ -52,19 +53,19 @@ class Frame:
 
 
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
-    """One layer's keys and values, in places of powers of two that grow when full.
+    """One layer's keys and values, in places with power-of-two capacity that grow when full.
 
     The time to append or to keep a path depends on the new tokens, not on the context. A sliding
-    layer holds every token, too, so that a rejected draft pushes no token out of a window; a pass
-    is only shown the tokens that some row of it can see.
+    layer also holds every token, so that a rejected draft pushes no token out of a window; a pass
+    is shown only the tokens that at least one of its rows can see.
 
     Args:
-        window: positions that a token looks back over, itself included; `None` for all.
+        window: positions that a token sees, itself included; `None` for all.
 
     Attributes:
-        place: of the sequence that is meant where none is named.
-        frame: of the pass that is run, where it names its slots: it does not count as appended.
-        num_growths: how often the buffers were replaced by longer ones.
+        place: current place, for calls that name none.
+        frame: frame of the current pass if it names its slots; its tokens are not appended.
+        num_growths: how often the buffers were replaced by larger ones.
     """
 
     is_croppable = True
@@ -80,18 +81,18 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of a token's keys and values."""
+        """Bytes of a token's keys and values."""
         buffers = (self._key_buffer, self._value_buffer)
         return sum(each[..., :1, :].numel() * each.element_size() for each in buffers)
 
     @property
     def capacity(self) -> int:
-        """Slots of each place."""
+        """Number of slots in each place."""
         return self._key_buffer.shape[-2] // len(self._lengths) if self.is_initialized else 0
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each place holds."""
+        """Number of tokens in each place."""
         return list(self._lengths)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -105,7 +106,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states and return all that these can see, [batch, heads, keys, head size]."""
+        """Append states and return all that they can see, [batch, heads, keys, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.frame is not None:
@@ -127,7 +128,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     @torch.no_grad()
     def put_back(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold tokens whose states were held before, [1, heads, n, size] each, and no others."""
+        """Replace the contents by states that were held before, [1, heads, n, size] each."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         length = keys.shape[-2]
@@ -157,12 +158,12 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
             buffer.index_copy_(-2, destinations, buffer.index_select(-2, slots))
 
     def hold(self, length: int, place: int | None = None) -> None:
-        """Count the first `length` slots of a place as held: they were written to in place."""
+        """Set the length of a place whose first `length` slots were already written."""
         self._lengths[self.place if place is None else place] = length
 
     @torch.no_grad()
     def pretend(self, length: int) -> None:
-        """Hold `length` tokens with states of no meaning."""
+        """Hold `length` tokens with meaningless states."""
         if not self.is_initialized:
             return
         self.reserve(length)
@@ -172,7 +173,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     @torch.no_grad()
     def mark(self, slots: torch.Tensor) -> None:
-        """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
+        """Give the tokens in `slots`, int64[n], distinct values that stand out."""
         if not self.is_initialized:
             return
         _, values = self._of_place()
@@ -185,14 +186,14 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         self._lengths[self.place] = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a query of this length sees, and the first one's slot."""
+        """Return how many keys a query of this length sees and the slot of the first one."""
         if self.frame is not None and self.frame.num_keys is not None:
             return self.frame.num_keys, 0
         first = self._first_seen()
         return self._lengths[self.place] - first + query_length, first
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens held; that of a frame is a tensor, as in static caches."""
+        """Return the number of held tokens; for a frame it is a tensor, as in static caches."""
         if self.frame is not None and self.frame.length is not None:
             return self.frame.length  # type: ignore[return-value]  # nor does transformers say so
         return self._lengths[self.place]
@@ -202,7 +203,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         return -1
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens in each place; where that fails, the layer is as it was."""
+        """Make room for `length` tokens in each place; on failure the layer is unchanged."""
         if not self.is_initialized or length <= self.capacity:
             return
         try:
@@ -213,25 +214,25 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def put(
         self, frame: Frame, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states to a frame's slots and return all of its keys and values."""
+        """Write states to a frame's slots and return all keys and values that it shows."""
         self._key_buffer.index_copy_(-2, frame.slots, key_states)
         self._value_buffer.index_copy_(-2, frame.slots, value_states)
-        shown = slice(frame.num_keys)  # all where it names no number
+        shown = slice(frame.num_keys)  # all if `num_keys` is None
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
     def grow(self, capacity: int) -> None:
-        """Move what is held to places of `capacity` tokens; where that fails, it stays."""
+        """Move the contents to places of `capacity` tokens; on failure nothing changes."""
         self._rebuild(capacity, self._lengths)
 
     def make_places(self, count: int) -> None:
-        """Have at least `count` places; where that fails, there are as many as before."""
+        """Ensure at least `count` places; on failure their number is unchanged."""
         lengths = [*self._lengths, *[0] * (count - len(self._lengths))]
         if self.is_initialized and len(lengths) > len(self._lengths):
             self._rebuild(self.capacity, lengths)
         self._lengths = lengths
 
     def _rebuild(self, capacity: int, lengths: list[int]) -> None:
-        """Replace the buffers by others with a place for each length, and move what is held."""
+        """Replace the buffers by new ones with a place for each length, and move the contents."""
         grown = (
             self._resized(self._key_buffer, capacity, len(lengths)),
             self._resized(self._value_buffer, capacity, len(lengths)),
@@ -251,7 +252,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def _resized(self, buffer: torch.Tensor, capacity: int, num_places: int) -> torch.Tensor:
         shape = (*buffer.shape[:-2], num_places * capacity, buffer.shape[-1])
-        with torch.inference_mode(False):  # passes of either mode write to it
+        with torch.inference_mode(False):  # passes in and outside inference mode write to it
             grown = buffer.new_zeros(shape)
         before = self.capacity
         for place, length in enumerate(self._lengths):
@@ -263,13 +264,13 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 class TreeCache(Cache):
     """Keys and values of all layers; every layer holds every token.
 
-    Layers that attend to the keys of earlier ones never appear, and stay empty.
+    Layers that attend to the keys of earlier layers never appear and stay empty.
 
     Args:
-        windows: of each layer, `None` where attention is full.
+        windows: window of each layer; `None` for full attention.
 
     Attributes:
-        place: of the sequence that is meant where none is named.
+        place: current place, for calls that name none.
     """
 
     def __init__(self, windows: Sequence[int | None]) -> None:
@@ -278,7 +279,7 @@ class TreeCache(Cache):
         super().__init__(layers=list(self.growing_layers))
 
     def at(self, place: int) -> Self:
-        """Mean the sequence in a place from now on."""
+        """Make a place the current one."""
         if place != self.place:
             self.place = place
             for layer in self.growing_layers:
@@ -286,26 +287,26 @@ class TreeCache(Cache):
         return self
 
     def make_places(self, count: int) -> None:
-        """Have at least `count` places."""
+        """Ensure at least `count` places."""
         for layer in self.growing_layers:
             layer.make_places(count)
 
     @contextmanager
     def written(self) -> Iterator[Self]:
-        """Give the cache for a pass to write to; truncating undoes a pass that fails halfway."""
+        """Provide the cache for a pass to write to; truncation undoes a pass that fails halfway."""
         yield self
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of a token's states in all layers."""
+        """Bytes of a token's states in all layers."""
         layers = (layer for layer in self.growing_layers if layer.is_initialized)
         return sum(layer.bytes_per_token for layer in layers)
 
     def held(self, length: int) -> LayerStates:
-        """Return copies of the states of the first `length` tokens; layers without any give none.
+        """Return copies of the states of the first `length` tokens, for layers that have any.
 
         Raises:
-            OutOfMemoryError, RuntimeError: there is no room.
+            OutOfMemoryError, RuntimeError: there is not enough memory.
         """
         held = {
             number: layer.held()
@@ -318,7 +319,7 @@ class TreeCache(Cache):
         }
 
     def put_back(self, states: LayerStates, length: int) -> None:
-        """Hold the first `length` of tokens whose states were held before."""
+        """Replace the contents by the first `length` tokens of states that were held before."""
         for number, (keys, values) in states.items():
             self.growing_layers[number].put_back(keys[..., :length, :], values[..., :length, :])
 
@@ -328,13 +329,13 @@ class TreeCache(Cache):
             layer.truncate(length)
 
     def keep(self, start: int, slots: torch.Tensor) -> None:
-        """Move the tokens in `slots`, int64[n], to `start` and drop what lies behind them."""
+        """Move the tokens in `slots`, int64[n], to `start` and drop everything after them."""
         for layer, own in self._on_devices(slots):
             layer.keep(start, own)
 
     @contextmanager
     def framed(self, frame: Frame) -> Iterator[Self]:
-        """Give the cache for a pass that names its slots to write to; `hold` counts its tokens."""
+        """Provide the cache for a pass that names its slots; `hold` sets the length afterwards."""
         try:
             for layer, slots in self._on_devices(frame.slots):
                 layer.frame = frame if slots is frame.slots else replace(frame, slots=slots)
@@ -345,28 +346,28 @@ class TreeCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Slots that all layers have room for."""
+        """Slots per place that all layers have room for."""
         appeared = (layer.capacity for layer in self.growing_layers if layer.is_initialized)
         return min(appeared, default=0)
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each place holds, committed or not."""
+        """Number of tokens in each place, committed or not."""
         first = next((each for each in self.growing_layers if each.is_initialized), None)
         return [] if first is None else first.lengths
 
     @property
     def num_growths(self) -> int:
-        """How often buffers were replaced by longer ones."""
+        """How often buffers were replaced by larger ones."""
         return sum(layer.num_growths for layer in self.growing_layers)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens in each place, once the layers have appeared."""
+        """Make room for `length` tokens in each place of the layers that have appeared."""
         for layer in self.growing_layers:
             layer.reserve(length)
 
     def hold(self, length: int, place: int | None = None) -> None:
-        """Count the first `length` slots of a place as held: they were written to in place."""
+        """Set the length of a place whose first `length` slots were already written."""
         for layer in self.growing_layers:
             layer.hold(length, place)
 
@@ -376,17 +377,17 @@ class TreeCache(Cache):
             layer.move(slots, destinations)
 
     def pretend(self, length: int) -> None:
-        """Hold `length` tokens with states of no meaning, once the layers have appeared."""
+        """Hold `length` tokens with meaningless states in the layers that have appeared."""
         for layer in self.growing_layers:
             layer.pretend(length)
 
     def mark(self, slots: torch.Tensor) -> None:
-        """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
+        """Give the tokens in `slots`, int64[n], distinct values that stand out."""
         for layer, own in self._on_devices(slots):
             layer.mark(own)
 
     def _on_devices(self, slots: torch.Tensor) -> Iterator[tuple[GrowingLayer, torch.Tensor]]:
-        """Return the layers, each with the slots on its device: copied where devices change."""
+        """Return the layers, each with the slots on its device; copied if the device changes."""
         for layer in self.growing_layers:
             if layer.is_initialized and slots.device != layer.device:
                 slots = slots.to(layer.device)
@@ -395,11 +396,11 @@ class TreeCache(Cache):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A sequence's tokens, and what the target keeps of them.
+    """A sequence's tokens with their keys and values.
 
     Attributes:
         tokens: int32[n].
-        states: of the n tokens.
+        states: keys and values of the n tokens.
     """
 
     tokens: TokenIds
@@ -407,15 +408,15 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the states take."""
+        """Bytes of the states."""
         return sum(each.nbytes for layer in self.states.values() for each in layer)
 
 
 class PrefixStore:
-    """Keeps the latest prefixes within so many bytes.
+    """Keeps the latest prefixes within `max_bytes`.
 
     Args:
-        max_bytes: of all states; 0 to keep nothing.
+        max_bytes: most bytes of all states; 0 to keep nothing.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_PREFIX_BYTES) -> None:
@@ -427,43 +428,44 @@ class PrefixStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is taken now."""
+        """Bytes in use."""
         return sum(prefix.num_bytes for prefix in self._kept)
 
     def wants(self, num_tokens: int, num_new: int, bytes_per_token: int) -> bool:
-        """Return whether to keep a prefix, so many tokens of which would else be lost."""
+        """Return whether to keep a prefix, given how many of its tokens would be lost otherwise."""
         return num_new >= _LEAST_TOKENS and num_tokens * bytes_per_token <= self._max_bytes
 
     def put(self, prefix: Prefix) -> None:
-        """Keep a prefix in place of those that it begins with; the oldest give way."""
+        """Add a prefix and drop prefixes of it; the oldest are evicted."""
         self._kept = [each for each in self._kept if not _begins(prefix.tokens, each.tokens)]
         self._kept.append(prefix)
         while self.num_bytes > self._max_bytes:
             self._kept.pop(0)
 
     def best(self, tokens: TokenIds, beyond: int) -> tuple[Prefix, int] | None:
-        """Return the prefix that shares most with a sequence, and how many tokens that is.
+        """Return the prefix that shares most with a sequence, and the number of shared tokens.
 
         Args:
             tokens: int32[n], the sequence.
-            beyond: tokens that need not be read anyway; a few more are not worth it.
+            beyond: tokens that need not be read anyway; a result with only a few more is not worth
+                it.
         """
         shared = [num_shared(prefix.tokens, tokens) for prefix in self._kept]
         most = max(shared, default=0)
         if most - beyond < _LEAST_TOKENS:
             return None
         found = self._kept.pop(shared.index(most))
-        if len(found.tokens) - most >= _LEAST_TOKENS:  # else it goes on elsewhere
+        if len(found.tokens) - most >= _LEAST_TOKENS:  # otherwise the sequence continues it
             self._kept.append(found)
         return found, most
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all prefixes."""
         self._kept.clear()
 
 
 def num_shared(one: TokenIds, other: TokenIds) -> int:
-    """Return how many first tokens of int32[n] and int32[m] are the same."""
+    """Return the length of the common prefix of int32[n] and int32[m]."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
@@ -474,5 +476,5 @@ def _begins(longer: TokenIds, shorter: TokenIds) -> bool:
 
 
 def num_seen(past: int, window: int | None) -> int:
-    """Return how many of `past` tokens lie in the window of the token behind them."""
+    """Return how many of `past` tokens lie in the window of the next token."""
     return past if window is None else min(past, window - 1)

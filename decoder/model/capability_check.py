@@ -1,9 +1,9 @@
-"""Checking on a few tokens what a model's configuration promises: trees, chains, plain passes.
+"""Checking a model's promised capability on a few tokens: trees, chains, plain passes.
 
-All three run one script. A target reads a prompt, verifies a small draft, commits a path of it, and
-goes on behind that. A chain is a tree with one child each, and plain passes have drafts without
-nodes. The logits of every row must be those that the model gives by itself: for drafts in one
-ordinary pass over their paths, each as a sequence of its own; for plain passes those of `generate`.
+All three run the same script: a target reads a prompt, verifies a small draft, commits a path of it
+and continues from there. A chain is a tree with one child per node, and plain passes have drafts
+without nodes. The logits of every row must match the model's own: for drafts, one ordinary pass
+over each path as a separate sequence; for plain passes, `generate`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,48 +27,49 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 
 _NUM_TRIALS: Final = 3
-"""In half precision a difference counts if it shows with so many choices of tokens: an expert that
-is barely chosen in one pass and not in the other makes one look wrong that is right."""
+"""In half precision a difference counts only if it shows with this many choices of tokens: an
+expert that is barely chosen in one pass and not in the other makes correct passes differ."""
 
 _FULL: Final = (torch.float32, torch.float64)
 
 _FLOORS: Final = {
-    torch.float64: 1e-4,  # attention's softmax is single precision in some models
+    torch.float64: 1e-4,  # the softmax of attention is in single precision in some models
     torch.float32: 1e-3,
     torch.float16: 0.03,
     torch.bfloat16: 0.12,
 }
-"""Relative differences of logits that are taken for rounding, by precision; see the decision."""
+"""Relative differences of logits that count as rounding, by dtype; see the decision record."""
 
 _BARRED: Final = 1e6
-"""Logits of this size mean that a model bars a token."""
+"""Logits of this size mean that a model forbids a token."""
 
 _CEILING: Final = 0.3
-"""No spread of a model's own passes excuses more than this."""
+"""Largest difference that the spread of a model's own passes can excuse."""
 
 _SPREAD_FACTOR: Final = 4.0
 _REPEATED: Final = 1 / 4
-"""Of a floor, so much is taken for rounding in passes of one shape, which round alike."""
+"""Share of a floor that counts as rounding between passes of the same shape, which round alike."""
 
 _NEAR_CONTEXT: Final = 4
 _LONGEST_WINDOW: Final = 64
-"""Windows up to this are crossed by reading as well as by pretending: reading takes long."""
+"""Windows up to this are crossed by reading as well as by made-up tokens: reading is slow."""
 
 _FARTHEST: Final = 2048
-"""Most tokens that are pretended: windows beyond it are taken from the configuration."""
+"""Most made-up tokens: for larger windows the configuration is trusted."""
 
 _PAST_WINDOW: Final = 2
 _EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
-"""Behind a context so much longer than a window, the first tokens that depths 0, 1 and 2 see."""
+"""The first tokens that depths 0, 1 and 2 see after a context `_PAST_WINDOW` longer than a
+window."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelVerdict:
-    """What a model was found to verify.
+    """What a model was found to verify exactly.
 
     Attributes:
-        capability: which drafts; `None` where not even plain passes are those of the model.
-        reason: what was wrong with the next better passes, for users; empty where nothing was.
+        capability: which drafts; `None` if not even plain passes match the model.
+        reason: what was wrong with the next better kind of passes, for users; empty if nothing.
     """
 
     capability: Capability | None
@@ -76,23 +77,24 @@ class ModelVerdict:
 
 
 class Verdicts(Protocol):
-    """Keeps verdicts from one start to the next."""
+    """Stores verdicts from one start to the next."""
 
     def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
-        """Return the verdict kept for models like this one, `None` where there is none."""
+        """Return the stored verdict for models like this one; `None` if there is none."""
         ...
 
     def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
-        """Keep a verdict; where that fails it is found again at the next start."""
+        """Store a verdict; if that fails, it is found again at the next start."""
         ...
 
 
 _MOST_KEPT: Final = 8
-"""Verdicts that are kept of a model: it is trained and run in turn, or adapters come and go."""
+"""Verdicts kept per model: a model may alternate between training and inference, or switch
+adapters."""
 
 
 class FoundHere:
-    """Keeps verdicts for as long as their models are there, by what they were made of."""
+    """Keeps verdicts while their models exist, by the models' structure."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[PreTrainedModel, list[tuple[Structure, ModelVerdict]]]
@@ -115,7 +117,7 @@ FOUND_HERE: Final[Verdicts] = FoundHere()
 
 
 class Checked(Protocol):
-    """What is checked: a target's face, as the decoding loop uses it."""
+    """The checked interface: a target as the decoding loop uses it."""
 
     def prefill(self, prompt: TokenIds) -> torch.Tensor:
         """Read a prompt; return [1, vocabulary]."""
@@ -130,27 +132,27 @@ class Checked(Protocol):
         ...
 
     def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
-        """Make up a sequence whose tokens `marked` stand out; return whether that is possible."""
+        """Fake a sequence in which tokens `marked` stand out; return whether that is possible."""
         ...
 
     def drop(self, num_tokens: int) -> None:
-        """Take the last committed tokens back."""
+        """Undo the last committed tokens."""
         ...
 
 
 class CannotCheckError(Exception):
-    """The model does not run by itself on plain tokens, or memory is out: nothing is known."""
+    """The model itself does not run on plain tokens, or memory ran out: no verdict is possible."""
 
 
 def find_verdict(
     model: PreTrainedModel, promised: Capability, made: Callable[[Capability], Checked]
 ) -> ModelVerdict:
-    """Find out what a model verifies exactly, at most what its configuration promises.
+    """Find out what a model verifies exactly, up to what its configuration promises.
 
     Args:
         model: in evaluation mode, as transformers runs it.
-        promised: what to begin with.
-        made: makes a target of the model that verifies so much.
+        promised: the capability to start with.
+        made: makes a target of the model with a given capability.
 
     Raises:
         CannotCheckError: there is nothing to compare with.
@@ -171,7 +173,7 @@ def find_verdict(
 
 
 def num_trials(dtype: torch.dtype) -> int:
-    """Return with how many choices of tokens a difference must show before it counts."""
+    """Return the number of token choices with which a difference must show to count."""
     return 1 if dtype in _FULL else _NUM_TRIALS
 
 
@@ -187,11 +189,11 @@ def agree(rows: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 _Compared = tuple[tuple[str, float], list[float]]
-"""What is wrong where rows differ by more than a limit, the limit, and by how much each differs."""
+"""The message if rows differ by more than a limit, the limit, and the difference of each row."""
 
 
 def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
-    """Return what is wrong with the passes of a target, empty where nothing is.
+    """Return what is wrong with the passes of a target; empty if nothing.
 
     Raises:
         CannotCheckError: see `find_verdict`.
@@ -211,7 +213,7 @@ def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
 
 
 def _first_wrong(compared: Iterator[_Compared], dtype: torch.dtype) -> str:
-    """Return what the first rows that differ say; what says nothing is judged with the next."""
+    """Return the message of the first rows that differ; rows without one join the next."""
     errors: list[float] = []
     for (wrong, limit), found in compared:
         errors += found
@@ -224,7 +226,7 @@ def _first_wrong(compared: Iterator[_Compared], dtype: torch.dtype) -> str:
 def _compared(
     model: PreTrainedModel, target: Checked, shape: "_Shape", rng: np.random.Generator
 ) -> Iterator[_Compared]:
-    """Run the script: the prompt, the draft, what follows its path, and windows far behind."""
+    """Run the script: the prompt, the draft, the token after its path, and far windows."""
     floor, aside = _floor(model.dtype), list(shape.aside)
     in_prompt, in_draft, behind = shape.wrong
     for length in (_near_context(model), *shape.short):
@@ -234,7 +236,7 @@ def _compared(
         last, *nodes, after = script.tokens.tolist()
         rows = target.verify(last, shape.draft(nodes))
         yield (in_draft, script.limit), _differences(rows, script.own[:-1])
-        if aside and model.dtype not in _FULL:  # there, rounding is too small to hide it
+        if aside and model.dtype not in _FULL:  # in full precision rounding cannot hide it
             unmoved = [0, *(shape.path + 1)]
             again = target.verify(last, shape.draft(script.others))
             differences = _differences(again[unmoved], rows[unmoved])
@@ -265,14 +267,14 @@ def _singly(target: Checked, script: "_Script") -> torch.Tensor:
 
 
 def _exceed(errors: list[float], limit: float, dtype: torch.dtype) -> bool:
-    """Return whether relative differences of rows are more than rounding.
+    """Return whether relative differences of rows exceed rounding.
 
-    In half precision the lower median counts: a wrong mask, position or cache shows in most rows,
-    an expert that is chosen differently in few. In full precision, where that does not happen, the
-    largest counts.
+    In half precision the lower median counts, because a wrong mask, position or cache shows in most
+    rows, but a differently chosen expert in few. In full precision, where experts do not differ,
+    the largest counts.
     """
     counted = -1 if dtype in _FULL else (len(errors) - 1) // 2
-    return not sorted(errors)[counted] <= limit  # neither are values that are no numbers
+    return not sorted(errors)[counted] <= limit  # also true for NaN
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -280,9 +282,9 @@ def _floor(dtype: torch.dtype) -> float:
 
 
 def _differences(rows: torch.Tensor, expected: torch.Tensor) -> list[float]:
-    """Return ||row - expected|| / ||expected - its mean|| of rows [n, V].
+    """Return ||row - expected|| / ||expected - its mean|| for rows [n, V].
 
-    Logits that a model bars (minus infinity, or near it) are left out.
+    Logits of forbidden tokens (minus infinity, or nearly) are left out.
     """
     sound = _is_sound(expected)
     expected = expected.double().where(sound, 0.0)
@@ -298,16 +300,16 @@ def _is_sound(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The draft by which a capability is checked, and what is wrong where its rows differ.
+    """The draft that checks a capability, and the messages if its rows differ.
 
     Attributes:
-        parents: of its N nodes.
-        lines: what the model reads by itself behind the last token: nodes, of which N is the token
-            behind the path. The last line is the path that is committed, and N.
-        wrong: what a difference after the prompt says, one in the draft, and one behind the path;
-            empty where rows are judged together with the next.
-        aside: rows that do not lie where they stand: a window that is counted by slots shows there.
-        short: lengths of prompts that are read besides the usual one.
+        parents: parents of its N nodes.
+        lines: what the model itself reads after the last token: nodes, where N is the token after
+            the path. The last line is the committed path and N.
+        wrong: messages for a difference after the prompt, in the draft, and after the path; empty
+            if the rows are judged together with the next.
+        aside: rows whose slot differs from their position: a window counted by slots shows there.
+        short: lengths of additional, short prompts.
     """
 
     parents: tuple[int, ...]
@@ -318,11 +320,11 @@ class _Shape:
 
     @property
     def path(self) -> NDArray[np.int64]:
-        """int64[k], the nodes that are committed."""
+        """int64[k], the committed nodes."""
         return np.array(self.lines[-1][:-1], np.int64)
 
     def draft(self, nodes: ArrayLike) -> DraftTree:
-        """Return the draft, or with fewer nodes the beginning of it."""
+        """Return the draft, or its beginning if there are fewer nodes."""
         nodes = np.asarray(nodes, np.int32)
         count = len(nodes)
         claims = np.linspace(0.9, 0.5, count)
@@ -332,7 +334,7 @@ class _Shape:
 _SHAPES: Final = {
     Capability.TREES: _Shape(
         (ROOT, ROOT, 0, 1),  # two children of the root, and a child of each
-        ((0, 2, 4), (1, 3, 4)),  # a path whose rows do not lie where they are kept
+        ((0, 2, 4), (1, 3, 4)),  # a path whose rows have to be moved
         (
             "reads a prompt differently",
             "tokens of a tree see others than their own path, or stand elsewhere",
@@ -342,7 +344,7 @@ _SHAPES: Final = {
     ),
     Capability.CHAINS: _Shape(
         (ROOT, 0, 1, 2),
-        ((0, 1, 2, 3), (0, 1, 4)),  # two are rejected, which shows more than one
+        ((0, 1, 2, 3), (0, 1, 4)),  # two are rejected, which shows more than one would
         (
             "reads a prompt differently",
             "tokens of a chain see others than those before them",
@@ -357,16 +359,17 @@ _SHAPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """The tokens of one trial, and what the model gives for them by itself.
+    """The tokens of one trial and the model's own logits for them.
 
     Attributes:
-        shape: of its draft.
+        shape: shape of its draft.
         prompt: int32[n].
-        tokens: int32[N + 2], the last one before the draft, its nodes, and the one behind the path.
-        others: int32[N], the nodes with other tokens where they are not on the path.
+        tokens: int32[N + 2], the last token before the draft, its nodes, and the token after the
+            path.
+        others: int32[N], the nodes, with other tokens off the path.
         first: [1, vocabulary], the logits after the prompt.
-        own: [N + 2, vocabulary], those after `tokens`.
-        limit: what is taken for rounding.
+        own: [N + 2, vocabulary], the logits after `tokens`.
+        limit: largest difference that counts as rounding.
     """
 
     shape: _Shape
@@ -381,15 +384,15 @@ class _Script:
     def drawn(
         cls, model: PreTrainedModel, shape: _Shape, length: int, rng: np.random.Generator
     ) -> "_Script":
-        """Draw a prompt of a length and what follows, and have the model read it by itself.
+        """Draw a prompt of a given length and the rest, and let the model itself read it.
 
         Raises:
-            CannotCheckError: it cannot.
+            CannotCheckError: the model cannot read it.
         """
         size, num_nodes = num_embeddings(model), len(shape.parents)
         allowed = np.setdiff1d(np.arange(size, dtype=np.int32), _special_ids(model.config))
         prompt = rng.choice(allowed, length)
-        drawn = np.resize(rng.permutation(allowed), 2 * num_nodes + 2)  # siblings differ if two do
+        drawn = np.resize(rng.permutation(allowed), 2 * num_nodes + 2)  # distinct if possible
         tokens, others = drawn[: num_nodes + 2], drawn[num_nodes + 2 :]
         others[shape.path] = tokens[shape.path + 1]
         longest = max(map(len, shape.lines))
@@ -401,12 +404,12 @@ class _Script:
         except Exception as error:  # each model raises its own
             raise CannotCheckError(reason_of(error)) from error
         if not _is_sound(read).any(dim=-1).all():
-            raise CannotCheckError("its logits are not numbers")
+            raise CannotCheckError("its logits are not finite")
         spread = _SPREAD_FACTOR * _differences(first, read[:1, 0])[0]  # one pass is wider
         limit = max(_floor(model.dtype), min(spread, _CEILING))
         rows = {ROOT: read[0, 1]}
         for line, each in zip(shape.lines, read, strict=True):
-            rows |= zip(line, each[2:], strict=False)  # behind a line it is padding
+            rows |= zip(line, each[2:], strict=False)  # after a line there is padding
         own = torch.stack([rows[at] for at in range(ROOT, num_nodes + 1)])
         return cls(shape, prompt, tokens, others, first, own, limit)
 
@@ -414,13 +417,14 @@ class _Script:
 def _asked(
     model: PreTrainedModel, tokens: torch.Tensor, length: int, *, is_plain: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a model's own logits after a prompt, in half precision of a pass over it alone.
+    """Return a model's own logits after a prompt and over sequences that begin with the prompt.
 
-    And those of sequences that begin with it, from its last token on.
+    The logits of the sequences start at the prompt's last token. In half precision, those after the
+    prompt are of a separate pass over the prompt alone.
     """
     in_steps = is_plain or _drops_tokens(model, tokens.shape[1])
     read = (_generated if in_steps else _read)(model, tokens, tokens.shape[1] - length + 1)
-    if is_plain or model.dtype in _FULL:  # there, rounding is far below what is taken for it
+    if is_plain or model.dtype in _FULL:  # in full precision rounding is far below the limit
         return read[:1, 0], read
     return _read(model, tokens[:1, :length], 1)[:, 0], read
 
@@ -428,7 +432,7 @@ def _asked(
 def _read(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Return the last logits of sequences, [rows, count, vocabulary], from one ordinary pass.
 
-    Positions are told as `generate` tells them: some models begin elsewhere by themselves.
+    Positions are passed as by `generate`, because some models start elsewhere by default.
     """
     options: dict[str, Any] = {}
     if "position_ids" in taken_by(model):
@@ -439,9 +443,9 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Ten
 
 
 def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
-    """Return whether a model's own cache does not hold a sequence of this length.
+    """Return whether a model's own cache is too short for a sequence of this length.
 
-    Moshi has a window in its cache alone: in one pass, a token sees all before it.
+    Moshi has a window only in its cache: in one pass, a token sees all tokens before it.
     """
     layers = DynamicCache(config=model.config).layers
     sliding = [each for each in layers if isinstance(each, DynamicSlidingWindowLayer)]
@@ -449,11 +453,11 @@ def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
 
 
 def _generated(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the same as `_read` from `generate`, which is made to choose these tokens."""
+    """Return the same as `_read`, from `generate` forced to choose these tokens."""
 
     def chosen(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         token = tokens[:, min(read.shape[1], tokens.shape[1] - 1), None]
-        width = max(scores.shape[1], int(token.max()) + 1)  # it may be beyond what is ever chosen
+        width = max(scores.shape[1], int(token.max()) + 1)  # the token may be beyond the scores
         return scores.new_full((len(scores), width), -torch.inf).scatter(1, token, 0.0)
 
     config = GenerationConfig(  # type: ignore[no-untyped-call]  # not typed there
@@ -476,7 +480,7 @@ def _generated(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torc
 
 
 def _special_ids(config: PreTrainedConfig) -> list[int]:
-    """Return the tokens that a configuration names: some models treat them differently."""
+    """Return the tokens that a configuration names, because some models treat them differently."""
     stated = [*config.to_dict().items(), *config.get_text_config(decoder=True).to_dict().items()]
     return [
         each
@@ -503,7 +507,7 @@ def _windows(config: PreTrainedConfig) -> list[int]:
 
 
 def _near_context(model: PreTrainedModel) -> int:
-    """Return the length of a prompt that crosses the short windows."""
+    """Return a prompt length that crosses the short windows."""
     short = [window for window in _windows(model.config) if window <= _LONGEST_WINDOW]
     limit = position_limit(model.config)
     length = max([_NEAR_CONTEXT, *(window + 2 for window in short)])
@@ -511,7 +515,7 @@ def _near_context(model: PreTrainedModel) -> int:
 
 
 def _far_windows(model: PreTrainedModel) -> list[int]:
-    """Return the windows that a context of made-up tokens crosses."""
+    """Return the windows to cross with a context of made-up tokens."""
     limit = position_limit(model.config)
     most = _FARTHEST if limit is None else min(_FARTHEST, limit - _PAST_WINDOW - 4)
     return [window for window in _windows(model.config) if window <= most]

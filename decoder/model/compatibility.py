@@ -1,4 +1,4 @@
-"""Finding out whether a model can verify trees, chains or single tokens, and with which masks."""
+"""Whether a model can verify trees, chains or only single tokens, and with which masks."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from retriever.tree import ROOT, DraftTree
 
 _TREE_ATTENTION = ("sdpa", "eager")
 _MASKED_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
-"""Those whose masks are known here; those of other types the model makes."""
+"""Layer types whose masks are built here; the model builds those of other types."""
 _CAUSAL_FOR_TEXT: Final = (False, None, "vision")
-"""What a configuration says of attention in both directions where that spares tokens of text."""
+"""Values of a configuration's bidirectional attention that do not affect text tokens."""
 _CHUNKED: Final = "chunked_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 Layers = tuple[tuple[str, int | None], ...]
-"""Type and window of every layer, in positions; the window is `None` where attention is full."""
+"""Type and window of every layer, in positions; the window is `None` for full attention."""
 
 
 class Capability(IntEnum):
@@ -43,13 +43,13 @@ class Capability(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """The properties of a model that its configuration tells before its first pass.
+    """The properties of a model that follow from its configuration before its first pass.
 
     Attributes:
         capability: which drafts it can verify.
-        reason: why not trees, for users; empty where it can.
-        layers: those whose keys and values a `TreeCache` can hold, typed as in the model's
-            configuration. `None` where the model needs another kind of cache.
+        reason: why not trees, for users; empty if it can.
+        layers: the layers whose keys and values a `TreeCache` can hold, typed as in the model's
+            configuration. `None` if the model needs another kind of cache.
     """
 
     capability: Capability
@@ -62,8 +62,8 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
 
     Raises:
         UncroppableCacheError: it is not a decoder-only model.
-        UnsupportedModelError: its attention looks ahead, layers of one type differ in window, or
-            there is no cache for it.
+        UnsupportedModelError: its attention is bidirectional, layers of one type have different
+            windows, or there is no cache for it.
     """
     _check_direction(model)
     if model._is_stateful:  # noqa: SLF001  transformers has no public name for it
@@ -74,7 +74,7 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
         layers = layers_of(model)
     except KeyError as error:
         return Compatibility(
-            Capability.PLAIN, f"its layers of type {error} keep a cache of a kind of their own"
+            Capability.PLAIN, f"its layers of type {error} use a special kind of cache"
         )
     except AttributeError as error:
         raise UnsupportedModelError(
@@ -91,7 +91,7 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
 
 
 def reduced(compatibility: Compatibility, capability: Capability, reason: str) -> Compatibility:
-    """Return what a model can verify that was found to verify less than it promises."""
+    """Return the compatibility of a model that was found to verify less than promised."""
     if capability is compatibility.capability:
         return compatibility
     layers = None
@@ -101,18 +101,18 @@ def reduced(compatibility: Compatibility, capability: Capability, reason: str) -
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens of a sequence, `None` where a configuration states no limit.
+    """Return the most tokens of a sequence; `None` if a configuration states no limit.
 
-    Where rotary positions depend on the longest position of a pass, a drafted token far ahead
-    would change the rotations of the tokens before it. Such models are limited to the length that
-    they were trained with, up to which rotations do not change.
+    If rotary embeddings depend on the longest position in a pass, a drafted token far ahead would
+    change the rotations of the tokens before it. Such models are limited to their original training
+    length, up to which rotations do not change.
 
     Raises:
-        UnsupportedModelError: that length is not known.
+        UnsupportedModelError: that length is unknown.
     """
     config = config.get_text_config(decoder=True)
     stated: int | None = getattr(config, "max_position_embeddings", None)
-    limits = [] if stated is None or stated <= 0 else [stated]  # XLNet says -1 for none
+    limits = [] if stated is None or stated <= 0 else [stated]  # XLNet states -1 for no limit
     for rope in _ropes(config):
         if not _depends_on_length(rope):
             continue
@@ -127,34 +127,34 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Return how many tokens a model has embeddings for.
+    """Return the number of token embeddings of a model.
 
     Raises:
-        UnsupportedModelError: it has several tables of them, or none.
+        UnsupportedModelError: it has several embedding tables, or none.
     """
     weight: Any = getattr(model.get_input_embeddings(), "weight", None)
     if weight is None:
-        raise UnsupportedModelError(f"{_name(model)} has no single table of embeddings for tokens")
+        raise UnsupportedModelError(f"{_name(model)} has no single table of token embeddings")
     return int(weight.shape[0])
 
 
 def takes_masks(layers: Iterable[str]) -> bool:
-    """Return whether passes over layers of some types can be given masks that are made here."""
+    """Return whether masks for all these layer types can be built here."""
     return set(layers) <= set(_MASKED_LAYER_TYPES)
 
 
 def common_window(layers: Mapping[str, int | None]) -> int | None:
-    """Return the window of all layers, given that of each type; `None` where they differ."""
+    """Return the common window of all layers, given that of each type; `None` if they differ."""
     windows = set(layers.values())
     return windows.pop() if len(windows) == 1 else None
 
 
 def computed_limit(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens whose passes can be computed as `generate` computes them.
+    """Return the most tokens for which passes can match those of `generate`; `None` for no limit.
 
-    Fixed rotations are computed for any position: beyond the stated length a model gets worse, but
-    `generate` goes on. Tables of positions end there. See `position_limit` for rotations that
-    depend on the length, and for what is raised.
+    Fixed rotations can be computed for any position: beyond the stated length a model gets worse,
+    but `generate` continues. Position tables end there. See `position_limit` for rotations that
+    depend on the length, and for the errors.
     """
     ropes = _ropes(config.get_text_config(decoder=True))
     return None if ropes and not any(map(_depends_on_length, ropes)) else position_limit(config)
@@ -165,7 +165,7 @@ def _depends_on_length(rope: dict[str, Any]) -> bool:
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of rotary positions: of all layers, or of each layer type."""
+    """Return the parameters of rotary embeddings, for all layers or for each layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     candidates = [parameters, *parameters.values()]
     return [rope for rope in candidates if isinstance(rope, dict) and rope.get("rope_type")]
@@ -185,11 +185,11 @@ def _check_windows(model: PreTrainedModel, layers: Layers) -> None:
     windows = dict(layers)
     differing = [kind for kind, window in layers if windows[kind] != window]
     if differing:
-        raise UnsupportedModelError(f"{_name(model)}: {differing[0]} layers differ in window")
+        raise UnsupportedModelError(f"{_name(model)}: {differing[0]} layers have different windows")
 
 
 def _reason_against_trees(model: PreTrainedModel, layers: Layers) -> str:
-    """Return why a model that can roll back takes no trees; empty where it does."""
+    """Return why a model that can roll back cannot verify trees; empty if it can."""
     implementation = model.config._attn_implementation  # noqa: SLF001  no public name either
     if implementation not in _TREE_ATTENTION:
         return (
@@ -204,13 +204,13 @@ def _reason_against_trees(model: PreTrainedModel, layers: Layers) -> str:
 
 
 def layers_of(model: PreTrainedModel) -> Layers | None:
-    """Return type and window of every layer by the cache that transformers would choose.
+    """Return the type and window of every layer, from the cache that transformers would choose.
 
-    `None` where a layer's cache holds more than keys and values. A layer without a cache attends to
-    keys of an earlier one of its type, and has its window.
+    Returns `None` if a layer's cache holds more than keys and values. A layer without a cache
+    attends to the keys of an earlier layer of its type and has the same window.
 
     Raises:
-        KeyError: a layer's type has a cache of a kind that transformers chooses elsewhere.
+        KeyError: transformers chooses the cache of a layer type elsewhere.
     """
     cached = DynamicCache(config=model.config).layers
     if not {type(layer) for layer in cached} <= {
@@ -232,7 +232,7 @@ def layers_of(model: PreTrainedModel) -> Layers | None:
 
 
 def _with_own_cache(cached: list[Any]) -> Compatibility:
-    """Judge a model by the cache that transformers would choose for it."""
+    """Return the compatibility that follows from the cache that transformers would choose."""
     kinds = ", ".join(sorted({type(layer).__name__ for layer in cached}))
     if all(map(_can_roll_back, cached)):
         return Compatibility(Capability.CHAINS, f"its cache of {kinds} takes no trees")
@@ -240,7 +240,7 @@ def _with_own_cache(cached: list[Any]) -> Compatibility:
 
 
 def _can_roll_back(layer: Any) -> bool:
-    """Return whether a layer gives up tokens; those of convolutions know when they hold some."""
+    """Return whether a layer can drop tokens; convolution layers only know once they hold some."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(layer.is_croppable)
 
 
@@ -258,18 +258,18 @@ _MEANING: Final = {
 
 
 def tell_once(model: PreTrainedModel, capability: Capability, reason: str) -> None:
-    """Log that a model cannot verify trees, once for each model."""
+    """Log that a model cannot verify trees, once per model."""
     if capability in _MEANING and model not in _told:
         _told.add(model)
         _log.warning("%s %s: %s", type(model).__name__, _MEANING[capability], reason)
 
 
 def chain_of(tree: DraftTree) -> DraftTree:
-    """Return one path of a tree, from the root downwards.
+    """Return one path of a tree, from the root down.
 
     It is the path with the most tokens expected to be accepted. In a tree of drawn nodes it is the
-    path of first children: nodes that are selected by the drawn token are no longer distributed as
-    their drafter says.
+    path of first children, because nodes selected by their drawn token would no longer follow the
+    drafter's distribution.
     """
     if not isinstance(tree, SampledTree):
         return tree.best_chain(len(tree))

@@ -1,7 +1,7 @@
-"""Passes of a few fixed shapes, each captured once and then replayed; prompts are read eagerly.
+"""Passes of a few fixed shapes, each captured once and then replayed; prompts run eagerly.
 
-A pass is one upload, one launch and one download, however many sequences it serves: who sees whom,
-the target's choices, accepted paths and likely tokens are computed in the captured function.
+A pass is one upload, one launch and one download, regardless of the number of sequences: masks, the
+target's choices, accepted paths and likely tokens are computed in the captured function.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,39 +34,40 @@ from indexer.errors import reason_of
 from retriever.drafter import NUM_FOUND
 
 _WARM_UPS: Final = 3
-"""As many as torch's own make_graphed_callables runs; in these, libraries choose their kernels."""
+"""Warm-up runs, as many as in torch's own make_graphed_callables; libraries choose their kernels in
+these."""
 
 Output = TypeVar("Output")
 
 
 class Capture(Protocol):
-    """Captures functions; a captured function must not outlive the tensors that it touches."""
+    """Captures functions; a captured function must not outlive the tensors that it uses."""
 
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
         """Run a function a few times and return a faster one that does the same.
 
         Args:
-            function: the same computation at every call, on the same tensors; it may be run any
+            function: does the same computation on the same tensors at every call; it may be run any
                 number of times before this returns.
 
         Returns:
             A function that repeats the computation and returns the same tensor objects each time.
 
         Raises:
-            RuntimeError: it cannot be captured, or finds no memory.
+            RuntimeError: the function cannot be captured, or memory ran out.
         """
         ...
 
 
 CaptureMaker = Callable[[], Capture]
-"""Makes a capture; called again once all captured functions are dropped."""
+"""Makes a capture; called again after all captured functions were dropped."""
 
 
 class CudaGraphs:
-    """Captures CUDA graphs (torch.cuda.CUDAGraph) that share one pool of memory.
+    """Captures CUDA graphs (torch.cuda.CUDAGraph) that share one memory pool.
 
     Args:
-        device: on which everything is computed.
+        device: the device of all computations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,10 +78,11 @@ class CudaGraphs:
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
         """See `Capture`."""
         graph = torch.cuda.CUDAGraph()
-        # The stream is named to return to it: torch stays on its own stream if capturing fails.
+        # Returns to this stream explicitly, because torch stays on its own if capturing fails.
         with torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._warm_up(function)
-            # Other threads, such as a draft model's, may use the device during the capture.
+            # Other threads, for example that of a draft model, may use the device during the
+            # capture.
             with torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
                 output = function()
 
@@ -91,7 +93,7 @@ class CudaGraphs:
         return replay
 
     def _warm_up(self, function: Callable[[], object]) -> None:
-        """Run a function on the stream that captures it."""
+        """Run a function on the capturing stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -102,39 +104,40 @@ class CudaGraphs:
 
 
 def capture_on(device: torch.device) -> CaptureMaker | None:
-    """Return how functions are captured on a device, `None` where they cannot be."""
+    """Return how functions are captured on a device; `None` if they cannot be."""
     return partial(CudaGraphs, device) if device.type == "cuda" else None
 
 
 Windows = Mapping[str, int | None]
-"""Of each layer type, `None` where attention is full."""
+"""Window of each layer type; `None` for full attention."""
 
 
 _MOST_SCORES: Final = 1 << 25
-"""Scores of all heads that are held at a time: 128 MiB in single precision. Contexts that need more
-are attended to piece by piece."""
+"""Most scores of all heads held at a time: 128 MiB in single precision. Attention over larger
+contexts is computed in pieces."""
 
 
 _ALIGNED: Final = 8
-"""Rows of scores are as long as a multiple of this. On an H200 a layer of one row over 8,192 keys
-took 141 µs with rows of 8,193 scores and 31 with 8,200, in bfloat16: no product is fast whose rows
-begin anywhere."""
+"""Rows of scores are padded to a multiple of this, because products with unaligned rows are slow:
+on an H200 a layer of one row over 8,192 keys took 141 µs with rows of 8,193 scores and 31 with
+8,200, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The rows of a captured pass by their places, and what they see: tensors of one device.
+    """The rows of a captured pass by place, and what they see: tensors on one device.
 
-    Each of n places has w columns for rows. Those that a place does not need repeat rows of others;
-    they see themselves at least, and nothing of what they give is used.
+    Each of n places has w columns for rows. Columns that a place does not need repeat rows of other
+    places; these see at least themselves, and their results are not used.
 
     Attributes:
         rows: int64[n, w], the row of the pass in each cell.
         cells: int64[rows], the cell of each row, counted over all places.
-        slots: int64[n, w], where the cells' own keys and values lie, counted over all places.
-        pasts: int64[n], keys of each place that lie before its rows.
-        positions: int64[n, w], of each cell in its sequence; the key in slot i stands at i.
-        visible: bool[n, w, w], whether a cell sees another one of its place.
+        slots: int64[n, w], slots of the cells' own keys and values, counted over all places.
+        pasts: int64[n], number of keys before the rows of each place.
+        positions: int64[n, w], position of each cell in its sequence; the key in slot i has
+            position i.
+        visible: bool[n, w, w], whether a cell sees another cell of its place.
     """
 
     rows: torch.Tensor
@@ -145,7 +148,7 @@ class Grid:
     visible: torch.Tensor
 
     def context(self, num_keys: int, window: int | None) -> torch.Tensor:
-        """Return bool[n, 1 or w, num_keys], who sees the first slots, as far as rows lie behind."""
+        """Return bool[n, 1 or w, num_keys], which slots of the context each cell sees."""
         slots = torch.arange(num_keys, device=self.pasts.device)
         seen = slots < self.pasts[:, None, None]
         if window is None:
@@ -153,7 +156,7 @@ class Grid:
         return seen & (self.positions[:, :, None] - slots < window)
 
     def among(self, window: int | None) -> torch.Tensor:
-        """Return bool[n, w, w], who sees the keys of the rows themselves."""
+        """Return bool[n, w, w], which rows' keys each cell sees."""
         if window is None:
             return self.visible
         distances = self.positions[:, :, None] - self.positions[:, None, :]
@@ -170,16 +173,16 @@ class Grid:
 
 
 class SplitMask(AttendingMask):
-    """Who sees whom in a captured pass: of the context, all rows of a place see one length.
+    """The mask of a captured pass, split in two: all rows of a place see the same context length.
 
     Attributes:
-        grid: who sees whom.
-        context: additive, [n, 1, keys], or [n, w, keys] where a window ends in the context: what is
-            seen of the first slots of each place, as far as they lie before its rows.
-        slots: int64[n, c], where the keys of each place's rows lie, counted over all places, and
-            behind them slots that only pad.
-        among: additive, [n, w, c], what the rows see of one another.
-        capacity: slots of each place.
+        grid: rows and what they see.
+        context: additive, [n, 1, keys], or [n, w, keys] if a window ends in the context: mask of
+            the first slots of each place that are before its rows.
+        slots: int64[n, c], slots of the keys of each place's rows, counted over all places,
+            followed by padding slots.
+        among: additive, [n, w, c], mask of the rows among one another.
+        capacity: slots in each place.
     """
 
     grid: Grid
@@ -192,7 +195,7 @@ class SplitMask(AttendingMask):
     def of(
         cls, grid: Grid, window: int | None, num_keys: int, capacity: int, dtype: torch.dtype
     ) -> Self:
-        """Return a mask for a model of a dtype; its own values mean nothing."""
+        """Return a mask for a model with a dtype; its own values mean nothing."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
         sums = torch.promote_types(dtype, torch.float32)
         made.grid, made.capacity = grid, capacity
@@ -218,17 +221,17 @@ class SplitMask(AttendingMask):
     ) -> tuple[torch.Tensor, None]:
         """Attend to the context of each place and to its rows; see `AttendingMask.attend`.
 
-        Keys and values that were never written are finite.
+        Keys and values that were never written must be finite.
 
         Raises:
-            RuntimeError: an option changes the result in a way that is not known here.
+            RuntimeError: an option changes the result in an unsupported way.
         """
         refused = ["dropout"] * bool(dropout) + refused_options(options)
         if refused:
-            raise RuntimeError(f"attention with {', '.join(refused)} is not divided by keys")
+            raise RuntimeError(f"attention with {', '.join(refused)} cannot be split over keys")
         grid, num_rows = self.grid, query.shape[2]
         places, width = grid.rows.shape
-        is_alone = (places, width) == (1, num_rows)  # then cells are rows
+        is_alone = (places, width) == (1, num_rows)  # then cells equal rows
         cells = query[0] if is_alone else query[0][:, grid.rows.flatten()]
         shown = slice(self.context.shape[-1])
         context = [
@@ -243,7 +246,7 @@ class SplitMask(AttendingMask):
 
 
 def _in_cells(states: torch.Tensor, places: int) -> torch.Tensor:
-    """Return [heads, places, w, size] of [heads, places * w, size]."""
+    """Reshape [heads, places * w, size] to [heads, places, w, size]."""
     heads, cells, size = states.shape
     return states.reshape(heads, places, cells // places, size)
 
@@ -255,19 +258,19 @@ def split_over_keys(
     mask: SplitMask,
     scale: float,
 ) -> torch.Tensor:
-    """Attend to the context and to the rows, without a mask or keys that hold both.
+    """Attend to the context and to the rows without joining their masks or keys.
 
-    Where all scores at once would take much memory, the context is taken in pieces. A softmax over
-    all keys is that of each piece, weighted by the piece's share of the sum of exponentials, as
-    flash-decoding divides long contexts (Dao et al., 2023).
+    If all scores at once would take too much memory, the context is processed in pieces. The
+    softmax over all keys is the softmax of each piece, weighted by the piece's share of the sum of
+    exponentials, as flash-decoding splits long contexts (Dao et al., 2023).
 
     Args:
         query: [heads, n, w, head size].
-        context: keys and values, [key heads, n, keys, size] each: views, which are not copied where
-            n are all places.
+        context: keys and values, [key heads, n, keys, size] each: views, which are not copied if n
+            is all places.
         own: keys and values of the rows, [key heads, n, c, size] each.
-        mask: who sees what.
-        scale: of the scores.
+        mask: the mask.
+        scale: factor of the scores.
 
     Returns:
         [heads, n, w, value size].
@@ -293,7 +296,7 @@ def split_over_keys(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KeyRun:
-    """Keys and values, [key heads * n, k, size] each, and what is seen of them, [n, 1 or w, k]."""
+    """Keys and values, [key heads * n, k, size] each, and their mask, [n, 1 or w, k]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -301,26 +304,26 @@ class _KeyRun:
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> Self:
-        """Make one of [key heads, n, k, size] each."""
+        """Make a run from [key heads, n, k, size] each."""
         return cls(keys.flatten(0, 1), values.flatten(0, 1), mask)
 
 
 def _attended_to(
     runs: Sequence[_KeyRun], queries: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to some runs of keys by one softmax.
+    """Attend to several runs of keys with one softmax.
 
     Args:
-        runs: of keys.
+        runs: runs of keys.
         queries: [key heads * n, group * w, head size].
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
-        [key heads * n, group * w, value size], and the scores, in single precision at least.
+        [key heads * n, group * w, value size], and the scores, in at least single precision.
     """
     batch, num_rows, _ = queries.shape
     sizes = [run.keys.shape[1] for run in runs]
-    # Written in parts: to put them together takes as long as to make them.
+    # Written in parts, because joining them would take as long as computing them.
     scores = runs[0].mask.new_empty(batch, num_rows, sum(sizes))
     places, width = len(runs[0].mask), runs[-1].mask.shape[1]
     by_cell = scores.view(-1, places, num_rows // width, width, sum(sizes))
@@ -335,7 +338,7 @@ def _attended_to(
 
 
 def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
-    """Weigh results of pieces by the sums of their exponentials; scores are dropped one by one."""
+    """Combine the results of pieces, weighted by their sums of exponentials; frees scores early."""
     attended, log_sums = [], []
     for part, scores in parts:
         attended.append(part.to(scores.dtype))
@@ -346,13 +349,13 @@ def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dty
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What is fixed in a captured pass.
+    """The fixed shape of a captured pass.
 
     Attributes:
-        num_places: the first places of the cache, one or all.
-        num_rows: of the pass, all places together.
+        num_places: number of first places of the cache: one or all.
+        num_rows: rows of the pass, over all places.
         width: most rows of a place.
-        num_keys: slots of each place that are attended to.
+        num_keys: slots in each place that are attended to.
     """
 
     num_places: int
@@ -362,16 +365,16 @@ class PassShape:
 
 
 class Inputs:
-    """All that differs from pass to pass of a shape, in one tensor of numbers.
+    """Everything that differs between passes of a shape, in one tensor of integers.
 
     Args:
-        shape: of the passes.
-        device: the model's.
+        shape: shape of the passes.
+        device: the model's device.
 
     Attributes:
-        numbers: int64[4 * rows + 2 * places]: the rows' tokens, and for each row the row of its
-            place that is its parent, -1 for none; for each place how many tokens it holds, and how
-            many rows of the pass are its own; for each row the bits of its random number, and the
+        numbers: int64[4 * rows + 2 * places]: for each row its token and the index of its parent
+            row in its place, -1 for none; for each place the number of tokens that it holds and the
+            number of its rows in the pass; for each row the bits of its random number and the
             number of the drawing that chooses after it, 0 for none.
     """
 
@@ -387,12 +390,12 @@ class Inputs:
         pasts: Sequence[int],
         drawings: Mapping[Drawing, int] = MappingProxyType({}),
     ) -> None:
-        """Set what a pass reads.
+        """Set the inputs of a pass.
 
         Args:
-            readings: in the order of their places, which are among those of the shape.
+            readings: readings in the order of their places, which are among those of the shape.
             pasts: tokens that each place holds.
-            drawings: their numbers; no other ones choose.
+            drawings: numbers of the drawings; others do not choose.
         """
         num_rows, num_places = self._shape.num_rows, self._shape.num_places
         numbers = np.zeros(len(self.numbers), np.int64)
@@ -417,23 +420,23 @@ class Inputs:
 
 
 def _upload(values: NDArray[np.int64], tensor: torch.Tensor) -> None:
-    """Copy values to a device without waiting for it."""
+    """Copy values to a device asynchronously."""
     given = torch.from_numpy(values)
     if tensor.is_cuda:
-        given = given.pin_memory()  # else the host would wait for what the device does already
+        given = given.pin_memory()  # otherwise the host would wait for the device's current work
     tensor.copy_(given, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassLayout:
-    """The rows of a pass, laid out on the device.
+    """The layout of a pass's rows, on the device.
 
     Attributes:
-        grid: who sees whom.
+        grid: rows and what they see.
         tokens: int64[rows].
         positions: int64[rows].
-        slots: int64[rows], where the rows' keys and values go, counted over all places.
-        parents: int64[n, w], the cell of its place that is a cell's parent, -1 for none.
+        slots: int64[rows], slots for the rows' keys and values, counted over all places.
+        parents: int64[n, w], index of each cell's parent in its place; -1 for none.
         is_used: bool[n, w], whether a cell has a row of its own.
     """
 
@@ -448,8 +451,8 @@ class PassLayout:
     def of(cls, numbers: torch.Tensor, shape: PassShape, capacity: int) -> Self:
         """Lay out the numbers of a pass over places of `capacity` slots; see `Inputs`.
 
-        Rows that are not needed go behind those of the last place, and nothing sees them. They
-        stand where the first row does, within what positions a model knows.
+        Padding rows come after those of the last place, and no other row sees them. They have the
+        position of the first row, which the model surely supports.
         """
         num_rows, width = shape.num_rows, shape.width
         tokens, parents = numbers[: 2 * num_rows].view(2, -1)
@@ -481,9 +484,9 @@ def _counted(count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """Return bool[n, w, w], whether a cell is another one's ancestor or the cell itself.
+    """Return bool[n, w, w], whether a cell is another cell's ancestor or that cell itself.
 
-    Every round doubles how far up is seen, so that there are as many as the width has bits.
+    Every round doubles the distance covered, so the number of rounds is that of the width's bits.
 
     Args:
         parents: int64[n, w], -1 for none.
@@ -501,7 +504,7 @@ def _ancestors(parents: torch.Tensor) -> torch.Tensor:
 def _walked(layout: PassLayout, choices: torch.Tensor) -> torch.Tensor:
     """Return bool[rows], whether the target's choices lead to a row.
 
-    Of two children with the same token, the later one is followed, as in
+    Of two children with the same token the later one is followed, as in
     `decoder.sampling.verification.follow`.
 
     Args:
@@ -520,7 +523,7 @@ def _walked(layout: PassLayout, choices: torch.Tensor) -> torch.Tensor:
 
 
 def _choice_table(layout: PassLayout, logits: torch.Tensor) -> torch.Tensor:
-    """Return int32[rows, columns], what `ChoiceTable` reads."""
+    """Return int32[rows, columns], the contents of a `ChoiceTable`."""
     choices = logits.argmax(dim=-1)
     values, tokens = logits.topk(min(NUM_FOUND, logits.shape[-1]), dim=-1)
     columns = torch.stack([choices, _walked(layout, choices), torch.zeros_like(choices)], dim=1)
@@ -529,26 +532,26 @@ def _choice_table(layout: PassLayout, logits: torch.Tensor) -> torch.Tensor:
 
 
 _Outputs = dict[str, torch.Tensor]
-"""By name: logits [rows, vocabulary], the table of choices int32[rows, columns], states
-[rows, tapped, hidden size] if any are tapped, and what selections ask for, int64[rows, 2]: random
+"""By name: logits [rows, vocabulary], the table of choices int32[rows, columns], states [rows,
+tapped, hidden size] if any are tapped, and the requests of selections, int64[rows, 2]: random
 numbers and drawings, as in `Inputs`."""
 
 _ASKED: Final = "asked"
 
 MOST_ROWS: Final = 256
-"""Rows of the widest captured pass: as many as a drafter's largest tree has nodes. Each power of
-two below is captured by itself, which takes time and memory."""
+"""Rows of the widest captured pass, the size of a drafter's largest tree. Each power of two below
+is captured separately, which takes time and memory."""
 
 _MOST_DRAWINGS: Final = 8
-"""Settings of sampling that are captured: each for every power of two of rows. Sequences with more
-of them choose on the device all the same, by operations of their own."""
+"""Most sampling settings that are captured, each for every power of two of rows. Sequences with
+further settings also choose on the device, but with separate operations."""
 
 _FEWEST_KEYS: Final = 256
-"""Keys that the shortest captured pass is shown: smaller shapes would save little and be captured
-again and again while a sequence is short."""
+"""Keys of the shortest captured pass: smaller shapes would save little and cause repeated captures
+while a sequence is short."""
 
 _FEWEST_TOKENS: Final = 1024
-"""Slots that are reserved at the start, because growing makes captured shapes void."""
+"""Slots reserved at the start, because growing invalidates captured shapes."""
 
 _log = getLogger(__name__)
 
@@ -573,12 +576,12 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Tokens of the last pass that a sequence keeps elsewhere in its place.
+    """Tokens of the last pass that a sequence keeps in other slots of its place.
 
     Attributes:
-        place: of the sequence.
-        start: where they are to lie.
-        slots: int64[k], where they lie, each at or past its new slot.
+        place: place of the sequence.
+        start: first slot to move them to.
+        slots: int64[k], their current slots, each at or after its new slot.
     """
 
     place: int
@@ -587,13 +590,13 @@ class Kept:
 
 
 class Masking(Enum):
-    """Who makes the masks of captured passes.
+    """What builds the masks of captured passes.
 
     Attributes:
-        SPLIT: they do; all layers attend by `decoder.model.attention.tree_attention`.
-        DENSE: they do, for another attention; only passes of the first place are captured.
-        OWN: the model, from the number of tokens before a chain, which stands on the device; only
-            passes of the first place are captured.
+        SPLIT: the passes; all layers use `decoder.model.attention.tree_attention`.
+        DENSE: the passes, for another attention; only passes of the first place are captured.
+        OWN: the model, from the number of tokens before a chain, which is stored on the device;
+            only passes of the first place are captured.
     """
 
     SPLIT = "split"
@@ -602,23 +605,23 @@ class Masking(Enum):
 
 
 class CapturedPasses:
-    """Passes over all places of a cache whose shapes are few, so that each can be captured.
+    """Passes over all places of a cache with few shapes, so that each can be captured.
 
-    Rows of all places together, rows of the widest place and shown keys are padded to powers of
-    two, rows up to 256. The tokens that commits move are padded, too. Wider passes, and those that
-    only read prompts, run eagerly, on the same cache. Growing buffers make all captured shapes
-    void, and where weights have moved or the model is another one, everything is captured again.
-    Where capturing fails, all passes run eagerly from then on, and the log says so once. A model's
-    Python code runs when a shape is captured, not at every pass, so only models without code of
-    others are captured: `has_code_of_others`.
+    The total number of rows, the rows of the widest place and the shown keys are padded to powers
+    of two, rows up to 256. The tokens that commits move are padded too. Wider passes and those that
+    only read prompts run eagerly on the same cache. Growing buffers invalidate all captured shapes,
+    and if weights have moved or the model has changed, everything is captured again. If capturing
+    fails, all passes run eagerly from then on, which is logged once. A model's Python code runs
+    when a shape is captured, not in every pass, so only models without foreign code are captured:
+    see `has_code_of_others`.
 
     Args:
         model: the model to run.
-        cache: of its sequences.
-        windows: of the model's layer types.
-        make_capture: how shapes are captured.
-        masking: who makes masks; chains alone are captured where the model does.
-        max_length: most tokens of a sequence, `None` where there is no limit.
+        cache: cache of the sequences.
+        windows: windows of the model's layer types.
+        make_capture: makes the capture of shapes.
+        masking: what builds the masks; only chains are captured if the model does.
+        max_length: most tokens of a sequence; `None` for no limit.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  what a pass is made of
@@ -643,17 +646,18 @@ class CapturedPasses:
 
     @property
     def is_padding(self) -> bool:
-        """Whether passes are padded; not where capturing failed."""
+        """Whether passes are padded; they are not if capturing failed."""
         return not self._is_eager
 
     def read(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Run a pass behind what the places hold.
+        """Run a pass after the contents of the places.
 
         Args:
-            readings: of distinct places, in their order.
+            readings: readings of distinct places, in their order.
 
         Returns:
-            What each reads, or `None` where such a pass is not captured, and nothing was done.
+            The result of each reading, or `None` if such a pass is not captured; then nothing was
+            done.
         """
         if (
             self._is_eager
@@ -678,7 +682,7 @@ class CapturedPasses:
         return self._taken(readings, draws)
 
     def move(self, kept: Sequence[Kept]) -> bool:
-        """Move tokens that commits keep, of all places at once; return whether it was done."""
+        """Move the tokens that commits keep, in all places at once; return whether it was done."""
         copies = self._copies_for(sum(len(each.slots) for each in kept))
         if copies is None:
             return False
@@ -698,40 +702,40 @@ class CapturedPasses:
         return True
 
     def prepare(self, num_tokens: int, num_rows: int) -> None:
-        """Capture all shapes of sequences up to a length, so that none is captured later.
+        """Capture all shapes of sequences up to a given length, so that none is captured later.
 
-        The layers of the cache have appeared, and it has all of its places.
+        The layers of the cache must have appeared, and it must have all of its places.
 
         Args:
-            num_tokens: of a sequence, drafts included.
-            num_rows: of a pass, at most 256 of which are captured.
+            num_tokens: most tokens of a sequence, drafts included.
+            num_rows: most rows of a pass, of which at most 256 are captured.
         """
         longest = max(num_tokens, _FEWEST_TOKENS, *self._cache.lengths)
         self._cache.reserve(longest + _bucket(num_rows))
         self._renew()
         shapes = sorted(set(self._shapes(num_tokens, min(num_rows, MOST_ROWS))), key=_size)
-        for shape in shapes[::-1]:  # the largest first: others find their memory in its pool
+        for shape in shapes[::-1]:  # the largest first, so that others reuse its memory pool
             if not self._is_eager:
                 self._pass_for(shape)
         for count in _buckets(min(num_rows, MOST_ROWS)):
             self._copies_for(count)
 
     def prepare_drawing(self, drawing: Drawing, num_rows: int) -> None:
-        """Capture what sequences choose by, for passes of up to so many rows, once these are."""
+        """Capture a drawing for passes of up to `num_rows` rows, after the passes were captured."""
         for count in _buckets(min(num_rows, MOST_ROWS)):
             if self._outputs and not self._is_eager:
                 self._draw_for(drawing, count)
 
     def has_moved_weights(self) -> bool:
-        """Return whether captured passes would read weights where they lay; to ask before one."""
+        """Return whether captured passes would read old weight addresses; check before a pass."""
         return self._recorded.has_moved()
 
     def has_other_model(self) -> bool:
-        """Return whether what was captured is else out of date; to ask while a pass is computed."""
+        """Return whether captures are out of date otherwise; check while a pass is computed."""
         return self._recorded.has_changed()
 
     def _shape_of(self, readings: Sequence[Reading]) -> PassShape | None:
-        """Return the shape of a pass, with room in the cache for it; `None` if none is captured."""
+        """Return the shape of a pass after making room in the cache; `None` if not captured."""
         num_rows = _bucket(max(sum(len(each.tokens) for each in readings), self._fewest_rows))
         is_first_alone = readings[-1].place == 0
         if num_rows > MOST_ROWS or not (self._splits or is_first_alone):
@@ -742,30 +746,30 @@ class CapturedPasses:
         ends = [pasts[each.place] + len(each.tokens) for each in readings]
         last = 0 if is_first_alone else len(pasts) - 1
         self._cache.reserve(max(*ends, pasts[last] + num_rows, _FEWEST_TOKENS))
-        self._renew()  # it may have grown
+        self._renew()  # the cache may have grown
         widest = max(len(each.tokens) for each in readings)
         context = max(pasts[each.place] for each in readings)
         return self._shape(last + 1, num_rows, widest, context)
 
     @property
     def _fewest_rows(self) -> int:
-        """Rows of the narrowest pass: models make no mask for one, which would see all slots."""
+        """Rows of the narrowest pass: models build no mask for one row, so it would see all."""
         return 2 if self.masking is Masking.OWN else 1
 
     def _is_beyond(self, end: int) -> bool:
-        """Return whether rows that pad would stand where a model knows no positions."""
+        """Return whether padding rows would exceed the positions that the model supports."""
         return self._max_length is not None and end > self._max_length
 
     def _shape(self, num_places: int, num_rows: int, widest: int, context: int) -> PassShape:
-        """Return the shape of passes behind up to `context` tokens; dense masks show rows, too."""
+        """Return the shape of passes after up to `context` tokens; dense masks include the rows."""
         num_shown = max(context if self._splits else context + num_rows, _FEWEST_KEYS)
         num_keys = min(_bucket(num_shown), self._cache.capacity)
-        # Two shapes that differ little would be captured twice.
+        # Otherwise two similar shapes would both be captured.
         width = max(_bucket(widest), 2 * num_rows // num_places)
         return PassShape(num_places, num_rows, min(width, num_rows), num_keys)
 
     def _shapes(self, num_tokens: int, num_rows: int) -> Iterable[PassShape]:
-        """Return the shapes of all passes behind sequences up to a length."""
+        """Return the shapes of all passes after sequences up to a given length."""
         num_places = len(self._cache.lengths)
         for places in {1, num_places if self._splits else 1}:
             for rows in _buckets(num_rows)[self._fewest_rows.bit_length() - 1 :]:
@@ -774,7 +778,7 @@ class CapturedPasses:
                         yield self._shape(places, rows, widest, context)
 
     def _pass_for(self, shape: PassShape) -> _CapturedPass | None:
-        """Return the captured pass of a shape; `None` where capturing fails."""
+        """Return the captured pass of a shape; `None` if capturing fails."""
         return self._passes.get(shape) or self._new_pass(shape)
 
     def _new_pass(self, shape: PassShape) -> _CapturedPass | None:
@@ -787,12 +791,12 @@ class CapturedPasses:
         return made
 
     def _begin(self, inputs: Inputs, shape: PassShape) -> None:
-        """Set the inputs of a dummy pass behind what places hold; the next pass overwrites it."""
+        """Set the inputs of a dummy pass after the places' contents; the next overwrites it."""
         dummy = Reading(shape.num_places - 1, np.zeros(1, np.int32))
         inputs.fill([dummy], self._cache.lengths)
 
     def _run(self, numbers: torch.Tensor, shape: PassShape) -> None:
-        """Leave what a pass brings in tensors that all shapes share."""
+        """Compute a pass and leave its results in tensors that all shapes share."""
         found = self._computed(numbers, shape)
         if not self._outputs:
             self._outputs = {
@@ -802,7 +806,7 @@ class CapturedPasses:
             self._outputs[name][: len(rows)].copy_(rows)
 
     def _computed(self, numbers: torch.Tensor, shape: PassShape) -> _Outputs:
-        """Run what the inputs say through the model."""
+        """Run the inputs through the model."""
         capacity = self._cache.capacity
         layout = PassLayout.of(numbers, shape, capacity)
         options: dict[str, Any] = (
@@ -811,7 +815,7 @@ class CapturedPasses:
         positions, length = layout.positions, None
         if self.masking is Masking.OWN:
             length = layout.grid.pasts[0]
-            positions = length + _counted(shape.num_rows, numbers)  # rows that pad go on
+            positions = length + _counted(shape.num_rows, numbers)  # padding rows count on
         if self._model.takes("position_ids"):
             options["position_ids"] = positions[None]
         frame = Frame(layout.slots, None if self._splits else shape.num_keys, length)
@@ -851,18 +855,18 @@ class CapturedPasses:
         return grid.dense(shape.num_keys, window, self._model.dtype)
 
     def _draws_for(self, readings: Sequence[Reading], num_rows: int) -> dict[Drawing, _Draw]:
-        """Return how the rows of a pass are chosen after, as far as that is captured."""
+        """Return the captured drawings for the selections of a pass."""
         drawings = {each.selection.drawing for each in readings if each.selection is not None}
         found = {drawing: self._draw_for(drawing, num_rows) for drawing in drawings}
         return {drawing: draw for drawing, draw in found.items() if draw is not None}
 
     def _draw_for(self, drawing: Drawing, num_rows: int) -> _Draw | None:
-        """Return the captured drawing for so many rows; `None` where there is none for it."""
+        """Return the captured drawing for `num_rows` rows; `None` if there is none."""
         number = self._drawings.get(drawing, len(self._drawings) + 1)
         if self._is_eager or number > _MOST_DRAWINGS:
             return None
         self._drawings[drawing] = number
-        count = max(num_rows, 2)  # a drawing takes at least two
+        count = max(num_rows, 2)  # a drawing needs at least two rows
         return self._draws.get((number, count)) or self._new_draw(drawing, number, count)
 
     def _new_draw(self, drawing: Drawing, number: int, num_rows: int) -> _Draw | None:
@@ -873,14 +877,14 @@ class CapturedPasses:
         return made
 
     def _drawn(self, drawing: Drawing, number: int, num_rows: int) -> None:
-        """Choose after those rows of the last pass that ask for a drawing."""
+        """Choose tokens after the rows of the last pass that request this drawing."""
         points, asked_for = self._outputs[_ASKED][:num_rows].unbind(1)
         chosen = drawing(self._outputs["logits"][:num_rows], points.view(torch.float64))
         column = self._outputs["choices"][:num_rows, ChoiceTable.SELECTED]
         column.copy_(torch.where(asked_for == number, chosen.to(column.dtype), column))
 
     def _taken(self, readings: Sequence[Reading], drawings: Mapping[Drawing, _Draw]) -> list[Read]:
-        """Return copies of what the last pass computed: the next one writes to the same tensors."""
+        """Return copies of the last pass's results: the next one writes to the same tensors."""
         num_rows = sum(len(each.tokens) for each in readings)
         kept = {
             name: rows[:num_rows].clone() for name, rows in self._outputs.items() if name != _ASKED
@@ -903,7 +907,7 @@ class CapturedPasses:
         return {number: kept["states"][rows, at] for at, number in enumerate(self._model.states)}
 
     def _copies_for(self, num_tokens: int) -> _Copies | None:
-        """Return the captured move of so many tokens in the cache; `None` to move them eagerly."""
+        """Return the captured move of `num_tokens` tokens in the cache; `None` to move eagerly."""
         self._renew()
         count = _bucket(num_tokens)
         if self._is_eager or count > MOST_ROWS:
@@ -912,7 +916,7 @@ class CapturedPasses:
 
     def _new_copies(self, count: int) -> _Copies | None:
         device = torch.device(self._model.device)
-        # All zero: capturing runs the move any number of times, and must not change the cache.
+        # All zero: capturing runs the move any number of times and must not change the cache.
         pairs = torch.zeros(2, count, dtype=torch.int64, device=device)
         sources, destinations = pairs
         run = self._captured(partial(self._cache.move, sources, destinations))
@@ -922,10 +926,10 @@ class CapturedPasses:
         return made
 
     def _captured(self, function: Callable[[], Output]) -> Callable[[], Output] | None:
-        """Capture a function; where that fails, log it and run eagerly from now on."""
+        """Capture a function; if that fails, log it and run eagerly from then on."""
         try:
             if not self._outputs:
-                function()  # makes tensors that all shapes share, which a capture only writes to
+                function()  # allocates the shared tensors, which a capture only writes to
             return self._capture(function)
         except RuntimeError as error:
             self._is_eager = True
@@ -957,5 +961,5 @@ def _bucket(count: int) -> int:
 
 
 def _buckets(most: int) -> list[int]:
-    """Return the powers of two that counts up to a positive one are padded to."""
+    """Return the powers of two that counts up to `most` are padded to."""
     return [1 << bits for bits in range((most - 1).bit_length() + 1)]

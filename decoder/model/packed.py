@@ -1,8 +1,8 @@
-"""One pass for many sequences: their rows lie one after another, each sees its own keys.
+"""One pass for many sequences: their rows are concatenated, and each sees its own keys.
 
-Products of weights are made for all rows at once, without padding: they are what a pass costs. For
-attention, neighbouring places are taken together where padding their rows to as many costs less
-than a call of its own.
+Products with weights, which dominate the cost of a pass, are computed for all rows at once, without
+padding. For attention, neighbouring places are grouped if padding their rows costs less than
+another call.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,23 +30,23 @@ from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import UserModel
 
 _CALL: Final = 1000
-"""Scores of a head (rows times keys) that take as long as one more call of the attention: measured
-on two cores, a call takes 15 to 30 us and a score of nine heads 25 ns."""
+"""Scores of a head (rows times keys) that take as long as one more attention call: measured on two
+cores, a call takes 15 to 30 us and a score of nine heads 25 ns."""
 
 _LAUNCHES: Final = 1 << 20
-"""The same on another device, where a call is some fifteen launches. On an H200 they take 75 us at
-the least (750 on a slow host), a million scores of nine heads some 30."""
+"""The same on another device, where a call is about fifteen launches. On an H200 they take at least
+75 us (750 on a slow host), and a million scores of nine heads about 30 us."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Neighbouring places of a cache, whose rows of a packed pass attend in one call.
+    """Neighbouring places of a cache whose rows in a packed pass attend in one call.
 
     Attributes:
-        places: of n sequences.
-        keys: slots of each place that some row of it sees.
-        rows: int64[n, w], the rows of each place; -1 for what only pads.
-        mask: additive, [n, 1, w, keys]; `None` where a single row sees all of them.
+        places: places of n sequences.
+        keys: slots in each place that at least one of its rows sees.
+        rows: int64[n, w], the rows of each place; -1 for padding.
+        mask: additive, [n, 1, w, keys]; `None` if a single row sees all keys.
     """
 
     places: slice
@@ -57,14 +57,14 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dealing:
-    """How rows are dealt to groups of neighbours: the same for all layers with as many heads.
+    """How rows are distributed to groups of neighbours, for layers with the same head counts.
 
     Attributes:
-        given: int64[m], of each query that a call takes its place among [rows * heads]; those of
-            a group's heads that share keys are rows of one product.
-        sizes: queries of each group.
-        masks: of each group, as its calls take them.
-        taken: int64[rows * heads], where each result lies among those of all calls.
+        given: int64[m], index among [rows * heads] of each query that a call takes; the queries of
+            heads that share keys are rows of one product.
+        sizes: number of queries of each group.
+        masks: mask of each group, in the form that its calls take.
+        taken: int64[rows * heads], index of each result among the results of all calls.
     """
 
     given: torch.Tensor
@@ -76,14 +76,14 @@ class Dealing:
     def of(
         cls, neighbours: Sequence[Neighbours], heads: int, key_heads: int, device: torch.device
     ) -> Self:
-        """Deal for layers with so many heads of queries and of keys."""
+        """Compute the distribution for layers with given numbers of query and key heads."""
         shared = heads // key_heads
         numbers = np.arange(heads).reshape(key_heads, shared)
         given, taken, masks = [], [], []
         for group in neighbours:
             rows = group.rows[:, None, None, :] * heads
             given.append((np.maximum(rows, 0) + numbers[:, :, None]).ravel())
-            # Results lie as [places, heads that share keys, rows, key heads].
+            # Results have the shape [places, heads that share keys, rows, key heads].
             rows = group.rows[:, None, :, None] * heads
             taken.append(np.where(rows < 0, -1, rows + numbers.T[:, None, :]).ravel())
             mask = None if group.mask is None else group.mask.to(device)
@@ -98,11 +98,11 @@ class Dealing:
 
 
 class PackedMask(AttendingMask):
-    """Who sees whom in a packed pass; layers on several devices have rows dealt each on its own.
+    """The mask of a packed pass; layers on different devices distribute rows on their own device.
 
     Attributes:
-        neighbours: who attends to what; every row is in one of them.
-        capacity: slots of each place.
+        neighbours: groups of places; every row is in one of them.
+        capacity: slots in each place.
     """
 
     neighbours: Sequence[Neighbours]
@@ -118,7 +118,7 @@ class PackedMask(AttendingMask):
         return made
 
     def dealing(self, heads: int, key_heads: int, device: torch.device) -> Dealing:
-        """Return how rows are dealt in a layer, made once for all that are like it."""
+        """Return the distribution of rows in a layer, computed once for all layers like it."""
         key = device, heads, key_heads
         if key not in self._dealings:
             self._dealings[key] = Dealing.of(self.neighbours, heads, key_heads, device)
@@ -134,7 +134,7 @@ class PackedMask(AttendingMask):
         scaling: float | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend in each group of neighbours; see `AttendingMask.attend`."""
+        """Attend within each group of neighbours; see `AttendingMask.attend`."""
         _, heads, num_rows, size = query.shape
         key_heads, is_folded = key.shape[1], not (dropout or refused_options(options))
         dealing = self.dealing(*((heads, key_heads) if is_folded else (1, 1)), query.device)
@@ -161,7 +161,7 @@ class PackedMask(AttendingMask):
 
 
 class PackedPart(NamedTuple):
-    """A sequence's part in a packed pass: what it reads, and the rows of that."""
+    """A sequence's part in a packed pass: its reading and the reading's rows."""
 
     reading: Reading
     rows: TreeRows
@@ -171,9 +171,9 @@ class PackedPasses:
     """Passes of many sequences over the places of one cache.
 
     Args:
-        model: one whose layers all attend by `decoder.model.attention.tree_attention`.
-        cache: with a place for each sequence, after a first pass over one of them.
-        windows: of the model's layer types.
+        model: a model whose layers all use `decoder.model.attention.tree_attention`.
+        cache: has a place for each sequence, after a first pass over one of them.
+        windows: windows of the model's layer types.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class PackedPasses:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all layers hold buffers: a first pass over one place makes them."""
+        """Whether all layers have buffers, which a first pass over one place allocates."""
         return self._cache.capacity > 0
 
     def read(self, readings: Sequence[Reading]) -> list[Read]:
-        """Read for several sequences in one pass, behind what their places hold.
+        """Read for several sequences in one pass, after the contents of their places.
 
         Args:
-            readings: of distinct places, in their order.
+            readings: readings of distinct places, in their order.
         """
         device, pasts = self._model.device, self._cache.lengths
         parts = [PackedPart(each, each.rows(pasts[each.place])) for each in readings]
@@ -213,14 +213,14 @@ class PackedPasses:
         return self._taken(readings, output.logits[0])
 
     def _slots(self, parts: Iterable[PackedPart]) -> torch.Tensor:
-        """Return int64[rows], where the rows' keys and values go."""
+        """Return int64[rows], the slots for the rows' keys and values."""
         capacity = self._cache.capacity
         ends = ((part.reading.place * capacity, part.rows) for part in parts)
         slots = [np.arange(first + rows.past, first + rows.num_keys) for first, rows in ends]
         return torch.from_numpy(np.concatenate(slots))
 
     def _masks(self, parts: Sequence[PackedPart]) -> dict[str, PackedMask]:
-        """Return who sees whom, for each layer type."""
+        """Return the mask of each layer type."""
         ends = list(accumulate(part.rows.num_read for part in parts))
         starts = dict(zip((part.reading.place for part in parts), [0, *ends], strict=False))
         dtype, device = self._model.dtype, self._model.device
@@ -234,7 +234,7 @@ class PackedPasses:
         }
 
     def _taken(self, readings: Sequence[Reading], logits: torch.Tensor) -> list[Read]:
-        """Return for each sequence its logits, and the states that are tapped."""
+        """Return for each sequence its logits and tapped states."""
         sizes = [len(each.tokens) for each in readings]
         own = torch.split(logits, [each.num_logits for each in readings])
         split = {number: torch.split(rows, sizes) for number, rows in self._model.states.items()}
@@ -245,14 +245,15 @@ class PackedPasses:
 
 
 def grouped(parts: Iterable[PackedPart], call: int = _CALL) -> Iterator[list[PackedPart]]:
-    """Put neighbouring places together where that costs less than calls of their own.
+    """Group neighbouring places if that costs less than separate calls.
 
     Args:
-        parts: in the order of their places; the keys of places between two of them are read, too.
+        parts: parts in the order of their places; the keys of places between two of them are also
+            read.
         call: scores of a head that take as long as one more call.
     """
     group: list[PackedPart] = []
-    width = keys = 0  # most rows and keys of a place in the group; scores are counted with padding
+    width = keys = 0  # most rows and keys of a place in the group; scores include padding
     for part in parts:
         place, rows = part.reading.place, part.rows
         if group:
@@ -288,11 +289,11 @@ def _neighbours(
     """Return how a group of places attends.
 
     Args:
-        group: parts of neighbouring places; a place between them that has none has no rows.
+        group: parts of neighbouring places; a place between them without a part has no rows.
         starts: first row of each place's part in the pass.
-        window: positions that a layer looks back over, itself included; `None` for all.
-        dtype: of the mask.
-        device: of all.
+        window: positions that a row sees, itself included; `None` for all.
+        dtype: dtype of the mask.
+        device: device of all tensors.
     """
     first, last = group[0].reading.place, group[-1].reading.place
     width = max(rows.num_read for _, rows in group)
@@ -303,7 +304,7 @@ def _neighbours(
         begin = starts[reading.place]
         numbers[reading.place - first, : rows.num_read] = np.arange(begin, begin + rows.num_read)
     if len(group) == 1 and width == 1:
-        mask = None  # the one row sees all keys that it is shown
+        mask = None  # the only row sees all shown keys
     else:
         mask = _mask(group, numbers.shape, keys, window, dtype).to(device)
     return Neighbours(slice(first, last + 1), keys, numbers, mask)
@@ -318,7 +319,7 @@ def _mask(
 ) -> torch.Tensor:
     """Return dtype[places, 1, rows, keys], zero where attention is allowed.
 
-    Rows that only pad see all keys: what they give is dropped.
+    Padding rows see all keys; their results are dropped.
     """
     mask = torch.zeros(*shape, keys.stop - keys.start, dtype=dtype)
     for reading, rows in group:

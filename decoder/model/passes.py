@@ -1,4 +1,4 @@
-"""Forward passes of a sequence: how a draft tree lies in one, over each kind of state."""
+"""Forward passes of a sequence with a draft tree, over each kind of state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +23,15 @@ from retriever.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What a sequence reads in a pass: a piece of its prompt, or its last token and a tree.
+    """A sequence's input in a pass: a prompt chunk, or its last token and a tree.
 
     Attributes:
-        place: of the sequence.
-        tokens: int32[n], at least one; the last token and the tree's, where there is a tree.
-        tree: continuations of the first token, N = n - 1 nodes; `None` for a piece of a prompt,
-            which is committed as it is read.
-        selection: what a captured pass chooses after the rows whose logits are wanted; others
-            choose nothing.
+        place: place of the sequence.
+        tokens: int32[n], at least one; with a tree, the last token and the tree's tokens.
+        tree: continuations of the first token, N = n - 1 nodes; `None` for a prompt chunk, which is
+            committed as it is read.
+        selection: how a captured pass chooses tokens after the rows whose logits are wanted; other
+            passes choose nothing.
     """
 
     place: int
@@ -41,35 +41,35 @@ class Reading:
 
     @classmethod
     def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":
-        """Return the reading of a sequence's last token, and of a tree behind it."""
+        """Return the reading of a sequence's last token and a tree after it."""
         return cls(place, np.concatenate([np.array([last_token], np.int32), tree.token_ids]), tree)
 
     @property
     def num_logits(self) -> int:
-        """After how many of the last tokens logits are wanted."""
+        """Number of last tokens after which logits are wanted."""
         return 1 if self.tree is None else len(self.tokens)
 
     @property
     def parents(self) -> NDArray[np.int64]:
-        """int64[n], the row that each row follows, -1 for the first."""
+        """int64[n], the parent row of each row; -1 for the first."""
         if self.tree is None:
             return np.arange(-1, len(self.tokens) - 1)
         return np.concatenate([np.array([-1]), self.tree.parents + 1])
 
     def rows(self, past: int) -> TreeRows:
-        """Return its rows behind `past` tokens of the sequence."""
+        """Return its rows after `past` tokens of the sequence."""
         if self.tree is None:
             return TreeRows.in_line(len(self.tokens), past)
         return TreeRows.behind_token(self.tree, past)
 
 
 class Read(NamedTuple):
-    """What a reading brings.
+    """The result of a reading.
 
     Attributes:
-        logits: [num_logits, vocabulary], after its last tokens.
-        states: [n, hidden] each, those that are tapped.
-        choices: what the logits say, where it was found with them.
+        logits: [num_logits, vocabulary], logits after its last tokens.
+        states: [n, hidden] each, the tapped hidden states.
+        choices: the choices from the logits, if the pass computed them.
     """
 
     logits: torch.Tensor
@@ -81,17 +81,17 @@ _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a lack of memory; on a CPU torch raises a plain RuntimeError."""
+    """Return whether an error means out of memory; on a CPU torch raises a plain RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(sign in str(error) for sign in _SIGNS)
 
 
 class Passes(Protocol):
-    """A model with its state of one sequence."""
+    """A model with the state of one sequence."""
 
     def read(self, reading: Reading, past: int) -> Read:
-        """Read behind the `past` tokens of its state."""
+        """Read after the `past` tokens of its state."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -106,14 +106,14 @@ class Passes(Protocol):
         """Hold `length` made-up tokens, after a first pass; return whether that is possible.
 
         Args:
-            length: how many.
-            marked: int64[n], those of them that stand out, so that it shows who sees them.
+            length: number of tokens.
+            marked: int64[n], tokens with values that stand out, to show which rows see them.
         """
         ...
 
 
 class ChainCache:
-    """The cache that transformers chooses for a model, where it can drop its last tokens."""
+    """The cache that transformers chooses for a model, if it can drop its last tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config
@@ -121,7 +121,7 @@ class ChainCache:
 
     @contextmanager
     def written(self) -> Iterator[DynamicCache]:
-        """Give the cache for a pass to write to; one that fails halfway leaves layers unequal."""
+        """Provide the cache for a pass; one that fails halfway leaves layers of unequal length."""
         self._is_whole = False
         yield self._states
         self._is_whole = True
@@ -131,7 +131,7 @@ class ChainCache:
 
         Raises:
             OutOfMemoryError: a pass failed halfway.
-            UncroppableCacheError: the model turns out to keep recurrent state.
+            UncroppableCacheError: the model turns out to have recurrent state.
         """
         if length == 0:
             self._states = DynamicCache(config=self._config)
@@ -141,13 +141,13 @@ class ChainCache:
                 "out of memory halfway through a pass, which the model's own cache cannot undo"
             )
         elif self._is_recording:
-            # Crops even where no token goes: that drops states recorded since the last cropping.
+            # Crops even if no token is dropped: that frees states recorded since the last crop.
             self._states.crop(length - self._states.get_seq_length())
         else:
             self._begin_recording()
 
     def _begin_recording(self) -> None:
-        """Record states that a draft pushes out; not for the prompt, which would take memory."""
+        """Record states that a draft pushes out; not during the prompt, to save memory."""
         if not self._states.is_croppable:
             raise UncroppableCacheError(
                 f"the cache of {self._config.model_type} cannot give up rejected tokens"
@@ -157,12 +157,12 @@ class ChainCache:
 
 
 class CachedPasses:
-    """Passes over keys and values, whose last tokens can be dropped.
+    """Passes over keys and values; the last tokens can be dropped.
 
     Args:
         model: the model to run.
-        cache: of its sequence.
-        takes_trees: whether masks of trees are made here; otherwise drafts are chains.
+        cache: cache of the sequence.
+        takes_trees: whether masks for trees are built here; otherwise drafts are chains.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class CachedPasses:
         self._takes_trees = takes_trees
 
     def read(self, reading: Reading, past: int) -> Read:
-        """See `Passes`; a chain's mask is made by the model itself."""
+        """See `Passes`; the model itself builds a chain's mask."""
         model, num_rows = self._model, len(reading.tokens)
         rows = None if reading.tree is None or num_rows == 1 else reading.rows(past)
         positions = np.arange(past, past + num_rows) if rows is None else rows.positions
@@ -196,7 +196,7 @@ class CachedPasses:
         self.cache.truncate(length)
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
-        """See `Passes`; only the path of a tree has slots that are not consecutive."""
+        """See `Passes`; only the path of a tree has non-consecutive slots."""
         if isinstance(self.cache, TreeCache):
             self.cache.keep(start, torch.from_numpy(slots).to(self._model.device))
 
@@ -211,9 +211,9 @@ class CachedPasses:
 
 
 class PlainPasses:
-    """Passes over state that cannot drop a token, each as `model.generate` would run it.
+    """Passes over state that cannot drop tokens, each as `model.generate` would run it.
 
-    Where tokens must be dropped, those before them are read again.
+    To drop tokens, the tokens before them are read again.
     """
 
     def __init__(self, model: UserModel) -> None:
@@ -227,7 +227,7 @@ class PlainPasses:
         self._tokens.extend(reading.tokens.tolist())
         is_first = self._state is None
         state = self._begin() if self._state is None else self._state
-        self._state = None  # a pass that fails leaves it half written
+        self._state = None  # a failed pass leaves it half written
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([self._tokens], device=model.device),
             next_sequence_length=None if is_first else len(reading.tokens),
@@ -259,9 +259,7 @@ class PlainPasses:
         state: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
         if self._model.takes("logits_to_keep"):
             state["logits_to_keep"] = 1
-        if self._model.takes(
-            "position_ids"
-        ):  # some models count from 0 in every pass that names none
+        if self._model.takes("position_ids"):  # else some models count from 0 in every pass
             tokens = torch.tensor([self._tokens], device=model.device)
             state["position_ids"] = model._prepare_position_ids_for_generation(tokens, state)  # noqa: SLF001
         config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
@@ -273,9 +271,9 @@ class PlainPasses:
 def within_depth(tree: DraftTree, max_depth: int) -> DraftTree:
     """Return the tree without the nodes deeper than `max_depth`.
 
-    Parents lie less deep than their children, so what remains is a valid tree.
+    Parents are less deep than their children, so the rest is a valid tree.
     """
-    if len(tree) <= max_depth:  # no path is longer
+    if len(tree) <= max_depth:  # no path can be longer
         return tree
     kept = tree.depths() <= max_depth
     if kept.all():

@@ -1,6 +1,6 @@
 """Loading target models and their tokenizers.
 
-torch and transformers are imported by what loads: commands show the options without them.
+The loading functions import torch and transformers, so that commands can show options without them.
 """
 
 import io
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Functions that transformers calls repeatedly with equal arguments: for the tokenizer, the
-# configuration, the weights and each of their layers. Their results are only read.
+# configuration, the weights and each layer. Their results are only read.
 _COSTLY: Final = ("GGUFReader", "get_tensor_name_map")
 
 
 class SharedReading:
-    """Caches what loaders read of GGUF files, for as long as it exists."""
+    """Caches what loaders read from GGUF files, while it exists."""
 
     def __init__(self) -> None:
         import gguf  # noqa: PLC0415  (as transformers, below)
@@ -42,7 +42,7 @@ class SharedReading:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have loaders use the cache during the block."""
+        """Let loaders use the cache during the block."""
         import gguf  # noqa: PLC0415  (as above)
 
         own = {name: getattr(gguf, name) for name in _COSTLY}
@@ -73,7 +73,7 @@ class Precision(StrEnum):
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The type as torch names it."""
+        """The type as a torch dtype."""
         import torch  # noqa: PLC0415  (takes seconds to import)
 
         dtype: torch.dtype = getattr(torch, self.value)
@@ -92,14 +92,13 @@ class LanguageModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: the name that it was loaded by.
-        model: on its device, in evaluation mode.
+        name: the name under which it was loaded.
+        model: the model, on its device and in evaluation mode.
         tokenizer: its tokenizer.
-        vocabulary: the tokenizer's.
+        vocabulary: vocabulary of the tokenizer.
         stop_ids: tokens that end a sequence.
-        use_chat_template: whether prompts are users' messages, where the tokenizer knows how
-            to put them.
-        system: the system message before them, if not the template's own.
+        use_chat_template: whether prompts are user messages, if the tokenizer has a chat template.
+        system: the system message, if not the template's own.
     """
 
     name: str
@@ -111,10 +110,10 @@ class LanguageModel:
     system: str | None = None
 
     def encode(self, prompt: str) -> list[int]:
-        """Return a prompt's tokens; none for an empty prompt.
+        """Return a prompt's tokens; an empty list for an empty prompt.
 
         Raises:
-            TokenizerError: the chat template does not take it.
+            TokenizerError: the chat template does not accept the prompt.
         """
         return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
 
@@ -122,26 +121,26 @@ class LanguageModel:
         """Return the tokens of a conversation; see `indexer.tokenizer.encode_chat`.
 
         Raises:
-            TokenizerError: the chat template does not take it.
+            TokenizerError: the chat template does not accept the conversation.
         """
         return encode_chat(self.tokenizer, messages)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model decodes, and how.
+    """Which model decodes, and how it is loaded.
 
     Attributes:
         name: a hub id, a directory, a `.gguf` file, or the default's name; see
             `indexer.tokenizer.locate_model`.
-        device: where torch shall put it, such as "cpu" or "cuda:0".
-        precision: type to compute in; GGUF weights are dequantised to it.
-        attention: implementation, as transformers names it; see `Attention`.
-        use_chat_template: whether prompts are users' messages.
-        system: the system message before them, if not the template's own.
+        device: torch device, such as "cpu" or "cuda:0".
+        precision: dtype of computations; GGUF weights are dequantised to it.
+        attention: attention implementation, as named in transformers; see `Attention`.
+        use_chat_template: whether prompts are user messages.
+        system: the system message, if not the template's own.
 
     Raises:
-        ContradictoryOptionsError: there is a system message and no chat template to put it into.
+        ContradictoryOptionsError: there is a system message but no chat template for it.
     """
 
     name: str
@@ -161,13 +160,13 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model with its configuration and tokenizer loaded, but not its weights: those take longest.
+    """A model with its configuration and tokenizer loaded, but not the weights, which take longest.
 
     Attributes:
         options: which model it is.
         config: its configuration.
         tokenizer: its tokenizer.
-        vocabulary: the tokenizer's.
+        vocabulary: vocabulary of the tokenizer.
     """
 
     options: ModelOptions
@@ -183,8 +182,8 @@ class PreparedModel:
 
         Raises:
             InvalidPromptError: it is empty or too long.
-            TokenizerError: the chat template does not take it.
-            UnsupportedModelError: the model's limit is not known.
+            TokenizerError: the chat template does not accept the prompt.
+            UnsupportedModelError: the model's limit is unknown.
         """
         from decoder.model.compatibility import position_limit  # noqa: PLC0415  (loads torch)
         from decoder.model.target import check_prompt_length  # noqa: PLC0415  (the same)
@@ -197,7 +196,7 @@ class PreparedModel:
         """Load the weights.
 
         Raises:
-            ModelLoadError: they cannot be found or read.
+            ModelLoadError: the weights cannot be found or read.
         """
         from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import)
 
@@ -226,7 +225,7 @@ def prepare_model(options: ModelOptions) -> PreparedModel:
     """Load a model's configuration and tokenizer, and log that it is being loaded.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device does not exist.
         ModelLoadError: the files cannot be found or read.
         TokenizerError: the tokenizer cannot be loaded.
     """
@@ -248,7 +247,7 @@ def load_model(options: ModelOptions) -> LanguageModel:
     """Load a model and its tokenizer.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device does not exist.
         ModelLoadError: the files cannot be found or read.
         TokenizerError: the tokenizer cannot be loaded.
     """
@@ -256,7 +255,7 @@ def load_model(options: ModelOptions) -> LanguageModel:
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that nothing can be computed on.
+    """Refuse a device that cannot compute.
 
     Raises:
         DeviceError: torch does not know it, or the machine has none.
@@ -265,7 +264,7 @@ def check_device(name: str) -> None:
 
     try:
         torch.zeros(1, device=name).item()
-    # torch raises a different error for each kind of device, some of them failed assertions.
+    # torch raises a different error for each kind of device, including failed assertions.
     except Exception as error:
         raise DeviceError(f"cannot compute on the device {name!r}: {reason_of(error)}") from error
 
@@ -283,7 +282,7 @@ def _encode(
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Keep loaders quiet during the block, and translate what they raise."""
+    """Silence loaders during the block and translate their errors."""
     try:
         with _quiet():
             yield
@@ -305,7 +304,7 @@ def _stop_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep loaders' progress bars and advice off the terminal; errors still raise."""
+    """Suppress loaders' progress bars and advice; errors still raise."""
     from transformers.utils import logging  # noqa: PLC0415  (takes seconds to import)
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

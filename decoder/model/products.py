@@ -1,4 +1,4 @@
-"""Packed copies of weights on a CPU: derived values, each used while its weight is what it was."""
+"""Packed copies of weights on a CPU, each used while its weight is unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,36 +15,37 @@ from decoder.model.stamp import parameters_of
 from retriever.kernels.compiling import kernel
 
 LeastWeights = Mapping[torch.dtype, int]
-"""Weights of the smallest layer that is packed, for each precision that is packed at all."""
+"""Number of weights of the smallest layer to pack, for each dtype that is packed."""
 
 LEAST_WEIGHTS: Final[LeastWeights] = {torch.float32: 1 << 16, torch.bfloat16: 1 << 12}
-"""Below, the call costs more than the layout saves."""
+"""Below this size, the call costs more than the layout saves."""
 
 _ROWS_HINT: Final = 32
-"""Rows to lay weights out for; measured, the layout then serves from one row to thousands."""
+"""Number of rows to lay weights out for; measurements show that this layout works from one row to
+thousands."""
 
 _LEAST_USES: Final = 16
-"""Products by a weight that has changed before it is packed again: packing takes as long as 15 to
-25 products save, and a model in training changes all of its weights after every rollout."""
+"""Products with a changed weight before it is packed again: packing takes as long as 15 to 25
+products save, and a model in training changes all of its weights after every rollout."""
 
 linear: Final[Callable[..., torch.Tensor]] = torch._C._nn.linear  # noqa: SLF001  as torch.nn.functional has it
 """torch's own product of rows and weights."""
 
 
 class _Entry:
-    """What is known of a weight.
+    """The state of a weight.
 
     Attributes:
-        weight: itself.
-        version: of its contents when it was looked at last.
-        pointer: where they lay then.
-        dtype: of its copies; `None` if it can have none.
+        weight: the weight.
+        version: version of its contents when last checked.
+        pointer: address of its contents when last checked.
+        dtype: dtype of its copies; `None` if it cannot be packed.
         num_unpacked: products without a copy since it changed.
-        packed: its copy, if it has one of its own.
-        digest: of the contents that were copied.
-        calls: what the same rows were multiplied by in the last pass, this weight first.
-        joint: the copy that it shares with them.
-        stays_alone: whether it is to share none.
+        packed: its own copy, if any.
+        digest: digest of the copied contents.
+        calls: weights that multiplied the same rows in the last pass, this one first.
+        joint: the copy that it shares with them, if any.
+        stays_alone: whether it must not share a copy.
     """
 
     __slots__ = (
@@ -64,7 +65,7 @@ class _Entry:
     def __init__(self, weight: "ref[torch.Tensor]", dtype: torch.dtype | None) -> None:
         self.weight, self.dtype = weight, dtype
         self.version, self.pointer = -1, 0
-        self.num_unpacked = _LEAST_USES - 1  # once without: some weights are met only once
+        self.num_unpacked = _LEAST_USES - 1  # one product without: some weights are used only once
         self.packed: torch.Tensor | None = None
         self.digest: NDArray[np.uint64] | None = None
         self.calls: tuple[_Call, ...] = ()
@@ -72,22 +73,22 @@ class _Entry:
         self.stays_alone = False
 
     def has_moved(self, weight: torch.Tensor) -> bool:
-        """Return whether the weight was written to, or lies elsewhere, since it was looked at."""
+        """Return whether the weight was written to or moved since the last check."""
         return self.version != weight._version or self.pointer != weight.data_ptr()  # noqa: SLF001
 
     def holds(self) -> bool:
-        """Return whether the weight is there, and what it was when it was looked at."""
+        """Return whether the weight exists and is unchanged since the last check."""
         weight = self.weight()
         return weight is not None and not self.has_moved(weight)
 
     def renew(self, weight: torch.Tensor) -> None:
-        """Take in that the weight has changed."""
+        """Record that the weight has changed."""
         self.drop()
         self.num_unpacked = 0
         self.version, self.pointer = weight._version, weight.data_ptr()  # noqa: SLF001
 
     def drop(self) -> None:
-        """Drop its copies, and with a joint one those of the others in it."""
+        """Drop its copies; if one is joint, also drop those of its other members."""
         joint, self.joint = self.joint, None
         self.packed = self.digest = None
         if joint is not None:
@@ -96,29 +97,29 @@ class _Entry:
                     member.drop()
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the weight that is used from now on."""
+        """Pack the weight and return the copy, which is used from now on."""
         own = weight.detach()
         self.digest, self.packed = _digest(own), _laid_out(own)
         return self.packed
 
 
 _Call = tuple["ref[_Entry]", "ref[torch.Tensor] | None"]
-"""A weight, and the bias that its product was asked for with."""
+"""A weight and the bias of its product."""
 
 _Product = tuple[torch.Tensor, torch.Tensor | None]
-"""What was made, and the bias in it."""
+"""A result and the bias in it."""
 
 
 class _Joint:
-    """A copy of several weights that the same rows are multiplied by: one product makes all.
+    """A joint copy of several weights that multiply the same rows: one product computes all.
 
-    Each product takes its threads some 50 microseconds to meet, and a pass of one row asks for 211
-    of a small model, where 121 do.
+    Synchronizing threads takes about 50 microseconds per product, and a one-row pass of a small
+    model then needs 121 products instead of 211.
 
     Args:
-        calls: two or more.
-        entries: of their weights.
-        weights: themselves.
+        calls: two or more calls.
+        entries: entries of their weights.
+        weights: the weights.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class _Joint:
 
     @classmethod
     def made_of(cls, calls: tuple[_Call, ...]) -> "_Joint | None":
-        """Return a copy of the weights that the same rows were multiplied by, if they can share."""
+        """Return a joint copy of the weights that multiplied the same rows, if possible."""
         entries = _there(calls)
         weights = [weight for entry in entries if (weight := entry.weight()) is not None]
         is_ready = all(entry.holds() and entry.num_unpacked == _LEAST_USES for entry in entries)
@@ -152,11 +153,11 @@ class _Joint:
         return cls(calls, entries, weights)
 
     def is_led_by(self, entry: _Entry) -> bool:
-        """Return whether this is the weight that is asked for first."""
+        """Return whether this is the first weight of the joint copy."""
         return self.calls[0][0]() is entry
 
     def products(self, rows: torch.Tensor) -> dict[_Entry, _Product] | None:
-        """Return all products of some rows; `None`, and no copy, where a member has changed."""
+        """Return all products with some rows; `None`, without a copy, if a member changed."""
         entries = _there(self.calls)
         biases = [None if bias is None else bias() for _, bias in self.calls]
         added = [bias for bias in biases if bias is not None]
@@ -170,21 +171,21 @@ class _Joint:
 
 
 def _there(calls: Sequence[_Call]) -> list[_Entry]:
-    """Return those of the weights that still are there."""
+    """Return the entries of the weights that still exist."""
     return [entry for call, _ in calls if (entry := call()) is not None]
 
 
 class Products:
-    """Copies of weights in oneDNN's own layout, for a `Multiplier` of each pass to multiply by.
+    """Copies of weights in oneDNN's own layout, for the `Multiplier` of each pass.
 
     `torch.nn.functional.linear` lays weights out again in every call, which for a pass of few rows
     takes as long as multiplying. A copy is found by its weight's identity and used while the
-    weight's version and address hold, which any ordinary change moves; changes that move neither,
-    such as `weight.data.mul_(2)`, are found by `audit`. Whatever else a weight may be (quantised,
-    divided over processes, computed again in each pass, on another device), torch multiplies by it.
+    weight's version and address are unchanged; any ordinary change modifies one of them. `audit`
+    finds other changes, such as `weight.data.mul_(2)`. For all other weights (quantised, divided
+    over processes, recomputed in each pass, on another device), torch does the product.
 
     Args:
-        least: which weights are packed.
+        least: which weights to pack.
     """
 
     def __init__(self, least: LeastWeights = LEAST_WEIGHTS) -> None:
@@ -193,7 +194,7 @@ class Products:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that packed copies take, besides the weights themselves."""
+        """Bytes of the packed copies, in addition to the weights themselves."""
         entries = list(self._entries.values())
         own = (each.packed for each in entries)
         joint = {each.joint for each in entries if each.joint is not None}
@@ -201,13 +202,13 @@ class Products:
         return alone + sum(each.num_bytes for each in joint)
 
     def takes(self, model: nn.Module) -> bool:
-        """Return whether some weight of a model can be packed."""
+        """Return whether at least one weight of a model can be packed."""
         return any(map(self._is_packable, parameters_of(model)))
 
     def audit(self) -> bool:
-        """Drop copies of weights whose contents changed unseen; return whether any did.
+        """Drop copies of weights that changed undetected; return whether there are any.
 
-        All weights that are packed are read once, by as many threads as torch computes with.
+        All packed weights are read once, by as many threads as torch uses.
         """
         packed = [
             (entry, weight)
@@ -223,7 +224,7 @@ class Products:
         return bool(changed)
 
     def of(self, weight: torch.Tensor) -> _Entry:
-        """Return what is known of a weight; one that is met for the first time is noted."""
+        """Return the entry of a weight; a new weight gets one."""
         key = id(weight)
         entry = self._entries.get(key)
         if entry is not None and entry.weight() is weight:
@@ -236,7 +237,7 @@ class Products:
         return entry
 
     def _lose(self, key: int) -> None:
-        """Drop what is known of a weight that is gone."""
+        """Drop the entry of a weight that no longer exists."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             entry.drop()
@@ -254,12 +255,12 @@ class Products:
 
 
 class Multiplier:
-    """Multiplies rows by weights, as `torch.nn.functional.linear` does, throughout one pass.
+    """Multiplies rows by weights, like `torch.nn.functional.linear`, throughout one pass.
 
     Args:
         products: the copies of the weights.
-        joins: whether weights that the same rows are multiplied by one after the other share a
-            copy: only where nobody can have written to the rows in between.
+        joins: whether weights that multiply the same rows one after another share a copy; allowed
+            only if nothing can write to the rows in between.
     """
 
     def __init__(self, products: Products, *, joins: bool) -> None:
@@ -283,7 +284,7 @@ class Multiplier:
             if rows is not self._rows and (product := self._begun(rows, entry, bias)) is not None:
                 return product
             self._calls.append((entry, bias))
-        if entry.joint is not None:  # it was not asked for as before
+        if entry.joint is not None:  # not used as before
             entry.stays_alone = self._joins
             entry.drop()
         if entry.packed is not None:
@@ -294,14 +295,14 @@ class Multiplier:
         return linear(rows, weight, bias)
 
     def _made_with(self, entry: _Entry, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a product that was made with that before it, by the same rows."""
+        """Return a product that was computed together with an earlier one of the same rows."""
         product, added = self._made.pop(entry, (None, None))
         return product if added is bias else None
 
     def _begun(
         self, rows: torch.Tensor, entry: _Entry, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Begin with other rows: return their first product if all of theirs are made at once."""
+        """Start with new rows; return their first product if a joint copy computes them all."""
         self.end()
         self._rows = rows
         if entry.joint is None and len(entry.calls) > 1 and not entry.stays_alone:
@@ -312,8 +313,8 @@ class Multiplier:
         return self._made_with(entry, bias)
 
     def end(self) -> None:
-        """Note what the same rows were multiplied by: others will follow, or none."""
-        for entry in self._made:  # made, and not asked for
+        """Record the weights that multiplied the same rows, at the end of these rows."""
+        for entry in self._made:  # computed but not used
             entry.stays_alone = True
             entry.drop()
         if self._calls and (leader := self._calls[0][0]).joint is None:
@@ -325,7 +326,7 @@ class Multiplier:
 
 
 def _changed(packed: Sequence[tuple[_Entry, torch.Tensor]]) -> list[tuple[_Entry, torch.Tensor]]:
-    """Return those weights that are not what was packed."""
+    """Return the weights that differ from their packed copies."""
     return [
         (entry, weight)
         for entry, weight in packed
@@ -339,13 +340,13 @@ _shared: WeakKeyDictionary[nn.Module, WeakValueDictionary[str, Products]] = Weak
 
 
 def products_of(model: nn.Module, least: LeastWeights = LEAST_WEIGHTS) -> Products:
-    """Return the packed copies of a model's weights: one for all that run it, while any does."""
+    """Return the packed copies of a model's weights, shared by all current users of the model."""
     of_model = _shared.setdefault(model, WeakValueDictionary())
     return of_model.setdefault(repr(sorted(map(str, least.items()))), Products(least))
 
 
 def _is_special() -> bool:
-    """Return whether a product is to be differentiated, or computed in another precision."""
+    """Return whether a product needs gradients or another dtype."""
     return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
@@ -370,14 +371,14 @@ def _has_kernels(dtype: torch.dtype) -> bool:
 
 
 _BLOCK: Final = 2048
-"""Words that one number is made of. A change of one word always shows in it."""
+"""Words per digest number. A change of a single word always changes the number."""
 
 _MARKS: Final = np.random.default_rng(1).integers(0, 1 << 63, _BLOCK, np.uint64)
-"""One for each place in a block, so that an exchange of words shows."""
+"""One mark for each place in a block, so that swapped words change the sum."""
 
 
 def _digest(weight: torch.Tensor) -> NDArray[np.uint64]:
-    """Return uint64[blocks], numbers that change with the contents of a contiguous weight."""
+    """Return uint64[blocks], a digest of the contents of a contiguous weight."""
     content: NDArray[np.uint8] = weight.detach().reshape(-1).view(torch.uint8).numpy()
     words = content[: len(content) // 8 * 8].view(np.uint64)
     digest = np.empty(-(-len(words) // _BLOCK) + 1, np.uint64)
@@ -390,7 +391,7 @@ def _digest(weight: torch.Tensor) -> NDArray[np.uint64]:
 def sum_words(
     words: NDArray[np.uint64], marks: NDArray[np.uint64], sums: NDArray[np.uint64]
 ) -> None:
-    """Sum the words of each block, each xored with the mark of its place: as fast as memory is.
+    """Sum the words of each block, each xored with the mark of its place, at memory bandwidth.
 
     Args:
         words: uint64[n].
@@ -400,7 +401,7 @@ def sum_words(
     size = len(marks)
     num_whole = len(words) // size
     for block in range(num_whole):
-        part = words[block * size : (block + 1) * size]  # of a known length, for the compiler
+        part = words[block * size : (block + 1) * size]  # has a known length, for the compiler
         total = np.uint64(0)
         for at in range(size):
             total += part[at] ^ marks[at]

@@ -1,12 +1,12 @@
-"""Processes that share the passes of one model: the first drives, the others serve.
+"""Processes that share the passes of one model: the first drives and the others serve.
 
-Where a model's weights are divided over processes, each pass is one of all of them, and all must
-read the same. What a draft is, how much of it pays, which token is drawn and when a sequence ends
-depends on clocks, on what a drafter has seen and on random numbers, which differ from process to
-process. So one process alone runs the decoding loop. What it asks of its target it tells the
-others, which ask it of theirs; and they get the output of a sequence when that is over.
+If a model's weights are divided over processes, each pass involves all of them, and all must read
+the same input. Drafts, their budgets, drawn tokens and the ends of sequences depend on clocks, on
+the drafter's history and on random numbers, which differ between processes. So only one process
+runs the decoding loop. It sends its calls of its target to the others, which make the same calls of
+theirs; they get the output of a sequence when it is over.
 
-A call that multiplies no weights waits for the next pass, so a step sends one message.
+A call that uses no weights is sent with the next pass, so a step sends one message.
 """
 
 import pickle
@@ -35,26 +35,27 @@ from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
 _FRAME: Final = 16_384
-"""Bytes of a message that goes in one broadcast: a step of eight sequences with trees of 64 nodes
-takes 11 kB. A second broadcast takes as long as the first; over gloo 64 kB take as long as 4."""
+"""Bytes of a message that is sent in one broadcast: a step of eight sequences with trees of 64
+nodes takes 11 kB. A second broadcast would take as long as the first; over gloo 64 kB take as long
+as 4 kB."""
 
 _SILENCE: Final = timedelta(days=1)
-"""How long a process waits for the first one, which may itself wait for its user. A process that
-ends is noticed at once."""
+"""How long a process waits for the first one, which may itself wait for its user. The end of a
+process is noticed immediately."""
 
 _LAZY: Final = frozenset(("renew", "reset", "resume", "forget", "rewind", "commit_all", "drop"))
-"""What a target does by itself: the others are told with the next pass."""
+"""Calls that need no other process: they are sent with the next pass."""
 
 _R = TypeVar("_R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class SharedSequence(Protocol):
-    """A sequence that is decoded: `decoder.loop.Generation`.
+    """A sequence to decode: `decoder.loop.Generation`.
 
     Attributes:
-        error: what ended it too early.
-        is_over: whether there is nothing more to come.
+        error: the error that ended it early.
+        is_over: whether it has ended.
         statistics: counts and times, `decoder.observation.Statistics`.
     """
 
@@ -64,16 +65,16 @@ class SharedSequence(Protocol):
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], the prompt and what is committed."""
+        """int32[n], the committed tokens, prompt included."""
         ...
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another token is to come."""
+        """Whether another token is wanted."""
         ...
 
     def take(self, tokens: list[int], statistics: Any, error: str | None) -> None:
-        """Take over what another process decoded."""
+        """Take over the output that another process decoded."""
         ...
 
 
@@ -82,7 +83,7 @@ _Steps = Iterator[tuple[_S, list[int]]]
 
 
 class _Output(NamedTuple):
-    """What the first process made of a sequence: its tokens begin with the prompt."""
+    """The first process's output of a sequence; the tokens include the prompt."""
 
     tokens: TokenIds
     statistics: Any
@@ -98,14 +99,14 @@ class _Output(NamedTuple):
 class Broadcast:
     """Carries messages from the first process of a group to all others, in order.
 
-    They are pickled, and to unpickle runs code: the processes are one program, and what could write
-    to their group takes part in its passes already.
+    Messages are pickled, and unpickling can run code. That is safe because the processes are one
+    program, and anything that could write to their group already takes part in its passes.
 
     Args:
-        group: of the processes that share a model; its tensors lie on the CPU.
+        group: group of the processes that share a model; its tensors are on the CPU.
 
     Raises:
-        SharedPassError: by its methods, that another process has ended.
+        SharedPassError: raised by its methods if another process has ended.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
@@ -114,14 +115,14 @@ class Broadcast:
         self.is_first = distributed.get_rank(group) == 0
 
     def send(self, message: object) -> None:
-        """Send a message to all others: in one frame, or its length in one and then itself."""
+        """Send a message to all others, in one frame, or in a second one if it is longer."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if len(content) > _FRAME:
             self._broadcast(_FRAME, pickle.dumps(len(content)))
         self._broadcast(max(len(content), _FRAME), content)
 
     def receive(self) -> Any:
-        """Wait for the next message of the first process, which is no bare number."""
+        """Wait for the next message of the first process; a bare number announces a long one."""
         message = pickle.loads(self._broadcast(_FRAME))  # noqa: S301  see the class
         if isinstance(message, int):
             message = pickle.loads(self._broadcast(message))  # noqa: S301
@@ -140,14 +141,14 @@ class Broadcast:
 
 
 class Ranks:
-    """The processes that share a model, as one of them sees them.
+    """The group of processes that share a model, from the view of one of them.
 
-    While the first one decides, whatever it asks of its target is told to the others, which ask it
-    of theirs in `serve`. Otherwise a target's methods run in each process as they are called: then
-    all must call the same, as when a target is made.
+    While the first one drives, every call of its target is sent to the others, which make the same
+    call of theirs in `serve`. Otherwise a target's methods run in each process as they are called,
+    and all processes must make the same calls, for example when a target is created.
 
     Args:
-        channel: to the others, or from the first.
+        channel: channel to the others, or from the first.
     """
 
     def __init__(self, channel: Broadcast) -> None:
@@ -159,18 +160,18 @@ class Ranks:
 
     @property
     def _is_driving(self) -> bool:
-        """Whether what is asked of the target now is to be told to the others."""
+        """Whether calls of the target are currently sent to the others."""
         return self._is_first and self._is_busy and not self._is_inside
 
     def decided(self, decide: Callable[[], _R], target: object) -> _R:
-        """Return in every process what the first one finds; all must call this.
+        """Return the first process's result in every process; all must call this.
 
         Args:
-            decide: called by the first process alone; it may run passes of its target.
-            target: the others' targets do the same.
+            decide: called only by the first process; it may run passes of its target.
+            target: the target; the others' targets do the same passes.
 
         Raises:
-            SharedPassError: in another process, that the first one failed.
+            SharedPassError: in another process, if the first one failed.
         """
         if self._is_driving:
             return decide()
@@ -187,19 +188,19 @@ class Ranks:
     def steps(
         self, decoded: Callable[[Iterator[_S]], _Steps[_S]], waiting: Iterator[_S], target: object
     ) -> _Steps[_S]:
-        """Decode in the first process; in the others, give out each output once it is whole.
+        """Decode in the first process; in the others, yield each output when it is complete.
 
         Args:
-            decoded: decodes sequences; called by the first process alone.
-            waiting: the sequences, in every process the same.
-            target: what decodes them.
+            decoded: decodes sequences; called only by the first process.
+            waiting: the sequences, the same in every process.
+            target: the target that decodes them.
 
         Yields:
-            In the first process what `decoded` does, in the others all tokens of a sequence at
+            In the first process the results of `decoded`; in the others all tokens of a sequence at
             once, in the order of `waiting`.
 
         Raises:
-            SharedPassError: in another process, that prompts differ or the first one left.
+            SharedPassError: in another process, if prompts differ or the first one left early.
         """
         return self._driven(decoded, waiting) if self._is_first else self._served(waiting, target)
 
@@ -219,7 +220,7 @@ class Ranks:
                 with closing(steps):
                     for latest, tokens in steps:
                         yield latest, tokens
-                        # The latest may fail yet, in its observer.
+                        # The latest may still fail in its observer.
                         while begun and begun[0].is_over and begun[0] is not latest:
                             self._found.append(_Output.of(begun.popleft()))
             finally:
@@ -234,19 +235,19 @@ class Ranks:
                 prompt, new = np.split(tokens, [len(tokens) - statistics.num_tokens])
                 if sequence is None or not np.array_equal(sequence.tokens, prompt):
                     raise SharedPassError(
-                        "processes that share a model were given different prompts: give all the "
-                        "same, in one order"
+                        "processes that share a model were given different prompts: give all of "
+                        "them the same prompts in the same order"
                     )
                 is_left |= is_unfinished
                 sequence.take(new.tolist(), statistics, error)
                 yield sequence, new.tolist()
         finally:
-            deque(outputs, maxlen=0)  # the first one goes on to its own end
+            deque(outputs, maxlen=0)  # the first process continues to its own end
         if is_left or next(waiting, None) is not None:
             raise SharedPassError("the first of the processes left before the end")
 
     def serve(self, target: object) -> Iterator[Any]:
-        """Do what the first process asks until it is done; yield what it finds.
+        """Make the first process's calls until it is done; yield its results.
 
         Raises:
             SharedPassError: memory runs out in a pass.
@@ -263,7 +264,7 @@ class Ranks:
     def run(
         self, method: Callable[..., Any], target: object, args: Any, options: dict[str, Any]
     ) -> Any:
-        """Run a method of the target, and have the others run it, too, if this process decides."""
+        """Run a method of the target; if this process drives, the others also run it."""
         if not self._is_driving:
             return method(target, *args, **options)
         self._calls.append((method.__name__, args, options))
@@ -275,7 +276,7 @@ class Ranks:
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Have the others' targets do what this one is asked during the block."""
+        """Send all calls of this target during the block to the others."""
         with self._busy():
             try:
                 yield
@@ -312,7 +313,7 @@ class Ranks:
 
     @contextmanager
     def _inside(self, *, others_wait: bool) -> Iterator[None]:
-        """Run what all processes run; give up on the others if it fails while they wait in it.
+        """Run a shared call; if it fails while the others wait in it, the group is broken.
 
         Raises:
             SharedPassError: memory ran out.
@@ -325,7 +326,7 @@ class Ranks:
             if others_wait and isinstance(error, OutOfMemoryError):
                 raise SharedPassError(
                     "memory ran out in a pass that processes share, and the others cannot leave "
-                    "it: end all of them, and decode fewer sequences at a time, or shorter ones "
+                    "it: end all of them, then decode fewer sequences at a time, or shorter ones "
                     f"({error})"
                 ) from error
             raise
@@ -334,13 +335,13 @@ class Ranks:
 
 
 class _Led(Protocol):
-    """A target, or what stands for one."""
+    """A target, or a stand-in for one."""
 
     ranks: Ranks | None
 
 
 def led(method: _Method) -> _Method:
-    """Have the other processes run a method of a target, too, where the first one decides."""
+    """Decorate a target's method so that the other processes also run it if the first drives."""
 
     @wraps(method)
     def run(target: _Led, /, *args: Any, **options: Any) -> Any:
@@ -355,12 +356,12 @@ _known: Final[WeakKeyDictionary[PreTrainedModel, Ranks]] = WeakKeyDictionary()
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks | None:
-    """Return the processes that share a model's passes, `None` where it is in one alone.
+    """Return the processes that share a model's passes; `None` if it is in one process.
 
-    All of them must call this.
+    All processes must call this.
 
     Raises:
-        UnsupportedModelError: the weights are divided in another way than by `tp_plan`.
+        UnsupportedModelError: the weights are divided in a way other than by `tp_plan`.
     """
     if not is_shared(model):
         return None
@@ -380,7 +381,7 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
 
 def is_shared(model: PreTrainedModel) -> bool:
     """Return whether a model's weights are divided over processes."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # without it nothing is divided
+    tensors = sys.modules.get("torch.distributed.tensor")  # if it is not loaded, nothing is divided
     divided: tuple[type, ...] = () if tensors is None else (tensors.DTensor,)
     weights = parameters_of(model)
     return any(isinstance(each, divided) or hasattr(each, "ds_id") for each in weights)
@@ -390,11 +391,11 @@ def refuse_shared(model: PreTrainedModel, use: str) -> None:
     """Refuse a model whose weights are divided over processes.
 
     Args:
-        model: to look at.
-        use: what it was to be used for, as the beginning of a sentence.
+        model: the model to check.
+        use: start of a sentence that says what it was to be used for.
 
     Raises:
-        UnsupportedModelError: they are.
+        UnsupportedModelError: the weights are divided.
     """
     if is_shared(model):
         raise UnsupportedModelError(
@@ -404,7 +405,7 @@ def refuse_shared(model: PreTrainedModel, use: str) -> None:
 
 
 def _check_division(model: PreTrainedModel) -> None:
-    """Refuse what is not plain tensor parallelism by transformers: it was not tested.
+    """Refuse anything except plain tensor parallelism by transformers, because it is untested.
 
     Raises:
         UnsupportedModelError: the message names what to leave out.
@@ -426,5 +427,5 @@ def _check_division(model: PreTrainedModel) -> None:
     if untested:
         raise UnsupportedModelError(
             f"{type(model).__name__} is divided over processes with {', '.join(untested)}, which "
-            'is not supported: load it with tp_plan="auto" alone'
+            'is not supported: load it only with tp_plan="auto"'
         )

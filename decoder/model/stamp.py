@@ -1,4 +1,4 @@
-"""What a model is made of at a moment: what was found out about it holds until that changes."""
+"""The structure of a model at a moment: what was found out about it holds until that changes."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -23,24 +23,24 @@ _MOST_LOOKS: Final = 100
 
 
 def undisturbed(look: Callable[[], _Found]) -> _Found:
-    """Return what a look at a model's modules finds; again if another thread changes them in it.
+    """Return the result of a look at a model's modules, retried if another thread changes them.
 
     Raises:
-        RuntimeError: what the look raises, a hundred times.
+        RuntimeError: the look raised it a hundred times.
     """
     for _ in range(_MOST_LOOKS - 1):
-        with suppress(RuntimeError):  # a table changed while it was gone through
+        with suppress(RuntimeError):  # a table changed during iteration
             return look()
     return look()
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's modules, also while another thread changes them."""
+    """Return a model's modules, even while another thread changes them."""
     return undisturbed(lambda: list(model.modules()))
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return a model's weights, also while another thread changes its modules."""
+    """Return a model's weights, even while another thread changes its modules."""
     return undisturbed(lambda: list(model.parameters()))
 
 
@@ -48,15 +48,15 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
 class Structure:
     """The modules, hooks, own `forward`s, modes, configuration and shapes of a model.
 
-    Two are equal where all of these are the very same; values of weights do not count. What a
-    model can verify, what its passes cost and the buffers of its cache follow from it.
+    Two are equal if all of these are identical; values of weights do not count. They determine what
+    a model can verify, what its passes cost and the buffers of its cache.
 
     Attributes:
-        stated: numbers and names that are compared.
-        placed: precisions and devices of the weights, and the size of the vocabulary.
-        met: the modules and weights behind those numbers: once one is gone, its number may be
-            that of another.
-        kept: functions whose numbers are among them.
+        stated: ids and names that are compared.
+        placed: dtypes and devices of the weights, and the size of the vocabulary.
+        met: references to the modules and weights behind these ids, because the id of a deleted
+            object may be reused.
+        kept: functions whose ids are among them, kept alive.
     """
 
     stated: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Structure:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Structure":
-        """Return what a model is made of now."""
+        """Return the current structure of a model."""
         return undisturbed(lambda: cls._looked_at(model))
 
     @classmethod
@@ -96,7 +96,7 @@ class Structure:
         return cls(tuple(stated), placed, tuple(met), tuple(kept))
 
     def is_of(self, other: "Structure") -> bool:
-        """Return whether nothing changed between two moments, this one the later."""
+        """Return whether nothing changed since an earlier moment."""
         return self.stated == other.stated and all(each() is not None for each in other.met)
 
 
@@ -106,7 +106,7 @@ def _configuration(model: PreTrainedModel) -> str:
 
 
 def hooks_of_all() -> list[Any]:
-    """Return the hooks that torch calls for every module there is."""
+    """Return the hooks that torch calls for every module."""
     return [hook for name in _HOOKS_OF_ALL for hook in vars(nn.modules.module)[name].values()]
 
 
@@ -119,9 +119,9 @@ _HOOKS_OF_ALL: Final = (
 
 
 def looked_up() -> list[Any]:
-    """Return the functions that models look up in transformers' tables, but for our stand-ins.
+    """Return the functions that models look up in transformers' tables, without our stand-ins.
 
-    A stand-in counts as what it stands in for, which it names.
+    A stand-in counts as the function that it replaces.
     """
     found = (ALL_ATTENTION_FUNCTIONS["sdpa"], *map(ALL_MASK_ATTENTION_FUNCTIONS.get, _MASKED))
     return [getattr(each, "stands_in_for", each) for each in found]
@@ -135,7 +135,7 @@ def _kinds(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _shared_code(kinds: Iterable[type[nn.Module]]) -> list[Any]:
-    """Return the code that models share: of kinds of modules, of all modules, and of tables."""
+    """Return the code that models share: of module types, of global hooks and of tables."""
     return [*(kind.forward for kind in kinds), *hooks_of_all(), *looked_up()]
 
 
@@ -145,7 +145,7 @@ def _configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
-    """Return the tables of parameters and buffers that are not empty."""
+    """Return the non-empty tables of parameters and buffers."""
     tables = (vars(module)[name] for module in modules for name in ("_parameters", "_buffers"))
     return [each for each in tables if each]
 
@@ -158,17 +158,17 @@ _address: Final = methodcaller("data_ptr")
 
 
 def version_of(weight: torch.Tensor) -> int:
-    """Return a number that moves with in-place changes; inference tensors have none."""
+    """Return a number that increases with in-place changes; 0 for inference tensors."""
     return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
 
 
 def _look_at_weights(
     holders: Iterable[dict[str, torch.Tensor | None]],
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return identities, versions and addresses of what some tables hold."""
+    """Return ids, versions and addresses of the tensors in some tables."""
     weights = _held(holders)
     try:
-        versions = [*map(attrgetter("_version"), weights)]  # without calls of Python's for each
+        versions = [*map(attrgetter("_version"), weights)]  # avoids a Python call per weight
     except RuntimeError:
         versions = [*map(version_of, weights)]
     return [*map(id, weights)], versions, [*map(_address, weights)]
@@ -178,10 +178,10 @@ _PLAIN: Final = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)
 
 
 class _Settings:
-    """The numbers and names that modules and configurations hold besides weights and modules.
+    """The plain values in modules and configurations, apart from weights and modules.
 
     Args:
-        modules: of a model.
+        modules: modules of a model.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -193,21 +193,21 @@ class _Settings:
         self._before = self._values()
 
     def are_others(self) -> bool:
-        """Return whether one is another object than it was when this was asked last."""
+        """Return whether any value is a different object than at the last call."""
         before, self._before = self._before, self._values()
         return len(before) != len(self._before) or not all(map(is_, before, self._before))
 
     def _values(self) -> list[Any]:
         try:
             return [value for read, variables in self._read for value in read(variables)]
-        except KeyError:  # one was deleted: there is no saying from now on what else is another
+        except KeyError:  # a value was deleted: from now on every check reports a change
             return [object()]
 
 
 def _reader(
     variables: dict[str, Any], *, leaves_private: bool
 ) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
-    """Return what reads the plain values among an object's variables."""
+    """Return a reader of the plain values among an object's variables."""
     names = [
         name
         for name, value in variables.items()
@@ -227,28 +227,28 @@ def num_said() -> int:
 
 
 def weights_of(model: nn.Module) -> tuple[list[int], list[int], list[int]]:
-    """Return identities, versions and addresses of weights and buffers: most changes show."""
+    """Return ids, versions and addresses of weights and buffers; most changes show in these."""
     return undisturbed(lambda: _look_at_weights(_holders(model.modules())))
 
 
 def model_changed() -> None:
-    """Say that a model was changed in a way that nothing shows, in the middle of a generation.
+    """Report an undetectable change of a model in the middle of a generation.
 
-    Everything that goes through modules, hooks, `load_state_dict`, optimizers or in-place
-    operations on parameters is seen by the next pass anyway, and any other change at the start of
-    the next generation. What only this call tells at once is a write to `weight.data` or to an
-    array that shares the weight's memory, by a callback that runs during a generation.
+    Changes through modules, hooks, `load_state_dict`, optimizers or in-place operations on
+    parameters are detected by the next pass anyway, and any other change at the start of the next
+    generation. Only writes to `weight.data` or to an array that shares the weight's memory, by a
+    callback during a generation, need this call to take effect immediately.
     """
     _said.append(None)
 
 
 class ModelWatch:
-    """Tells whether a model has changed since it was looked at last: in a tenth of a millisecond.
+    """Detects whether a model has changed since the last check, in a tenth of a millisecond.
 
-    It holds the modules that it looks at, so it is to be dropped at the end of a generation.
+    It holds references to the modules, so drop it at the end of a generation.
 
     Args:
-        model: that is watched.
+        model: the model to watch.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -267,17 +267,17 @@ class ModelWatch:
         self._weighed = _look_at_weights(self._holders)
 
     def has_other_modules(self) -> bool:
-        """Return whether modules, hooks or other code was exchanged since it was asked last."""
+        """Return whether modules, hooks or other code was exchanged since the last call."""
         before, self._made_of = self._made_of, self._look_at_modules()
         return before != self._made_of
 
     def has_other_weights(self) -> bool:
-        """Return whether weights came, went or were written to since it was asked last."""
+        """Return whether weights were added, removed or written to since the last call."""
         before, self._weighed = self._weighed, _look_at_weights(self._holders)
         return before != self._weighed
 
     def has_other_settings(self) -> bool:
-        """Return whether a number or a name of a module or configuration is another one."""
+        """Return whether a plain value of a module or configuration has changed."""
         return self._settings.are_others()
 
     def _look_at_modules(self) -> tuple[list[int], int, list[Any]]:
@@ -288,13 +288,13 @@ class ModelWatch:
 
 
 class Recorded:
-    """What captured passes repeat of a model, whatever became of it since.
+    """The parts of a model that captured passes have fixed.
 
-    They read weights where they lay, and know the numbers, names and code by which they were
-    computed; values of weights are as they are at each pass.
+    Captured passes read weights at their old addresses and use the plain values and code of the
+    time of capture; values of weights are read at each pass.
 
     Args:
-        model: whose passes are captured from now on.
+        model: the model whose passes are captured from now on.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -306,38 +306,38 @@ class Recorded:
         self._code = self._look_at_code()
 
     def has_moved(self) -> bool:
-        """Return whether a captured pass would read weights where none need lie any more."""
+        """Return whether a captured pass would read outdated weight addresses."""
         return self._addresses != self._look_at_addresses()
 
     def has_changed(self) -> bool:
-        """Return whether a pass that is captured now would be another one, wherever weights lie."""
+        """Return whether a new capture would differ, apart from weight addresses."""
         return self._settings.are_others() or self._code != self._look_at_code()
 
     def _look_at_addresses(self) -> list[int]:
         return [*map(_address, _held(self._holders))]
 
     def _look_at_code(self) -> list[Any]:
-        """Return the code and the precision of all modules of a kind."""
+        """Return the code of all module types and the precision modes."""
         modes = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
         return [*_shared_code(self._kinds), *modes, torch.get_float32_matmul_precision()]
 
 
 _SAMPLE: Final = 32
-"""Weights that are read of each parameter: any training moves most of them, and reading them takes
+"""Weights sampled from each parameter: any training changes most of them, and reading them takes
 milliseconds."""
 
 _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version", "use_cache")
 
 
 def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
-    """Return 64 hexadecimal digits for a model as it computes now.
+    """Return a fingerprint of a model in its current state, 64 hexadecimal digits.
 
-    Its architecture, configuration, precision, the names and shapes of its parameters, a sample of
-    each and the tokenizer count; where it was loaded from and its device do not.
+    It covers the architecture, the configuration, the dtype, the names and shapes of the
+    parameters, a sample of each, and the tokenizer; not the origin or the device of the model.
 
     Args:
-        model: whose weights are in memory; what is elsewhere counts by its shape alone.
-        vocabulary_fingerprint: of its tokenizer.
+        model: a model with its weights in memory; weights elsewhere count only by shape.
+        vocabulary_fingerprint: fingerprint of its tokenizer.
     """
     digest = sha256(type(model).__name__.encode())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
@@ -351,7 +351,7 @@ def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
 
 
 def _sample(weights: torch.Tensor) -> bytes:
-    """Return some values, evenly spaced, as bytes."""
+    """Return evenly spaced values as bytes."""
     flat = weights.reshape(-1)
     values = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE]
     sampled: bytes = values.to(torch.float64).cpu().numpy().tobytes()

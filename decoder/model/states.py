@@ -1,7 +1,7 @@
-"""The target's states between its layers, kept for drafters that learn from them.
+"""The target's hidden states between layers, kept for drafters that learn from them.
 
-A state is known by a number: `k` is what layer `k` takes, `num_layers` what the last layer gives,
-and `FINAL` what the head takes, behind the last norm. Published heads count in the same way.
+States are numbered: `k` is the input of layer `k`, `num_layers` the output of the last layer, and
+`FINAL` the input of the head, after the last norm. Published heads use the same numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,18 +17,18 @@ from transformers import PreTrainedModel
 from decoder.errors import UnsupportedModelError
 
 FINAL: Final = -1
-"""Number of the state behind the last norm."""
+"""Number of the state after the last norm."""
 
 States = Mapping[int, torch.Tensor]
-"""A state's number to its rows, [rows, hidden size], one for each token of a pass."""
+"""State number to rows, [rows, hidden size], one row for each token of a pass."""
 
 
 class StateTap:
-    """Keeps what flows between the layers of a model in passes that listen.
+    """Keeps the hidden states between a model's layers in passes with `listening`.
 
     Args:
-        model: whose passes.
-        numbers: of the states to keep.
+        model: the model.
+        numbers: numbers of the states to keep.
 
     Raises:
         UnsupportedModelError: the model's layers cannot be found, or it has no such state.
@@ -41,7 +41,7 @@ class StateTap:
         for number in self._numbers:
             if number != FINAL and not 0 <= number <= num_layers:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} has {num_layers} layers, and so no state {number}: "
+                    f"{type(model).__name__} has {num_layers} layers and no state {number}: "
                     "the head was made for another model"
                 )
 
@@ -51,9 +51,9 @@ class StateTap:
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Iterator[None]:
-        """Keep the states of passes that this thread runs in the block.
+        """Keep the states of passes that this thread runs during the block.
 
-        The hooks stand behind the model's own, and are gone afterwards.
+        The hooks run after the model's own and are removed afterwards.
         """
         with ExitStack() as hooks:
             for number in self._numbers:
@@ -66,7 +66,7 @@ class StateTap:
 
         def keep(state: torch.Tensor) -> None:
             if get_ident() == thread:
-                self._latest[number] = state.to(device)  # layers may lie on several devices
+                self._latest[number] = state.to(device)  # layers may be on several devices
 
         if number == FINAL:
             return norm.register_forward_hook(lambda _, __, output: keep(output))
@@ -77,7 +77,7 @@ class StateTap:
 
 
 def num_states(model: PreTrainedModel) -> int:
-    """Return the number of a model's layers: the highest number of a state.
+    """Return the number of a model's layers, which is the highest state number.
 
     Raises:
         UnsupportedModelError: its layers cannot be found.

@@ -76,7 +76,7 @@ _NO_TOKENS: Final = np.empty(0, np.int32)
 
 @contextmanager
 def within_memory(num_tokens: int) -> Iterator[None]:
-    """Translate a lack of memory in the block, with the length of the context.
+    """Translate out-of-memory errors during the block, adding the context length.
 
     Raises:
         OutOfMemoryError: an allocation failed.
@@ -95,7 +95,7 @@ def prompt_tokens(prompt: Sequence[int] | TokenIds) -> NDArray[np.int64]:
     """Return a prompt's token ids as int64[n].
 
     Raises:
-        InvalidPromptError: it is text, not one row, or holds values that are not integers.
+        InvalidPromptError: it is text, is not one row, or holds values that are not integers.
     """
     if isinstance(prompt, str | bytes):
         raise InvalidPromptError("the prompt is text: give its token ids, as a tokenizer does")
@@ -116,8 +116,8 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
     """Refuse prompts that the model cannot continue.
 
     Args:
-        num_tokens: of the prompt.
-        max_length: most tokens of a sequence, `None` where there is no limit.
+        num_tokens: tokens of the prompt.
+        max_length: most tokens of a sequence; `None` for no limit.
 
     Raises:
         InvalidPromptError: it is empty, or leaves no room below the limit.
@@ -132,46 +132,46 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
 
 
 class Target:
-    """A causal language model with a cache of places, each for one sequence.
+    """A causal language model with a cache of places, one for each sequence.
 
-    Passes run the model's own modules, with their hooks, adapters and modes, as they are at that
-    pass. For their time grouped heads attend without repeated keys, and on a CPU linear layers
-    multiply by packed copies of weights, each of which is used as long as its weight holds.
-    `renew` takes in how the model is made, at the start of a generation.
+    Passes run the model's own modules, with their hooks, adapters and modes, in their state at that
+    pass. During passes grouped-query attention runs without repeated keys, and on a CPU linear
+    layers use packed copies of weights, each while its weight is unchanged. `renew` adapts to
+    changes of the model, at the start of a generation.
 
-    On CUDA, passes that verify a draft are captured as graphs, one for each shape of a few.
+    On CUDA, passes that verify a draft are captured as graphs, one for each of a few shapes.
 
     Args:
         model: a decoder-only model of transformers.
-        pack: whether to keep packed weights on a CPU, or of which layers; they take
-            `packed_bytes`.
-        capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA, and
-            elsewhere passes as wide as their draft.
-        states: numbers of the states to keep of every pass, see `decoder.model.states`; a target
-            that is asked for none pays nothing.
-        prefix_bytes: memory for states of sequences that are over, besides those that lie in their
-            places still; 0 for none.
-        reuse_prefixes: whether a generation may begin with keys and values of an earlier one, if
-            nothing shows a change since. Not all changes show (what a hook or a layer of yours
-            remembers, say), so this is for those who change the model in ordinary ways only.
-        verdicts: where the verdict on what the model verifies is kept, by default for as long as
-            the model is there; `None` to believe its configuration without a check.
+        pack: whether to pack weights on a CPU, or of which layers; they take `packed_bytes`.
+        capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA and no
+            capturing elsewhere.
+        states: numbers of the hidden states to keep from every pass, see `decoder.model.states`;
+            with none there is no overhead.
+        prefix_bytes: memory for keys and values of finished sequences, in addition to those still
+            in their places; 0 for none.
+        reuse_prefixes: whether a generation may reuse keys and values of an earlier one, if no
+            change of the model was detected since. Not all changes are detectable (for example the
+            internal state of your own hooks or layers), so set this only if the model is changed in
+            ordinary ways.
+        verdicts: store of verdicts on what models verify, by default in memory while the model
+            exists; `None` to trust its configuration without a check.
 
     Attributes:
-        states: of the last pass, by number: [rows, hidden size], a row for every token that the
-            pass read.
-        capability: which drafts the model can verify; logged once where it is not trees.
-        reason: why it is not trees; empty where it is.
-        max_nodes: most nodes of a draft that it verifies; halved where memory runs out.
+        states: hidden states of the last pass, by number: [rows, hidden size], a row for every
+            token that the pass read.
+        capability: which drafts the model can verify; logged once if not trees.
+        reason: why not trees; empty if trees.
+        max_nodes: most nodes of a draft that it verifies; halved if memory runs out.
         vocabulary_size: token ids below it can be fed to the model.
-        max_length: most tokens of a sequence, `None` where the model states no limit; see
+        max_length: most tokens of a sequence; `None` if the model states no limit; see
             `decoder.model.compatibility.position_limit`.
-        ranks: processes that share the model's passes, `None` where it is in one alone.
+        ranks: processes that share the model's passes; `None` if it is in one process.
 
     Raises:
         UncroppableCacheError: the model is not decoder-only.
-        UnsupportedModelError: the model cannot be decoded here for another reason; or it was
-            decoded to see, and the logits are not those of `model.generate`.
+        UnsupportedModelError: the model cannot be decoded here for another reason, or a check
+            showed that its logits are not those of `model.generate`.
     """
 
     def __init__(  # noqa: PLR0913  all but the first are options
@@ -186,7 +186,7 @@ class Target:
         verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
         self.ranks = ranks_of(model)
-        # Processes might differ in what they find memory for.
+        # Processes might differ in their available memory.
         self._prefixes = PrefixStore(prefix_bytes if self.ranks is None else 0)
         self._reuses = reuse_prefixes
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
@@ -201,9 +201,9 @@ class Target:
         self._settle()
 
     def _settle(self) -> None:
-        """Find out what the model can verify, as it is made now.
+        """Find out what the model can verify in its current structure.
 
-        Raises: as the target itself.
+        Raises: see the class.
         """
         model = self._model
         self._structure = Structure.of(model)
@@ -213,7 +213,7 @@ class Target:
         self.max_length = position_limit(model.config)
         self.vocabulary_size = num_embeddings(model)
         self._begin(promised)
-        self._user.audit()  # others may have packed weights before
+        self._user.audit()  # other users may have packed weights before
         if self._verdicts is not None:
             self._check(model, promised, self._verdicts)
         if self.capability is promised.capability is Capability.CHAINS:
@@ -222,7 +222,7 @@ class Target:
         tell_once(model, self.capability, self.reason)
 
     def _begin(self, compatibility: Compatibility) -> None:
-        """Begin with passes for the drafts that a model can verify."""
+        """Set up passes for the drafts that a model can verify."""
         self.capability, self.reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
         window = common_window(self._windows)
@@ -232,15 +232,16 @@ class Target:
 
     @led
     def renew(self) -> bool:
-        """Take in what the model is now, before a generation.
+        """Adapt to the current state of the model, before a generation.
 
-        Packed weights whose contents changed unseen are dropped. Where modules, hooks, modes, the
-        configuration or shapes changed, what it can verify is found out again.
+        Packed weights that changed undetected are dropped. If modules, hooks, modes, the
+        configuration or shapes changed, the model's capability is determined again.
 
         Returns:
-            Whether the target starts over: with other limits, costs, vocabulary or drafts.
+            Whether the target was set up again and may have other limits, costs, vocabulary or
+            capability.
 
-        Raises: as the target itself.
+        Raises: see the class.
         """
         is_other = not Structure.of(self._model).is_of(self._structure)
         if is_other:
@@ -257,26 +258,26 @@ class Target:
         return is_other
 
     def release(self) -> None:
-        """Let go of what a generation holds of the model besides the model itself."""
+        """Release the references to the model's modules that a generation holds."""
         self._watch = None
 
     def has_changed(self) -> bool:
-        """Return whether the model changed since the last pass, by what was called meanwhile.
+        """Return whether the model changed since the last pass, through callbacks.
 
-        What the pass found behind the last token that was decided on is then of another model.
+        Then the pass's results after the last decided token are outdated.
         """
         if self._watch is None:
             return False
         self._is_remade |= self._watch.has_other_modules()
-        self._is_remade |= self._watch.has_other_weights()  # of another precision, perhaps
+        self._is_remade |= self._watch.has_other_weights()  # for example of another dtype
         is_other = self._watch.has_other_settings() or self._is_remade
         return is_other or self._num_said != num_said()
 
     def _is_another_model(self) -> bool:
-        """Return whether the model changed within a generation: if so, take in what it is now.
+        """Return whether the model changed within a generation; if so, adapt to it.
 
         Raises:
-            ModelChangedError: it cannot go on with what it has read.
+            ModelChangedError: the generation cannot continue with what was read so far.
         """
         if self._watch is not None and (self._is_remade or self._watch.has_other_modules()):
             self._is_remade = False
@@ -290,16 +291,16 @@ class Target:
         return True
 
     def _remake(self, now: Structure) -> None:
-        """Go on with other modules, if they verify as much as those before.
+        """Continue with changed modules, if they verify as much as before.
 
         Raises:
-            ModelChangedError: they do not, or compute in another precision or elsewhere.
+            ModelChangedError: they do not, or their dtype or device is different.
         """
         before, self._structure = self._structure, now
         if before.placed != now.placed:
             raise ModelChangedError(
-                "the model was cast, moved or resized in the middle of a generation, which what it "
-                "has read does not fit: end the generation first"
+                "the model was cast, moved or resized in the middle of a generation, which does "
+                "not match what was read so far: end the generation first"
             )
         options = {"pack": self._pack, "states": self._tapped, "verdicts": self._verdicts}
         try:
@@ -311,17 +312,17 @@ class Target:
         if found.capability < self.capability:
             raise ModelChangedError(
                 "the model was changed in the middle of a generation, and now verifies "
-                f"{found.capability.name.lower()} only ({found.reason}): end the generation first"
+                f"only {found.capability.name.lower()} ({found.reason}): end the generation first"
             )
         self._user.look()
         masking = None if self._captured is None else self._captured.masking
         if self._packed is not None and not self._user.attends_by_groups():
-            self._packed = None  # each sequence is read by itself
+            self._packed = None  # each sequence is read separately
             masking = None if masking is None else Masking.DENSE
         self._captured = None if masking is None else self._made_captured(masking)
 
     def _renew_cache(self, compatibility: Compatibility) -> None:
-        """Begin with an empty cache that holds no memory yet."""
+        """Start with an empty cache without allocated memory."""
         self._places = _Places(partial(_passes, self._user, compatibility))
         self._packed = self._places.packed(self._user, self._windows)
         masking = Masking.DENSE if self._packed is None else Masking.SPLIT
@@ -334,7 +335,7 @@ class Target:
         self._is_packing_checked = False
 
     def _made_captured(self, masking: Masking) -> CapturedPasses | None:
-        """Return passes of fixed shapes, `None` where they are not to be captured."""
+        """Return passes of fixed shapes; `None` if passes are not captured."""
         capture, cache = self._capture or capture_on(self.device), self._places.cache
         if capture is None or cache is None or is_spread(self._model):
             return None
@@ -344,17 +345,17 @@ class Target:
         return CapturedPasses(self._user, cache, self._windows, capture, masking, self.max_length)
 
     def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
-        """Fall back to what the model was found to verify.
+        """Reduce the capability to what the model was found to verify.
 
         Raises:
-            UnsupportedModelError: not even plain passes are the model's own.
+            UnsupportedModelError: not even plain passes match the model.
         """
         verdict = self._agreed(verdicts.verdict_on(model))
         if verdict is None:
             verdict = self._agreed(self._found(model, promised))
             if verdict is None:
                 return
-            if self._is_as_it_was(model):  # else it was found of several models
+            if self._is_as_it_was(model):  # otherwise the model changed during the check
                 verdicts.keep_verdict(model, verdict)
         if verdict.capability is None:
             raise UnsupportedModelError(
@@ -366,7 +367,7 @@ class Target:
         self.reason = verdict.reason or promised.reason
 
     def _is_as_it_was(self, model: PreTrainedModel) -> bool:
-        """Return whether nobody changed the model since a look at it began."""
+        """Return whether the model is unchanged since the check began."""
         return Structure.of(model).is_of(self._structure) and weights_of(model) == self._weights
 
     def _agreed(self, verdict: ModelVerdict | None) -> ModelVerdict | None:
@@ -375,7 +376,7 @@ class Target:
 
     @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> ModelVerdict | None:
-        """Return what passes show, `None` where there is nothing to compare them with."""
+        """Return the verdict from test passes; `None` if there is nothing to compare with."""
 
         def made(capability: Capability) -> "Target":
             if capability is not self.capability:
@@ -386,7 +387,7 @@ class Target:
             with torch.random.fork_rng(devices=[]):
                 return find_verdict(model, promised.capability, made)
         except (CannotCheckError, OutOfMemoryError) as error:
-            _log.info("%s is taken by its configuration: %s", type(model).__name__, error)
+            _log.info("the configuration of %s is trusted: %s", type(model).__name__, error)
             self._begin(promised)
             return None
         finally:
@@ -394,43 +395,43 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where logits lie."""
+        """Device of the logits."""
         return self._user.device
 
     @property
     def packed_bytes(self) -> int:
-        """Memory that packed weights take besides the model's own."""
+        """Bytes of the packed weights, in addition to the model's own."""
         return self._user.packed_bytes
 
     @property
     def packs_weights(self) -> bool:
-        """Whether passes multiply by packed weights, once these are made."""
+        """Whether passes use packed weights, once these exist."""
         return self._user.packs
 
     @property
     def pads_passes(self) -> bool:
-        """Whether passes are captured: they cost what the next power of two of rows costs.
+        """Whether passes are captured: they cost as much as the next power of two of rows.
 
-        They also choose after their rows, by the selection of a reading.
+        They also choose tokens after their rows, by the selection of a reading.
         """
         return self._captured is not None and self._captured.is_padding
 
     @property
     def most_rows(self) -> int | None:
-        """Rows of the widest pass that is captured; `None` where none is."""
+        """Rows of the widest captured pass; `None` if passes are not captured."""
         return MOST_ROWS if self.pads_passes else None
 
     @property
     def packs(self) -> bool:
-        """Whether readings of several places are one pass; otherwise each is one of its own."""
+        """Whether readings of several places share a pass; otherwise each has its own."""
         return self._packed is not None
 
     def checked_prompt(self, prompt: Sequence[int] | TokenIds) -> TokenIds:
         """Return a prompt as int32[n], n at least one.
 
         Raises:
-            InvalidPromptError: it is empty, holds values that are not token ids of the
-                vocabulary, or leaves no room below the model's limit.
+            InvalidPromptError: it is empty, holds invalid token ids, or leaves no room below the
+                model's limit.
         """
         tokens = prompt_tokens(prompt)
         check_prompt_length(len(tokens), self.max_length)
@@ -441,7 +442,7 @@ class Target:
         return tokens.astype(np.int32)
 
     def room(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return how many of `max_new_tokens` the model's limit allows behind `num_tokens`."""
+        """Return how many of `max_new_tokens` the model's limit allows after `num_tokens`."""
         if self.max_length is None:
             return max_new_tokens
         return min(max_new_tokens, self.max_length - num_tokens)
@@ -454,7 +455,7 @@ class Target:
 
     @led
     def make_places(self, count: int) -> None:
-        """Have at least `count` places; one is there from the start."""
+        """Ensure at least `count` places; there is one from the start."""
         self._places.make(count)
         for _ in range(count - len(self._committed)):
             self._committed.append(0)
@@ -466,18 +467,18 @@ class Target:
 
     @led
     def prepare(self, num_tokens: int, num_places: int = 1, num_rows: int = MOST_ROWS) -> None:
-        """Have memory and captured passes for so many sequences, so that none is made later.
+        """Allocate memory and capture passes in advance, so that neither happens later.
 
-        To be called before the first sequence. What goes beyond the limits is decoded, too: memory
-        and passes are made for it when it comes.
+        Call this before the first sequence. Workloads beyond the limits also work: memory and
+        passes are added when needed.
 
         Args:
-            num_tokens: most of a sequence, prompt and output together.
+            num_tokens: most tokens of a sequence, prompt and output together.
             num_places: most sequences at a time.
-            num_rows: most rows of a pass: tokens of drafts and of pieces of prompts.
+            num_rows: most rows of a pass: tokens of drafts and of prompt chunks.
 
         Raises:
-            OutOfMemoryError: there is no room for them.
+            OutOfMemoryError: there is not enough memory.
         """
         self.make_places(num_places)
         cache = self._places.cache
@@ -485,7 +486,7 @@ class Target:
             return
         num_tokens = self.room(0, num_tokens)
         if cache.capacity == 0:
-            self.prefill(np.zeros(1, np.int32))  # with their first states, layers make buffers
+            self.prefill(np.zeros(1, np.int32))  # layers allocate buffers with their first states
             self.reset()
         with within_memory(num_tokens), torch.no_grad():
             cache.reserve(num_tokens + num_rows)
@@ -494,46 +495,46 @@ class Target:
 
     @torch.no_grad()
     def prepare_drawing(self, drawing: Drawing, num_rows: int = MOST_ROWS) -> None:
-        """Capture, after `prepare`, how sequences choose that draw alike; see `SelectingRule`.
+        """Capture a drawing for sequences that use it, after `prepare`; see `SelectingRule`.
 
         Args:
-            drawing: of their rule.
+            drawing: the drawing of their rule.
             num_rows: most rows of a pass.
         """
         if self._captured is not None:
             self._captured.prepare_drawing(drawing, num_rows)
 
     def _check_packing(self, packed: PackedPasses) -> None:
-        """Read each for itself from now on if shared passes are found to give other logits."""
+        """Stop sharing passes between sequences if shared passes give different logits."""
         forked, single = (3, (ROOT, ROOT, 0)), (4, (ROOT,))
         with noting_windows() as noted:
             self._drawn(0, [forked])
         if noted and noted != set(self._windows.values()):
             self._packed = None
             _log.warning(
-                "%s reads for one sequence at a time: its prompts have other windows than its "
-                "configuration states",
+                "%s reads for one sequence at a time: the windows of its prompts differ from its "
+                "configuration",
                 type(self._model).__name__,
             )
         elif not self._is_alike(partial(self._read_together, packed), forked, single):
             self._packed = None
             _log.warning(
-                "%s reads for one sequence at a time: passes for several give other logits",
+                "%s reads for one sequence at a time: passes for several give different logits",
                 type(self._model).__name__,
             )
         elif not self._is_alike(self._read_captured, forked, single):
             self._captured = None
             _log.warning(
                 "passes of %s run without captured graphs, and take longer: for several sequences "
-                "these give other logits",
+                "captured graphs give different logits",
                 type(self._model).__name__,
             )
 
     def _check_captured_chains(self) -> None:
-        """Run chains eagerly if captured passes of the model's own masks give other logits.
+        """Run chains eagerly if captured passes with the model's own masks give different logits.
 
-        Behind two lengths: what is taken from the host and not from the device is that of the
-        first.
+        Checked after two lengths, because a value read from the host instead of the device would
+        stay that of the first.
         """
         for length in (3, 6):
             if self._captured is None:
@@ -541,7 +542,7 @@ class Target:
             if not self._is_alike(self._read_captured, (length, (ROOT, 0))):
                 self._captured = None
                 _log.warning(
-                    "chains of %s run without captured graphs, which give other logits",
+                    "chains of %s run without captured graphs, which give different logits",
                     type(self._model).__name__,
                 )
 
@@ -551,13 +552,13 @@ class Target:
         read: Callable[[Sequence[Reading]], list[Read] | None],
         *sequences: tuple[int, Sequence[int]],
     ) -> bool:
-        """Return whether a way to read, if it is one for these, gives the logits of each alone.
+        """Return whether a way to read, if applicable, gives the logits of separate passes.
 
-        Of several choices of tokens one that agrees will do, as in `find_verdict`.
+        Of several choices of tokens, one that agrees suffices, as in `find_verdict`.
 
         Args:
-            read: reads a pass for all of them.
-            sequences: for each how many tokens it has before the last, and its tree's parents.
+            read: reads all of them in a pass.
+            sequences: for each the number of tokens before the last, and its tree's parents.
         """
         trials = range(num_trials(self._model.dtype))
         is_alike = any(self._reads_alike(read, self._drawn(at, sequences)) for at in trials)
@@ -566,7 +567,7 @@ class Target:
         return is_alike
 
     def _drawn(self, seed: int, sequences: Sequence[tuple[int, Sequence[int]]]) -> list[Reading]:
-        """Read some tokens in each place; return readings of more, of which none is there twice."""
+        """Read some tokens in each place; return readings of further, distinct tokens."""
         rng = np.random.default_rng(seed)
         readings = []
         for place, (length, parents) in enumerate(sequences):
@@ -601,13 +602,13 @@ class Target:
 
         Args:
             prompt: int32[n], at least one token.
-            place: where.
+            place: place of the sequence.
 
         Returns:
             [1, vocabulary], the logits after its last token.
 
         Raises:
-            OutOfMemoryError: there is no room for the prompt.
+            OutOfMemoryError: there is not enough memory for the prompt.
         """
         self.reset(place)
         read = self._read_alone(Reading(place, prompt))
@@ -616,22 +617,22 @@ class Target:
 
     @led
     def verify(self, last_token: int, tree: DraftTree, place: int = 0) -> torch.Tensor:
-        """Run the last committed token and a tree behind it through the model, in one pass.
+        """Run the last committed token and a tree after it through the model, in one pass.
 
         Uncommitted tokens of an earlier call are dropped first.
 
         Args:
             last_token: the sequence's last token, which the model has not seen yet.
-            tree: continuations of it, as `fitting` returns them; its tokens lie within the
+            tree: continuations of it, as returned by `fitting`; its tokens are within the
                 vocabulary.
-            place: of the sequence.
+            place: place of the sequence.
 
         Returns:
             [1 + N, vocabulary], the logits after the last token and after each node.
 
         Raises:
-            OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the
-                nodes tried; committed tokens stay.
+            OutOfMemoryError: there is not enough memory for the pass. `max_nodes` becomes half of
+                the nodes tried; committed tokens stay.
         """
         [read] = self.read([Reading.of(place, last_token, tree)])
         self.states = read.states
@@ -639,16 +640,16 @@ class Target:
 
     @led
     def read(self, readings: Sequence[Reading]) -> list[Read]:
-        """Read for several sequences, in one pass where the model packs.
+        """Read for several sequences, in one pass if the target packs.
 
         Uncommitted tokens of earlier calls are dropped first.
 
         Args:
-            readings: of distinct places, in their order.
+            readings: readings of distinct places, in their order.
 
         Raises:
-            OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the most
-                nodes tried; committed tokens stay, and pieces of prompts are not committed.
+            OutOfMemoryError: there is not enough memory for the pass. `max_nodes` becomes half of
+                the most nodes tried; committed tokens stay, and prompt chunks are not committed.
         """
         if self._num_said != num_said():
             self._num_said = num_said()
@@ -657,13 +658,13 @@ class Target:
             self._captured = self._made_captured(self._captured.masking)
         try:
             read = self._launched(readings)
-            if self._is_another_model():  # a device computes meanwhile, for nothing if it is
+            if self._is_another_model():  # a device computes meanwhile, in vain if it changed
                 read = self._launched(readings)
             if read is None:
                 return self._read_eagerly(readings)
         except OutOfMemoryError:
             most = max(0 if each.tree is None else len(each.tree) for each in readings)
-            if most:  # else it was for a prompt, or for a plain pass
+            if most:  # otherwise it was for a prompt or a plain pass
                 self.max_nodes = min(most // 2, self.max_nodes)
             raise
         for reading in readings:
@@ -671,7 +672,7 @@ class Target:
         return read
 
     def _launched(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Read by a captured pass, behind what is committed; `None` if there is none for it."""
+        """Read with a captured pass after the committed tokens; `None` if there is none."""
         for reading in readings:
             self.rewind(reading.place)
         return self._read_captured(readings)
@@ -684,22 +685,22 @@ class Target:
     @led
     @torch.no_grad()
     def rewind(self, place: int = 0) -> None:
-        """Drop tokens of a place that were verified and not committed."""
+        """Drop tokens of a place that were verified but not committed."""
         self._places.at(place).truncate(self._committed[place])
 
     def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
-        """Keep the last token and a path of the verified tree, and nothing else of it.
+        """Keep only the last token and a path of the verified tree.
 
         Args:
-            path: int64[k], nodes from a child of the root downwards; it may be empty.
-            place: of the sequence.
+            path: int64[k], nodes from a child of the root down; it may be empty.
+            place: place of the sequence.
         """
         self.commit_all([(place, path)])
 
     @led
     @torch.no_grad()
     def commit_all(self, paths: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
-        """Commit for several sequences, which on CUDA takes as many launches as for one.
+        """Commit for several sequences; on CUDA this takes as many launches as for one.
 
         Args:
             paths: distinct places, each with its path; see `commit`.
@@ -721,17 +722,17 @@ class Target:
 
     @led
     def pretend(self, num_tokens: int, place: int = 0) -> None:
-        """Make up a sequence of so many tokens without reading them, to time passes behind it."""
+        """Fake a sequence of `num_tokens` tokens without reading them, to time passes after it."""
         self.prefill(np.zeros(1, np.int32), place)
         if self._places.at(place).pretend(num_tokens):
             self._committed[place] = num_tokens
-            self._held[place].clear()  # no tokens have these states
+            self._held[place].clear()  # these states belong to no tokens
         else:
             self.prefill(np.zeros(num_tokens, np.int32), place)
 
     @led
     def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
-        """Make up a sequence whose tokens `marked` stand out; return whether that is possible."""
+        """Fake a sequence in which tokens `marked` stand out; return whether that is possible."""
         self.prefill(np.zeros(1, np.int32))
         if not self._places.at(0).pretend(num_tokens, marked):
             return False
@@ -742,7 +743,7 @@ class Target:
     @led
     @torch.no_grad()
     def drop(self, num_tokens: int) -> None:
-        """Take the last committed tokens back."""
+        """Undo the last committed tokens."""
         self._committed[0] -= num_tokens
         del self._held[0][self._committed[0] :]
         self._places.at(0).truncate(self._committed[0])
@@ -757,28 +758,28 @@ class Target:
 
     @led
     def forget(self) -> None:
-        """Forget all sequences, those that are over, too: the next ones are read from the start."""
+        """Forget all sequences, including finished ones: the next are read from the start."""
         self._prefixes.clear()
         for place in range(len(self._committed)):
             self.reset(place)
 
     def best_place(self, tokens: TokenIds, places: Sequence[int]) -> int:
-        """Return which of some places holds most of the beginning of a sequence."""
+        """Return the one of some places that holds the longest prefix of a sequence."""
         return max(places, key=lambda place: (self._num_shared(tokens, place), -place))
 
     @led
     @torch.no_grad()
     def resume(self, tokens: TokenIds, place: int) -> int:
-        """Begin a sequence with what was read before of tokens that it begins with.
+        """Begin a sequence with keys and values of a prefix that was read before.
 
-        What the place held is kept elsewhere, within `prefix_bytes`.
+        The place's old contents are kept elsewhere, within `prefix_bytes`.
 
         Args:
-            tokens: int32[n] of the sequence, to its end.
-            place: where.
+            tokens: int32[n], all tokens of the sequence.
+            place: place of the sequence.
 
         Returns:
-            How many of its first tokens need not be read: fewer than n.
+            How many of its first tokens need not be read; fewer than n.
         """
         cache = self._places.cache
         if cache is None or cache.bytes_per_token == 0:
@@ -801,22 +802,22 @@ class Target:
 
     @property
     def hands_over(self) -> bool:
-        """Whether `adopt` and `held` serve this model: it keeps nothing but keys and values."""
+        """Whether `adopt` and `held` work for this model: it has only keys and values."""
         return self._places.cache is not None and self.ranks is None
 
     @torch.no_grad()
     def adopt(self, prefix: Prefix, place: int) -> int:
-        """Begin a sequence with keys and values that come from elsewhere, as they are.
+        """Begin a sequence with keys and values from elsewhere, unchanged.
 
         Args:
-            prefix: what the sequence begins with, shorter than it.
-            place: where.
+            prefix: a prefix of the sequence, shorter than it.
+            place: place of the sequence.
 
         Returns:
-            How many tokens need not be read: none where the target does not `hand over`.
+            How many tokens need not be read; 0 if the target does not support it (`hands_over`).
 
         Raises:
-            OutOfMemoryError: there is no room for them.
+            OutOfMemoryError: there is not enough memory.
         """
         cache, length = self._places.cache, len(prefix.tokens)
         self.reset(place)
@@ -829,10 +830,10 @@ class Target:
 
     @torch.no_grad()
     def held(self, place: int) -> Prefix | None:
-        """Return copies of what is kept of the sequence in a place; `None` as `hands_over` says.
+        """Return copies of a place's keys and values; `None` unless `hands_over` is set.
 
         Raises:
-            OutOfMemoryError: there is no room for them.
+            OutOfMemoryError: there is not enough memory.
         """
         cache, tokens = self._places.cache, np.array(self._held[place], np.int32)
         if cache is None or not self.hands_over:
@@ -844,7 +845,7 @@ class Target:
         return num_shared(np.array(self._held[place], np.int32), tokens)
 
     def _keep(self, cache: TreeCache, place: int, shared: int) -> None:
-        """Keep what a place holds for later, unless most of it is shared with what comes."""
+        """Keep a place's contents for later, unless the next sequence shares most of them."""
         held = self._held[place]
         if self._prefixes.wants(len(held), len(held) - shared, cache.bytes_per_token):
             with suppress(OutOfMemoryError), within_memory(len(held)):
@@ -853,7 +854,7 @@ class Target:
 
     @torch.no_grad()
     def _read_captured(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Read for several sequences by a captured pass; `None` where there is none for them."""
+        """Read for several sequences with a captured pass; `None` if there is none."""
         if self._captured is None or (len(readings) > 1 and self._packed is None):
             return None
         with within_memory(self._longest(readings)):
@@ -861,7 +862,7 @@ class Target:
 
     @torch.no_grad()
     def _read_alone(self, reading: Reading) -> Read:
-        """Read for one sequence, in a pass of its own."""
+        """Read for one sequence, in its own pass."""
         past = self._committed[reading.place]
         with within_memory(past + len(reading.tokens)):
             read = self._places.at(reading.place).read(reading, past)
@@ -878,11 +879,11 @@ class Target:
         return read
 
     def _longest(self, readings: Sequence[Reading]) -> int:
-        """Return the tokens of the longest sequence in a pass."""
+        """Return the number of tokens of the longest sequence in a pass."""
         return max(self._committed[each.place] + len(each.tokens) for each in readings)
 
     def _note(self, reading: Reading) -> None:
-        """Count a piece of a prompt as committed."""
+        """Record a reading; a prompt chunk counts as committed."""
         self._latest[reading.place] = reading.tokens
         if reading.tree is None:
             self._committed[reading.place] += len(reading.tokens)
@@ -890,21 +891,21 @@ class Target:
 
 
 def _check_placing(model: PreTrainedModel) -> None:
-    """Refuse a model whose first weights, by which inputs are placed, are on no device.
+    """Refuse a model whose first weights, which determine the device of inputs, are on no device.
 
     Raises:
-        UnsupportedModelError: they are loaded for as long as they are used.
+        UnsupportedModelError: the first weights are only loaded while they are used.
         WeightsNotLoadedError: some weights are not loaded, and nothing will load them.
     """
     weights = undisturbed(lambda: list(model.named_parameters()))
     missing = next((name for name, each in weights if each.is_meta), None)
     if missing is None:
         return
-    has_hooks = has_code_of_others(model)  # they load what is elsewhere
+    has_hooks = has_code_of_others(model)  # hooks may load offloaded weights
     if has_hooks and weights[0][1].is_meta:
         raise UnsupportedModelError(
             f"the first weights of {type(model).__name__} are on no device until they are used: "
-            "load it with a device_map that does not offload the embeddings to the disk or the CPU"
+            "load it with a device_map that does not offload the embeddings to disk or CPU"
         )
     if not has_hooks:
         raise WeightsNotLoadedError(
@@ -914,13 +915,13 @@ def _check_placing(model: PreTrainedModel) -> None:
 
 
 class _Places:
-    """The states of all sequences: places of one cache, or a cache for each.
+    """The states of all sequences: places of one cache, or a separate cache for each.
 
     Args:
         new_passes: makes passes with an empty cache.
 
     Attributes:
-        cache: that all share, if they do.
+        cache: the shared cache, if there is one.
     """
 
     def __init__(self, new_passes: Callable[[], Passes]) -> None:
@@ -938,14 +939,14 @@ class _Places:
         return self._passes[0]
 
     def make(self, count: int) -> None:
-        """Have at least `count` places."""
+        """Ensure at least `count` places."""
         if self.cache is not None:
             self.cache.make_places(count)
         else:
             self._passes.extend(self._new_passes() for _ in range(count - len(self._passes)))
 
     def packed(self, model: UserModel, windows: Windows) -> PackedPasses | None:
-        """Return passes over all places, `None` where the model takes none."""
+        """Return passes over all places; `None` if the model does not support them."""
         if self.cache is None or not model.attends_by_groups() or not takes_masks(windows):
             return None
         return PackedPasses(model, self.cache, windows)
@@ -962,6 +963,6 @@ def _passes(model: UserModel, compatibility: Compatibility) -> Passes:
 
 
 def _num_in_place(path: NDArray[np.int64]) -> int:
-    """Return how many nodes of a path lie in the slots that they are to be kept in."""
+    """Return how many first nodes of a path are already in their final slots."""
     moved = np.flatnonzero(path != np.arange(len(path)))
     return int(moved[0]) if len(moved) else len(path)

@@ -1,11 +1,11 @@
-"""The user's own model as passes run it: its modules as they are, with our cache and masks.
+"""The user's own model as passes run it: its unchanged modules, with our cache and masks.
 
-A pass brings a cache, and with it attention that takes trees (`decoder.model.attention`) and
-products by packed weights (`decoder.model.products`). The modules, their hooks and configurations
-are the model's, and none of them is changed: transformers looks attention and masks up in tables,
-and linear layers call `torch.nn.functional.linear`. There our functions stand in for others while
-some pass runs; in threads without a pass they hand on to what they replace. A function that
-somebody else has replaced already is left alone.
+A pass uses our cache, and with it attention for trees (`decoder.model.attention`) and products with
+packed weights (`decoder.model.products`). The modules, their hooks and configurations are not
+changed. Transformers looks up attention and masks in tables, and linear layers call
+`torch.nn.functional.linear`; our functions replace those entries while a pass runs. In threads
+without a pass they call the functions that they replace. A function that other code has already
+replaced is left alone.
 """
 
 import inspect
@@ -38,31 +38,31 @@ from decoder.model.states import States, StateTap
 from decoder.model.tree_rows import TreeRows
 
 _EXTRAS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Outputs that a configuration may ask for; some expect a mask or labels, which passes lack."""
+"""Outputs that a configuration may request; some need a mask or labels, which passes lack."""
 
 _CACHES: Final = ("cache", "cache_params", "past_key_values")
-"""What a `forward` may call its cache: the first since transformers 5.24."""
+"""Possible names of the cache argument of `forward`; the first since transformers 5.24."""
 
 _UNNAMED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 KNOWN_CODE: Final = ("bitsandbytes.", "torch.", "torchao.", "transformers.")
-"""Modules of these packages compute the same in every pass, for as long as they are there."""
+"""Packages whose modules compute the same in every pass."""
 
 
 class UserModel:
-    """Runs a model's own modules, as they are at each call.
+    """Runs a model's own modules, in their current state at each call.
 
     Args:
-        model: of transformers.
-        pack: whether weights are packed on a CPU, or which.
-        tapped: numbers of the states that are kept of each pass, see `decoder.model.states`.
+        model: a model of transformers.
+        pack: whether to pack weights on a CPU, or which weights.
+        tapped: numbers of the hidden states to keep from each pass; see `decoder.model.states`.
         window: see `tree_mask`.
 
     Attributes:
-        model: as given.
+        model: the model as given.
 
     Raises:
-        UnsupportedModelError: it has no such state.
+        UnsupportedModelError: the model lacks a tapped state.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UserModel:
         self.look()
 
     def look(self) -> None:
-        """Look at what the model's `forward` and configuration say now."""
+        """Read the current signature of the model's `forward` and its configuration."""
         self._taken = taken_by(self.model)
         self._cache_argument = cache_argument(self.model)
         self._stated = _stated_outputs(self.model)
@@ -93,31 +93,31 @@ class UserModel:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """Device for inputs."""
         return torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the states."""
+        """Dtype of the states."""
         return self.model.dtype
 
     @property
     def packed_bytes(self) -> int:
-        """Memory that packed weights take, besides the model's own."""
+        """Bytes of the packed weights, in addition to the model's own."""
         return 0 if self._products is None else self._products.num_bytes
 
     @property
     def packs(self) -> bool:
-        """Whether some weights are packed, or will be."""
+        """Whether some weights are or will be packed."""
         return self._products is not None and self._products.takes(self.model)
 
     @property
     def states(self) -> States:
-        """The states that were kept of the last pass, [rows, hidden size] each."""
+        """The tapped states of the last pass, [rows, hidden size] each."""
         return {} if self._tap is None else self._tap.taken()
 
     def audit(self) -> bool:
-        """Drop packed weights that changed unseen; return whether any did."""
+        """Drop packed weights that changed undetected; return whether there are any."""
         return self._products is not None and self._products.audit()
 
     def takes(self, name: str) -> bool:
@@ -128,9 +128,10 @@ class UserModel:
         """Run a pass.
 
         Args:
-            rows: of a tree, if it is one over a tree: its mask is made as the model asks for it.
-            cache: takes the pass's keys and values; `None` for a pass without.
-            inputs: of the model's `forward`.
+            rows: rows of a tree, if the pass is over one; the mask is built when the model asks for
+                it.
+            cache: stores the pass's keys and values; `None` for a pass without a cache.
+            inputs: inputs of the model's `forward`.
 
         Returns:
             The model's output.
@@ -144,28 +145,28 @@ class UserModel:
             return self.run_prepared(inputs)
 
     def run_base(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
-        """Run a pass through all but the output layer; see `run`."""
+        """Run a pass without the output layer; see `run`."""
         inputs |= {"use_cache": True, self._cache_argument: cache}
         with running(rows, self._window):
             return self._called(self.model.base_model, inputs)
 
     def run_prepared(self, inputs: Mapping[str, Any]) -> Any:
-        """Run a pass of inputs that say all of it, by the model's own attention and masks."""
+        """Run a pass of complete inputs, with the model's own attention and masks."""
         return self._called(self.model, {**inputs, **self._stated})
 
     def _called(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Call the model or what is before its output layer, with packed weights and the tap."""
+        """Call the model or its base model, with packed weights and the tap."""
         try:
             products = multiplying(self._products, joins=self._joins)
             with self._mode(), products, self._tapping():
                 return module(**inputs)
-        except StopIteration as error:  # would end the generators that decode, without a word
+        except StopIteration as error:  # would silently end the decoding generators
             raise RuntimeError("the model raised StopIteration") from error
 
     def attends_by_groups(self) -> bool:
-        """Return whether all attention is ours, so that it takes packed passes.
+        """Return whether all attention is ours, so that packed passes are possible.
 
-        It also must give the logits of chosen rows alone.
+        The model must also support logits of only the chosen rows.
         """
         if not self.takes("logits_to_keep") or not self.model._supports_attention_backend:  # noqa: SLF001  no public name
             return False
@@ -190,7 +191,7 @@ class UserModel:
 def has_code_of_others(model: nn.Module) -> bool:
     """Return whether a model has hooks, replaced `forward`s or modules of other packages.
 
-    What these do is in no configuration, and it may be something else in each pass.
+    Their behaviour is in no configuration and may change with each pass.
     """
     if hooks_of_all():
         return True
@@ -203,16 +204,16 @@ def has_code_of_others(model: nn.Module) -> bool:
 
 
 def _written_in(kind: type[nn.Module]) -> tuple[str, str]:
-    """Return the modules of Python that a kind of module and its `forward` come from.
+    """Return the Python modules that define a module type and its `forward`.
 
-    A function that wraps another takes over its name and module, but not what it is compiled with.
+    A wrapper function takes over the name and module of the wrapped one, but not its globals.
     """
     compiled_with = getattr(kind.forward, "__globals__", {})
     return kind.__module__, compiled_with.get("__name__", "")
 
 
 def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
-    """Return the inputs of a model's `forward`; one that was replaced may name none of them."""
+    """Return the inputs of a model's `forward`; if it names none, those of its class."""
     taken = inspect.signature(model.forward).parameters
     if all(each.kind in _UNNAMED for each in taken.values()):
         return inspect.signature(type(model).forward).parameters
@@ -220,19 +221,19 @@ def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return what a model's `forward` calls its cache."""
+    """Return the name of the cache argument of a model's `forward`."""
     stated = (taken_by(model), inspect.signature(type(model).forward).parameters)
     named = (name for taken in stated for name in _CACHES if name in taken)
     return next(named, _CACHES[-1])
 
 
 def generating(model: nn.Module) -> PreTrainedModel:
-    """Return the model whose `generate` is called where that of a wrapper is.
+    """Return the model whose `generate` a wrapper's `generate` calls.
 
-    PEFT, `torch.compile`, accelerate and distributed training hold it as a module of theirs.
+    Wrappers of PEFT, `torch.compile`, accelerate and distributed training hold it as a submodule.
 
     Raises:
-        UnsupportedModelError: no model of transformers is in it, or several are.
+        UnsupportedModelError: the wrapper holds no model of transformers, or several.
     """
     found = _outermost(model)
     if len(found) != 1:
@@ -252,22 +253,22 @@ def _outermost(module: nn.Module) -> list[PreTrainedModel]:
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """Return whether a model's weights lie on several devices."""
+    """Return whether a model's weights are on several devices."""
     return len({weight.device for weight in parameters_of(model)}) > 1
 
 
 def _keeps_tensors(model: PreTrainedModel) -> bool:
-    """Return whether a model of known code keeps tensors of a pass: rotary embeddings do.
+    """Return whether a model of known code keeps tensors of a pass, as some rotary embeddings do.
 
-    Those of torch's inference mode, in which passes take a twentieth less time, can neither be
-    learned from nor written to.
+    Passes are 5% faster in torch's inference mode, but its tensors can be neither differentiated
+    nor written to.
     """
     ropes = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
     return "dynamic" in ropes or "longrope" in ropes
 
 
 def _stated_outputs(model: PreTrainedModel) -> dict[str, bool]:
-    """Return what a pass must state where a configuration asks for more than logits."""
+    """Return the inputs that a pass must set if a configuration requests more than logits."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     stated = {name: False for name in _EXTRAS if any(getattr(each, name, None) for each in configs)}
     if any(getattr(each, "return_dict", True) is False for each in configs):
@@ -280,7 +281,7 @@ _EAGER: Final = "eager"
 
 
 class _Current(threading.local):
-    """The pass that a thread runs."""
+    """The pass that the current thread runs."""
 
     is_pass = False
     rows: TreeRows | None = None
@@ -294,10 +295,10 @@ _current: Final = _Current()
 
 @contextmanager
 def running(rows: TreeRows | None = None, window: int | None = None) -> Iterator[None]:
-    """Attend in the block as passes over a `TreeCache` do, which shows each layer what it may see.
+    """Use our attention and masks during the block, for passes over a `TreeCache`.
 
     Args:
-        rows: of a tree, where the pass is one over a tree and is given no mask.
+        rows: rows of a tree, if the pass is over one and is given no mask.
         window: see `tree_mask`.
     """
     with _ATTENTION.installed():
@@ -311,9 +312,9 @@ def running(rows: TreeRows | None = None, window: int | None = None) -> Iterator
 
 @contextmanager
 def noting_windows() -> Iterator[set[int | None]]:
-    """Note the windows of the masks that models make in the block for rows of a prompt.
+    """Record the windows of the masks that models build for prompt rows during the block.
 
-    A configuration may state a window that a model's own masks don't have.
+    A configuration may state a window that a model's own masks do not have.
     """
     before, noted = _current.windows, set[int | None]()
     _current.windows = noted
@@ -325,7 +326,7 @@ def noting_windows() -> Iterator[set[int | None]]:
 
 @contextmanager
 def multiplying(products: Products | None, *, joins: bool = False) -> Iterator[None]:
-    """Multiply by packed weights in the block, which is one pass.
+    """Use packed weights during the block, which is one pass.
 
     Args:
         products: the packed weights; `None` for torch's own products.
@@ -384,11 +385,11 @@ def _eager_mask(**options: Any) -> torch.Tensor | None:
 
 
 class _StandIns:
-    """Functions of ours that stand in for others while somebody needs them.
+    """Our functions that replace others while they are in use.
 
     Args:
-        places: for each a table, the name in it, the function that belongs there, and ours, which
-            is marked as such.
+        places: for each function a table, the name in it, the original function, and ours, which is
+            marked as a stand-in.
     """
 
     def __init__(self, *places: tuple[Any, str, object, Any]) -> None:
@@ -400,7 +401,7 @@ class _StandIns:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Have them stand in during the block, but for what somebody else has replaced."""
+        """Install them during the block, except where other code has replaced the original."""
         with self._lock:
             self._num_users += 1
             for table, name, own, ours in self._places:
@@ -420,7 +421,7 @@ class _StandIns:
                 continue
             if isinstance(table, dict):
                 table[name] = own
-            else:  # a table of transformers has a layer of its own above what is registered
+            else:  # transformers' tables have a local layer above the registered entries
                 del table[name]
 
 

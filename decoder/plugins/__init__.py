@@ -1,1 +1,1 @@
-"""What an installation may lack: delete a folder, and the rest works."""
+"""Optional parts of an installation: delete a folder and the rest still works."""

@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from decoder.sampling.verification import CERTAIN, SampledTree, draw, is_waited_for
 
 NOTHING: Final = -1
-"""Chosen where no token is possible."""
+"""Chosen if no token is possible."""
 
 
 Chooser = Callable[[torch.Tensor, slice], torch.Tensor]
-"""A way of choosing, made for one tree; called with single rows or with many.
+"""Chooses tokens for one tree; called with single rows or with many.
 
-Takes float32[n, vocabulary], logits after processors, and which rows these are: 0 after the last
-token, node + 1 after a node. Returns int64[n], a token or `NOTHING` for each.
+Takes float32[n, vocabulary], the processed logits, and their rows: 0 is after the last token, node
++ 1 after a node. Returns int64[n], a token or `NOTHING` for each.
 """
 
 
 def most_probable(scores: torch.Tensor, _rows: slice) -> torch.Tensor:
-    """Choose the greatest of each row; a `Chooser` for any tree."""
+    """Choose the most probable token of each row; a `Chooser` for any tree."""
     best = scores.max(dim=-1)
     return best.indices.masked_fill(best.values.isnan() | best.values.isneginf(), NOTHING)
 
@@ -32,20 +32,20 @@ def most_probable(scores: torch.Tensor, _rows: slice) -> torch.Tensor:
 class Draw:
     """Draws from each row's distribution.
 
-    Nodes of one depth share their random number: at most one of them lies on the path, and the
-    numbers of earlier depths decide which. A drawn draft is compared with the draw like any other:
-    the model that drew it used other random numbers, so the two are independent.
+    Nodes of the same depth share a random number: at most one of them is on the path, and the
+    numbers of earlier depths decide which. A drawn draft is compared with the draw like any other
+    draft: the model that drew it used other random numbers, so the two are independent.
 
     Attributes:
-        depths: int64[1 + N], of the last token and of each node.
-        points: float64[1 + greatest depth], random numbers from 0 to below 1.
+        depths: int64[1 + N], depths of the last token and of each node.
+        points: float64[1 + greatest depth], random numbers in [0, 1).
     """
 
     depths: NDArray[np.int64]
     points: NDArray[np.float64]
 
     def __call__(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Choose for each row."""
+        """Choose a token for each row."""
         return drawn(scores, torch.from_numpy(self.points[self.depths[rows]]))
 
 
@@ -57,12 +57,12 @@ def drawn(scores: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnChildren:
-    """The drawn children of each row, padded to the most that a row has.
+    """The drawn children of each row, padded to the largest number of any row.
 
     Attributes:
         tokens: int64[1 + N, most], in the order of their nodes.
         proposals: int64[1 + N, most], rows of the tree's proposals, `CERTAIN` for padding.
-        counts: int64[1 + N], how many each row has.
+        counts: int64[1 + N], number of children of each row.
     """
 
     tokens: NDArray[np.int64]
@@ -71,7 +71,7 @@ class DrawnChildren:
 
     @classmethod
     def of(cls, tree: SampledTree) -> "DrawnChildren":
-        """Find them."""
+        """Find the drawn children of a tree."""
         children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
         for node in np.flatnonzero(tree.rows != CERTAIN).tolist():
             children[tree.parents[node] + 1].append(node)
@@ -86,27 +86,27 @@ class DrawnChildren:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rejection:
-    """Accepts drawn children by the distributions that they were drawn from.
+    """Accepts drawn children based on the distributions that they were drawn from.
 
     Multi-candidate speculative sampling without replacement: SpecInfer (Miao et al., 2023,
     arXiv:2305.09781), MCSD (Yang et al., 2024, arXiv:2401.06706), recursive rejection sampling
-    (Jeon et al., 2024, arXiv:2402.14160). With p the target's distribution and q a child's, which
-    is its proposal less the siblings before it, the child x is accepted with probability
-    min(1, p(x) / q(x)); otherwise p becomes the residual, max(p - q, 0) normalised, and the next
-    child is tried. When none is left, the token is drawn from p.
+    (Jeon et al., 2024, arXiv:2402.14160). Let p be the target's distribution and q the child's,
+    which is its proposal without earlier siblings. Child x is accepted with probability min(1, p(x)
+    / q(x)); otherwise p becomes the residual, max(p - q, 0) normalised, and the next child is
+    tried. When no child is left, the token is drawn from p.
 
-    That is exact: token x is accepted with q(x) min(1, p(x) / q(x)) = min(p(x), q(x)), and a
-    rejection, which has probability 1 - sum(min(p, q)) = sum(max(p - q, 0)), is followed by x with
-    its share of the residual, together max(p(x) - q(x), 0); the two add up to p(x). The step
-    after a rejection is the same with the residual for p, and by induction whatever follows a
-    rejection is distributed as the residual. A certain child is a proposal with all its mass on
-    one token, for which the rule is to draw and to compare: the last draw does that.
+    This is exact. Token x is accepted with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)).
+    A rejection has probability 1 - sum(min(p, q)) = sum(max(p - q, 0)) and is followed by x with
+    its share of the residual, together max(p(x) - q(x), 0). The two add up to p(x). The step after
+    a rejection is the same with the residual as p, so by induction the token after a rejection is
+    distributed as the residual. A certain child is a proposal with all its mass on one token, for
+    which the rule means drawing and comparing; the last draw does that.
 
     Attributes:
-        children: the tree's drawn ones.
-        proposals: float[rows, n], distributions; tokens from n on have none of their mass.
-        depths: int64[1 + N], of the last token and of each node.
-        points: float64[1 + greatest depth, most + 1], random numbers: for each child and for the
+        children: the tree's drawn children.
+        proposals: float[rows, n], distributions; tokens from n on have probability 0.
+        depths: int64[1 + N], depths of the last token and of each node.
+        points: float64[1 + greatest depth, most + 1], random numbers for each child and for the
             last draw.
     """
 
@@ -116,7 +116,7 @@ class Rejection:
     points: NDArray[np.float64]
 
     def __call__(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Choose for each row."""
+        """Choose a token for each row."""
         target = torch.softmax(scores.double(), dim=-1)
         has_none = target[:, 0].isnan()
         points = torch.from_numpy(self.points[self.depths[rows]]).to(scores.device)
@@ -138,12 +138,12 @@ class Rejection:
         return torch.where(chosen == NOTHING, last, chosen).masked_fill(has_none, NOTHING)
 
     def _proposal(self, before: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
-        """Return float64[n, size], the distributions that a child of each row was drawn from.
+        """Return float64[n, size], the distribution that a child of each row was drawn from.
 
         Args:
             before: int64[n, k], the siblings before it.
-            numbers: int64[n, k + 1], rows of the proposals that they and it came from.
-            size: of the target's vocabulary.
+            numbers: int64[n, k + 1], proposal rows of the siblings and the child.
+            size: size of the target's vocabulary.
         """
         own = numbers[:, -1:]
         given = self.proposals.to(numbers.device)[own[:, 0].clamp(min=0), :size].double()
@@ -152,16 +152,16 @@ class Rejection:
 
 
 def accepts(p: torch.Tensor, q: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return bool[n], whether random numbers are below min(1, p / q)."""
+    """Return bool[n], whether the random numbers are below min(1, p / q)."""
     return points * q < p
 
 
 def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:
-    """Return distributions less some of their tokens, normalised again.
+    """Return distributions without some of their tokens, renormalised.
 
     Args:
         proposal: float64[n, size].
-        tokens: int64[n, k], different ones in each row.
+        tokens: int64[n, k], distinct tokens in each row.
         is_gone: bool[n, k], which of them are removed.
     """
     left = proposal.gather(1, tokens).masked_fill(is_gone, 0)
@@ -172,7 +172,7 @@ def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor)
 def residual(target: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
     """Return max(target - proposal, 0), normalised: the target's distribution after a rejection.
 
-    Where that is zero everywhere, which only rounding can cause, returns the target.
+    If that is zero everywhere, which only rounding can cause, returns the target.
     """
     left = (target - proposal).clamp(min=0)
     mass = left.sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Sampling settings as transformers' logits processors, applied along the path to each row."""
+"""Sampling settings as logits processors of transformers, applied along the path to each row."""
 
 import math
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ _SLACK: Final = 0.01
 
 
 class CountPenalty(LogitsProcessor):
-    """Subtracts a penalty from the logits of tokens that occur, and one for each occurrence.
+    """Subtracts a penalty from the logits of occurring tokens, and another for each occurrence.
 
-    These are OpenAI's presence and frequency penalties, which transformers has no processor for.
+    These are OpenAI's presence and frequency penalties, for which transformers has no processor.
 
     Args:
         presence: penalty of a token that occurs.
@@ -44,10 +44,10 @@ class CountPenalty(LogitsProcessor):
         self._frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return [rows, vocabulary], the logits less the penalties.
+        """Return [rows, vocabulary], the logits minus the penalties.
 
         Args:
-            input_ids: int64[rows, n], the tokens that count: the output's.
+            input_ids: int64[rows, n], the tokens to count: those of the output.
             scores: [rows, vocabulary].
         """
         each = torch.full_like(input_ids, -self._frequency, dtype=scores.dtype)
@@ -56,11 +56,11 @@ class CountPenalty(LogitsProcessor):
 
 
 class NucleusWarper(TopPLogitsWarper):
-    """Transformers' top-p, without sorting tokens that are too improbable to stay.
+    """Transformers' top-p without sorting tokens that are too improbable to stay.
 
-    Tokens of less than (1 - top_p) / vocabulary hold less than 1 - top_p together, so they go
-    whatever their order is. One row of 49,152 logits on a processor takes 0.1 to 0.4 ms instead
-    of 2.5.
+    Tokens with probability below (1 - top_p) / vocabulary have together less than 1 - top_p, so
+    they are removed regardless of their order. One row of 49,152 logits on a CPU takes 0.1 to 0.4
+    ms instead of 2.5.
     """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -95,13 +95,13 @@ _BLIND: Final = frozenset(
         TypicalLogitsWarper,
     }
 )
-"""Processors that make of a row what depends on that row alone; a class derived from one may look
-at more. Those of transformers that check rows and raise (eta, top-h) are not among them: they would
-raise for rows off the path."""
+"""Processors whose result for a row depends only on that row; a derived class may use more.
+Processors of transformers that check rows and raise (eta, top-h) are not included, because they
+would raise for rows off the path."""
 
 
 def penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
-    """Return the processors that look at prompt and output, before any others."""
+    """Return the processors that use prompt and output; they come before any others."""
     processors: list[LogitsProcessor] = []
     penalty = settings.repetition_penalty
     if penalty is not None and penalty != 1:
@@ -110,7 +110,7 @@ def penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
 
 
 def count_penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
-    """Return the processors that look at the output only, right after those of `penalties_of`."""
+    """Return the processors that use only the output; they come right after `penalties_of`."""
     presence = settings.presence_penalty or 0.0
     frequency = settings.frequency_penalty or 0.0
     is_needed = presence != 0 or frequency != 0
@@ -118,15 +118,15 @@ def count_penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
 
 
 class Warping:
-    """The processors of sampling, which come after all others and look at no token.
+    """The processors of sampling, which come after all others and use no tokens.
 
-    A single row on a CPU is narrowed to the tokens that may stay before the rest is applied.
+    A single row on a CPU is first reduced to the tokens that may stay.
 
     Args:
-        settings: which processors there are.
+        settings: determine the processors.
 
     Attributes:
-        processors: all of them, in transformers' order; none if tokens are not drawn.
+        processors: all processors, in transformers' order; empty if tokens are not drawn.
     """
 
     def __init__(self, settings: SamplingSettings) -> None:
@@ -138,18 +138,18 @@ class Warping:
         self.processors = [*self._scaling, *self._truncating]
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return float32[rows, vocabulary], the logits after all of them."""
+        """Return float32[rows, vocabulary], the logits after all processors."""
         scores = applied(self._scaling, None, scores)
         if not self._truncating or len(scores) != 1 or is_waited_for(scores):
             return applied(self._truncating, None, scores)
         tokens = self._candidates(scores[0])
-        if tokens is None or len(tokens) == 0:  # none: the row holds no numbers
+        if tokens is None or len(tokens) == 0:  # empty: the row is NaN
             return applied(self._truncating, None, scores)
         kept = applied(self._truncating, None, scores[:, tokens])
         return torch.full_like(scores, -math.inf).index_copy_(1, tokens, kept)
 
     def _candidates(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """Return int64[n], tokens that may stay; `None` where finding them does not pay."""
+        """Return int64[n], tokens that may stay; `None` if finding them does not pay."""
         settings = self._settings
         if settings.top_k:
             least = torch.topk(scores, min(settings.top_k, len(scores))).values[-1]
@@ -174,13 +174,14 @@ def _truncating(settings: SamplingSettings) -> list[LogitsProcessor]:
 def applied(
     processors: Sequence[LogitsProcessor], tokens: torch.Tensor | None, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Return [rows, vocabulary], the logits after all processors in turn.
+    """Return [rows, vocabulary], the logits after all processors in order.
 
-    `LogitsProcessorList` does so, too, but inspects every signature on every call.
+    `LogitsProcessorList` does the same, but inspects every signature on every call.
 
     Args:
-        processors: to apply.
-        tokens: int64[rows, n], what precedes each row; `None` for those that do not look.
+        processors: the processors to apply.
+        tokens: int64[rows, n], the tokens before each row; `None` for processors that do not use
+            them.
         scores: float32[rows, vocabulary]; may be written to.
     """
     processed: Any = scores
@@ -198,9 +199,9 @@ class Processing:
     processors, the constraint, then temperature, top-k, top-p and min-p.
 
     Args:
-        settings: which penalties and which of sampling's processors there are.
-        processors: more of them; any may look at tokens and remember its calls, unless its class
-            is known to do neither.
+        settings: determine the penalties and the processors of sampling.
+        processors: further processors; each may use tokens and keep state, unless its class is
+            known to do neither.
         constraint: which tokens may be chosen.
     """
 
@@ -221,17 +222,17 @@ class Processing:
 
     @property
     def is_blind(self) -> bool:
-        """Whether a row after processing depends on that row alone, not on how it was reached."""
+        """Whether a processed row depends only on that row, not on the tokens before it."""
         return self.memory is None and not self.looks_at_tokens
 
     @property
     def is_empty(self) -> bool:
-        """Whether logits stay as they are."""
+        """Whether logits stay unchanged."""
         return self.memory is None and not self.all_processors
 
     @property
     def is_of_settings(self) -> bool:
-        """Whether nothing but the settings of sampling, which look at no token, is applied."""
+        """Whether only the settings of sampling, which use no tokens, are applied."""
         return self.is_blind and not self._processors
 
     @property
@@ -241,7 +242,7 @@ class Processing:
 
     @property
     def all_processors(self) -> list[LogitsProcessor]:
-        """All processors, in order; the constraint is none of them."""
+        """All processors, in order, without the constraint."""
         return [
             *self._penalties,
             *self._count_penalties,
@@ -252,12 +253,12 @@ class Processing:
     def before_constraint(
         self, tokens: torch.Tensor | None, scores: torch.Tensor, num_prompt_tokens: int
     ) -> torch.Tensor:
-        """Apply the processors that may look at tokens.
+        """Apply the processors that may use tokens.
 
         Args:
-            tokens: int64[rows, n], what precedes each row; `None` where none of them looks.
+            tokens: int64[rows, n], the tokens before each row; `None` if no processor uses them.
             scores: float32[rows, vocabulary]; may be written to.
-            num_prompt_tokens: how many of the tokens are the prompt's.
+            num_prompt_tokens: how many of these tokens are the prompt.
         """
         scores = applied(self._penalties, tokens, scores)
         if tokens is not None and self._count_penalties:
@@ -269,10 +270,10 @@ class PathScores:
     """One pass's processed logits, computed on demand.
 
     Args:
-        processing: of the logits.
+        processing: the processing of the logits.
         tree: N nodes.
-        logits: [1 + N, vocabulary], the target's; they stay as they are.
-        context: the sequence that the tree goes on from.
+        logits: [1 + N, vocabulary], the target's logits; they are not changed.
+        context: the sequence that the tree continues.
     """
 
     def __init__(
@@ -290,7 +291,8 @@ class PathScores:
         """Return float32[rows, vocabulary], the logits after the last token (0) or node row - 1.
 
         Args:
-            rows: any where the processing is blind; otherwise one, after its node's parent's.
+            rows: any rows if the processing is blind; otherwise one, after that of its node's
+                parent.
         """
         processing = self._processing
         scores = self._logits[rows].to(torch.float32, copy=True)

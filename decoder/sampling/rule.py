@@ -43,14 +43,14 @@ from retriever.tree import DraftTree
 class ProcessedRule:
     """A rule that chooses from processed logits.
 
-    A row is processed when the path reaches it. Only where no processor looks at more than the row
-    and the host would wait for another device, all rows are processed before: in the pass itself,
-    if it was asked for a `selection`.
+    A row is processed when the path reaches it. If no processor uses more than the row and the
+    logits are on another device, all rows are processed in advance: in the pass itself, if a
+    `selection` was requested.
 
     Attributes:
         settings: how tokens are chosen.
-        processing: of the logits before a choice.
-        seed: of the random numbers.
+        processing: processing of the logits before a choice.
+        seed: seed of the random numbers.
     """
 
     settings: SamplingSettings
@@ -62,7 +62,7 @@ class ProcessedRule:
 
         Raises:
             DeadEndError: no token is possible after the committed ones.
-            InvalidLogitsError: the logits after it are not numbers.
+            InvalidLogitsError: the logits after them are NaN.
         """
         chosen = self._selected(logits, context)
         if chosen is not None:
@@ -81,7 +81,7 @@ class ProcessedRule:
         return _possible(tree, logits, (path, token))
 
     def forced(self, tenant: str) -> ForcedDrafts | None:
-        """Return what the constraint forces in one output; None where it cannot tell."""
+        """Return the tokens that the constraint forces in one output; `None` if it cannot tell."""
         memory = self.processing.memory
         callers = (each.grammar for each in self.processing.callers if _is_grammar(each))
         grammar = next(callers, None) if memory is None else memory.constraint
@@ -89,13 +89,13 @@ class ProcessedRule:
 
     @property
     def drawing(self) -> Drawing | None:
-        """How tokens are drawn where only settings are applied, which look at no token."""
+        """How tokens are drawn if only settings are applied, which use no tokens."""
         if self.settings.is_greedy or not self.processing.is_of_settings:
             return None
         return SettingsDrawing(replace(self.settings, seed=None, coupled=True))
 
     def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
-        """Return what a pass is to choose after all rows, unless drawn drafts are to be judged."""
+        """Return how a pass chooses after all rows; `None` if drawn drafts have to be judged."""
         drawing = self.drawing
         choice = None if drawing is None else self._choice(tree, context)
         if drawing is None or not isinstance(choice, Draw):
@@ -124,16 +124,16 @@ class ProcessedRule:
 
 @dataclass(frozen=True, slots=True)
 class SettingsDrawing:
-    """Draws by settings that look at no token; a `Drawing`.
+    """Draws with settings that use no tokens; a `Drawing`.
 
     Attributes:
-        settings: equal ones draw alike, as random numbers are given.
+        settings: the settings; equal ones draw the same, because random numbers are given.
     """
 
     settings: SamplingSettings
 
     def __call__(self, logits: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-        """Choose for each row."""
+        """Choose a token for each row."""
         return drawn(Warping(self.settings)(logits.to(torch.float32, copy=True)), points)
 
 
@@ -142,13 +142,13 @@ def accept_rule(
     processors: Sequence[LogitsProcessor] = (),
     constraint: Constraint[Any] | None = None,
 ) -> AcceptRule:
-    """Return the rule that keeps the target's distribution under some settings.
+    """Return the rule that preserves the target's distribution under some settings.
 
     Args:
-        settings: how tokens are chosen; greedily by default.
-        processors: of transformers, applied along each path with all tokens before a row as
-            `input_ids`. One may remember its calls: it is shown each position of the output once,
-            in order, and no rejected token.
+        settings: how tokens are chosen; greedy by default.
+        processors: logits processors of transformers, applied along each path with all tokens
+            before a row as `input_ids`. They may keep state: each position of the output is shown
+            once, in order, and no rejected token.
         constraint: which tokens may be chosen.
     """
     settings = SamplingSettings() if settings is None else settings
@@ -164,7 +164,7 @@ def _is_grammar(processor: LogitsProcessor) -> TypeGuard[GrammarProcessor]:
 
 
 def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> Acceptance:
-    """Accept the path up to a dead end; the next pass, which begins there, raises."""
+    """Accept the path up to a dead end; the next pass, which starts there, raises the error."""
     path, token = acceptance
     if token != NOTHING:
         return acceptance
@@ -172,7 +172,7 @@ def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> 
         return path[:-1], int(tree.token_ids[path[-1]])
     if logits[0].isnan().any():
         raise InvalidLogitsError(
-            "the model's logits are not numbers: load it in another precision, such as float32"
+            "the model's logits are NaN: load it with another dtype, such as float32"
         )
     raise DeadEndError(
         "no token may come next: the constraint and the logits processors exclude all of them"

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 _MIN_TEMPERATURE: Final = 1e-5
-"""At this temperature a difference of 0.001 between two logits is a factor of e^100 already: lower
-ones would differ from greedy decoding only by rounding."""
+"""At this temperature a difference of 0.001 between two logits is already a factor of e^100: lower
+temperatures would differ from greedy decoding only by rounding."""
 
 _TRUNCATIONS: Final = ("top_k", "top_p", "min_p")
 _STATED_PENALTIES: Final = ("repetition_penalty",)
@@ -26,29 +26,30 @@ _SEEDS: Final = 2**64
 class SamplingSettings:
     """How tokens are chosen; settings that are `None` are not applied.
 
-    They mean what transformers means by them, and are applied in its order: repetition penalty,
+    They have the same meaning as in transformers and are applied in its order: repetition penalty,
     frequency and presence penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the most probable token.
         top_k: only the k most probable tokens may be drawn; 0 for all.
-        top_p: only the most probable tokens that hold this mass together, above 0 to 1
-            (Holtzman et al., 2020, arXiv:1904.09751).
-        min_p: only tokens with at least this share of the greatest probability, 0 to 1
-            (Nguyen et al., 2024, arXiv:2407.01082).
+        top_p: only the most probable tokens that together have this probability, above 0 and at
+            most 1 (Holtzman et al., 2020, arXiv:1904.09751).
+        min_p: only tokens with at least this share of the greatest probability, 0 to 1 (Nguyen et
+            al., 2024, arXiv:2407.01082).
         repetition_penalty: divides positive logits of tokens in prompt and output, multiplies
             negative ones, above 0 (Keskar et al., 2019, arXiv:1909.05858).
         presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
-        frequency_penalty: the same, once for each occurrence.
-        seed: makes sampling repeatable, from 0 to 2**64 - 1; `None` takes one from the system.
-        coupled: random numbers belong to positions, so that a seed gives the same output with
-            any drafts. Otherwise they belong to passes, drafts that were drawn from a model's
-            distribution are accepted by that distribution, and the output of a seed depends on
-            the drafter.
+        frequency_penalty: subtracted once for each occurrence, -2 to 2.
+        seed: makes sampling repeatable, from 0 to 2**64 - 1; `None` for a random one.
+        coupled: whether random numbers belong to positions, so that a seed gives the same output
+            with any drafts. Otherwise they belong to passes, drafts drawn from a model's
+            distribution are accepted based on that distribution, and the output of a seed depends
+            on the drafter.
 
     Raises:
         InvalidSettingsError: a value is out of its range.
-        ContradictoryOptionsError: a setting for sampling alone is given at temperature 0.
+        ContradictoryOptionsError: a setting that only applies to sampling is given at temperature
+            0.
     """
 
     flags_title: ClassVar[str] = "Sampling"
@@ -57,7 +58,7 @@ class SamplingSettings:
     top_k: Annotated[
         int | None,
         RARE,
-        Field(ge=0, description="Draw from the so many most probable tokens; 0: from all."),
+        Field(ge=0, description="Draw from this many most probable tokens; 0: from all."),
     ] = None
     top_p: Annotated[
         float | None,
@@ -87,12 +88,12 @@ class SamplingSettings:
     presence_penalty: Annotated[
         float | None,
         RARE,
-        Field(ge=-2, le=2, description="Taken off the logits of tokens of the output."),
+        Field(ge=-2, le=2, description="Subtracted from the logits of tokens in the output."),
     ] = None
     frequency_penalty: Annotated[
         float | None,
         RARE,
-        Field(ge=-2, le=2, description="The same, for each time that a token is there."),
+        Field(ge=-2, le=2, description="The same, once for each occurrence of a token."),
     ] = None
     seed: Annotated[
         int | None,
@@ -117,7 +118,7 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, config: "GenerationConfig") -> Self:
-        """Return what a model's generation_config asks for.
+        """Return the settings of a model's generation_config.
 
         Raises:
             InvalidSettingsError: it states a value out of its range.
@@ -129,7 +130,7 @@ class SamplingSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken."""
+        """Whether the most probable token is always taken."""
         return self.temperature == 0
 
     def completed(self, config: "GenerationConfig") -> Self:

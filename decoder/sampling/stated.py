@@ -1,4 +1,4 @@
-"""Options of a model's generation_config: which a rule applies, and which it does not."""
+"""Options of a model's generation_config: which ones a rule applies and which not."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,16 +33,16 @@ _FOLLOWED_ALONG_PATHS: Final = (
     "remove_invalid_values",
     "suppress_tokens",
 )
-"""Options whose processors have no memory and need not know where the prompt ends."""
+"""Options whose processors are stateless and do not depend on where the prompt ends."""
 
 
 def stated_processors(model: PreTrainedModel, stop_ids: Sequence[int]) -> list[LogitsProcessor]:
-    """Return processors for what a model's generation_config states and no sampling setting says.
+    """Return processors for options of a model's generation_config beyond sampling settings.
 
     They come after the repetition penalty, in transformers' order.
 
     Args:
-        model: whose settings these are.
+        model: the model; its generation_config is read.
         stop_ids: tokens that end a sequence.
     """
     stated = getattr(model, "generation_config", None)
@@ -53,19 +53,19 @@ def stated_processors(model: PreTrainedModel, stop_ids: Sequence[int]) -> list[L
 def unapplied_settings(
     model: PreTrainedModel, stop_ids: Sequence[int], rule: AcceptRule = accept_greedy
 ) -> dict[str, Any]:
-    """Return the settings that `model.generate` would obey and a rule does not.
+    """Return the settings that `model.generate` would apply but a rule does not.
 
-    `model.generate` fills what its caller leaves open from the model's own generation_config.
-    Each setting is tried alone: it counts if it brings another mode of decoding, another end, or
-    a logits processor of a kind that the rule has none of.
+    `model.generate` takes options that its caller does not set from the model's own
+    generation_config. Each setting is tried separately: it counts if it leads to another generation
+    mode, another ending, or a type of logits processor that the rule lacks.
 
     Args:
-        model: whose settings these are.
+        model: the model; its generation_config is read.
         stop_ids: tokens that end a sequence.
-        rule: the acceptance rule; settings for sampling alone count if it samples.
+        rule: the acceptance rule; settings that only apply to sampling count if it samples.
 
     Returns:
-        Name to value.
+        The settings by name.
     """
     stated = getattr(model, "generation_config", None)
     settings = {} if stated is None else vars(stated)
@@ -80,7 +80,7 @@ def unapplied_settings(
 
 @contextmanager
 def without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Have `model.generate` follow its caller's settings only, during the block."""
+    """Let `model.generate` follow only its caller's settings during the block."""
     own = model.generation_config
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
     try:
@@ -109,11 +109,11 @@ def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
 
 
 def _config(values: dict[str, Any], stop_ids: Sequence[int], model: PreTrainedModel) -> Any:
-    """Return a GenerationConfig of these values as `generate` prepares it."""
+    """Return a GenerationConfig with these values, as prepared by `generate`."""
     config: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
     for name, value in values.items():
         setattr(config, name, value)
-    # Some processors cannot be made without a stop token, whichever it is.
+    # Some processors need a stop token, but any one will do.
     stops = torch.tensor(list(stop_ids) or [0], device=torch.device(model.device))
     config._eos_token_tensor = stops  # noqa: SLF001  as generate does
     return config
@@ -123,7 +123,7 @@ def _processors(model: PreTrainedModel, config: Any) -> list[LogitsProcessor]:
     device = torch.device(model.device)
     some_prompt: Any = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about settings that have no effect
+        warnings.simplefilter("ignore")  # warnings about settings without effect
         processors = GenerationMixin._get_logits_processor(  # noqa: SLF001  no public name
             model,  # type: ignore[arg-type]  # every causal model has the mixin
             config,

@@ -1,11 +1,11 @@
-"""The parts that acceptance rules share: random numbers, walking down a tree, drawing tokens.
+"""Parts shared by acceptance rules: random numbers, walking down a tree, drawing tokens.
 
-The rules of this package let the target choose a token after a node and follow the child that
-carries it. The target's own choice is kept at every position, so the output is the target's,
-whatever was drafted. For drafts that are certain of their token (they name it and give no
-distribution) this is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et al.,
-2023, arXiv:2302.01318) with q = 1: a token is kept with its probability under the target, and the
-draw that disagrees is already distributed as the residual.
+The rules of this package let the target choose a token after a node and follow the child with that
+token. The target's own choice is kept at every position, so the output is the target's, regardless
+of the drafts. For drafts that are certain of their token (they name it and give no distribution)
+this is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023,
+arXiv:2302.01318) with q = 1: a token is kept with its probability under the target, and a draw that
+disagrees is already distributed as the residual.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassContext:
-    """The sequence that a pass goes on from.
+    """The sequence that a pass continues.
 
     Attributes:
-        sequence: number of the sequence among those of its decoder.
-        tokens: int32[n], the committed tokens, the prompt first. Not to be written to.
-        num_prompt_tokens: how many of them are the prompt's.
-        choices: what the pass found with its logits, if it did.
-        goes_on: is told each token of the output as soon as it is chosen; where it returns false,
-            the rest of the pass is not used. `None` where nobody listens.
+        sequence: number of the sequence in its decoder.
+        tokens: int32[n], the committed tokens, prompt included; read-only.
+        num_prompt_tokens: how many of them are the prompt.
+        choices: the choices that the pass computed with its logits, if any.
+        goes_on: called with each token of the output as soon as it is chosen; if it returns false,
+            the rest of the pass is not used. `None` if there is no listener.
     """
 
     sequence: int
@@ -46,7 +46,7 @@ class PassContext:
 
     @property
     def position(self) -> int:
-        """Position of the token after the last committed one, counted from the prompt's first."""
+        """Position of the token after the last committed one, counted from the prompt's start."""
         return len(self.tokens)
 
     @property
@@ -56,19 +56,19 @@ class PassContext:
 
 
 Drawing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What a captured pass may draw with, before any path is known; rules that look at the tree or at
-earlier tokens have none. Takes logits, [n, vocabulary] with n at least 2, which it does not write
-to, and a random number for each row, float64[n]; gives tokens, int64[n]. It must depend on these
-alone, and drawings that are equal (==) must compute the same."""
+"""How a captured pass draws tokens before any path is known; rules that use the tree or earlier
+tokens have no drawing. It takes logits, [n, vocabulary] with n at least 2, which it must not write
+to, and a random number for each row, float64[n], and returns tokens, int64[n]. The result must
+depend only on these, and equal drawings (==) must compute the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """What a rule asks a pass to choose after the rows of a reading, before a path is known.
+    """A rule's request to a pass to choose tokens after a reading's rows, before a path is known.
 
     Attributes:
-        rule: that asks.
-        drawing: how it chooses.
+        rule: the requesting rule.
+        drawing: how tokens are chosen.
         points: float64[rows], the random number of each row.
     """
 
@@ -79,10 +79,10 @@ class Selection:
 
 @runtime_checkable
 class ForcingRule(Protocol):
-    """A rule under which some tokens are the only ones that may come."""
+    """A rule that allows only one possible token at some positions."""
 
     def forced(self, tenant: str) -> "ForcedDrafts | None":
-        """Return what is forced in one output of a tenant; None where that is not known."""
+        """Return the forced tokens in one output of a tenant; `None` if unknown."""
         ...
 
 
@@ -92,16 +92,16 @@ class SelectingRule(Protocol):
 
     @property
     def drawing(self) -> Drawing | None:
-        """How it does; `None` where choices need the path before them."""
+        """How tokens are drawn; `None` if choices depend on the path before them."""
         ...
 
     def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
-        """Return what a pass is to choose; `None` where that cannot be said before."""
+        """Return the selection for a pass; `None` if it cannot be stated in advance."""
         ...
 
 
 class ChoiceTable:
-    """What a pass computed about its rows, on its device; one download brings all of it.
+    """A pass's results about its rows, on its device; one download fetches all of them.
 
     Args:
         values: int32[rows, 3 + 2 * k]: the most probable token after each row, whether such tokens
@@ -110,29 +110,29 @@ class ChoiceTable:
     """
 
     SELECTED: Final = 2
-    """The column of what selections chose."""
+    """Column of the tokens chosen by selections."""
 
     NUM_CHOICES: Final = 3
-    """Columns before the likeliest tokens."""
+    """Number of columns before the likeliest tokens."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
 
     @cached_property
     def values(self) -> NDArray[np.int32]:
-        """The same, on the host."""
+        """The values, on the host."""
         found: NDArray[np.int32] = self._values.cpu().numpy()
         return found
 
 
 class Choices:
-    """What the logits of a reading say, found in the pass that made them.
+    """Choices from a reading's logits, computed in the pass that made the logits.
 
     Args:
-        table: of the pass.
-        rows: those of the reading: after its last token and after each node of its tree.
-        logits: [rows, vocabulary], that it was found of.
-        selection: by which the pass chose, if it did.
+        table: table of the pass.
+        rows: rows of the reading: after its last token and after each node of its tree.
+        logits: [rows, vocabulary], the logits of these choices.
+        selection: the selection with which the pass chose, if any.
     """
 
     def __init__(
@@ -146,17 +146,17 @@ class Choices:
         self._selection = selection
 
     def are_of(self, logits: torch.Tensor) -> bool:
-        """Return whether these very logits were chosen from, as no rule has changed them."""
+        """Return whether the choices are of exactly these logits, which no rule has changed."""
         return logits is self._logits
 
     def greedy(self) -> Acceptance:
-        """Return the path of the most probable tokens, and the one after it."""
+        """Return the path of the most probable tokens and the token after it."""
         values = self._table.values[self._rows]
         path = np.flatnonzero(values[1:, 1])
         return path, int(values[path[-1] + 1 if len(path) else 0, 0])
 
     def selected_for(self, rule: object) -> torch.Tensor | None:
-        """Return int64[rows], what a rule had the pass choose, `None` if it asked for nothing."""
+        """Return int64[rows], the pass's choices for a rule; `None` if it requested none."""
         if self._selection is None or self._selection.rule is not rule:
             return None
         values = self._table.values[self._rows, self._table.SELECTED]
@@ -171,32 +171,32 @@ class Choices:
 
 
 AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]
-"""Decides what a pass brings: which path of its tree is accepted, and the token behind it.
+"""Decides the result of a pass: which path of its tree is accepted, and the token after it.
 
-It is given a tree of N nodes and the target's logits, [1 + N, vocabulary], after the last token and
-after each node; it must not write to them, and may change nothing else. The path goes from a child
-of the root downwards, each node a child of the one before, and the token is one of the vocabulary.
-The rule tells `PassContext.goes_on` each token as it is chosen and stops where that says no;
-`follow` does so. What it raises ends its own sequence.
+It gets a tree of N nodes and the target's logits, [1 + N, vocabulary], after the last token and
+after each node. It must not write to them or change anything else. The path goes from a child of
+the root down, each node a child of the one before, and the token is in the vocabulary. The rule
+calls `PassContext.goes_on` with each token as it is chosen and stops if that returns false;
+`follow` does so. An error that it raises ends only its own sequence.
 
-Rules here keep the target's distribution. One of yours need not: then the output is no longer the
-model's, and nothing checks it.
+The rules here preserve the target's distribution. Your own rule need not: then the output is no
+longer the model's, and nothing checks that.
 """
 
 _BLOCK = 256
-"""Tokens that are summed together first: about the square root of a usual vocabulary, so that the
-sums of blocks and those inside one block take equally long."""
+"""Tokens in a block of the two-level sum: about the square root of a usual vocabulary, so that the
+sums of blocks and those within one block take equally long."""
 
-_PHILOX_WORDS = 4  # numbers for each count
+_PHILOX_WORDS = 4  # numbers per counter value
 
 
 def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
     Args:
-        tree: what was verified, N nodes.
-        logits: [1 + N, vocabulary], the target's, after the last token and after each node.
-        context: of the pass.
+        tree: the verified tree, N nodes.
+        logits: [1 + N, vocabulary], the target's logits after the last token and after each node.
+        context: context of the pass.
     """
     goes_on = context.goes_on
     if goes_on is None and context.choices is not None and context.choices.are_of(logits):
@@ -208,18 +208,18 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -
 
 
 def is_waited_for(logits: torch.Tensor) -> bool:
-    """Return whether the host waits for what it reads: whether it is on another device.
+    """Return whether the host has to wait for logits: whether they are on another device.
 
-    A CPU is asked for few rows, another device rarely: there, many rows take as long as one.
+    On a CPU only the needed rows are computed; on another device many rows take as long as one.
     """
     return logits.device.type != "cpu"
 
 
 def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]:
-    """Return float64[count], the random numbers of the position after a context and the next ones.
+    """Return float64[count], random numbers of the positions from the context's end on.
 
-    A number is a function of seed, sequence and position, by a generator that counts instead of
-    keeping state (Philox: Salmon et al., 2011, doi:10.1145/2063384.2063405).
+    A number is a function of seed, sequence and position, from a counter-based generator (Philox:
+    Salmon et al., 2011, doi:10.1145/2063384.2063405).
     """
     block, skipped = divmod(context.position, _PHILOX_WORDS)
     source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=block)
@@ -227,25 +227,25 @@ def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]
 
 
 def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return float64[shape], random numbers of a pass, apart from those of positions."""
+    """Return float64[shape], random numbers of a pass, independent of those of positions."""
     counter = np.array([0, context.position, 1, 0], np.uint64)
     source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=counter)
     return np.random.Generator(source).random(shape)
 
 
 def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Choose one token for each row by inverting its distribution function at a point.
+    """Choose one token per row by inverting its cumulative distribution at a point.
 
-    The function is summed in blocks and then inside one block, in double precision: a
-    single-precision sum over a large vocabulary would lose the rare tokens, and
-    `torch.multinomial` takes as long as a pass of a small model.
+    Probabilities are summed over blocks and then within one block, in double precision: a
+    single-precision sum over a large vocabulary would lose rare tokens, and `torch.multinomial`
+    takes as long as a pass of a small model.
 
     Args:
-        probabilities: float[rows, vocabulary], not negative; rows need not sum to one.
-        points: float64[rows], random numbers from 0 to below 1.
+        probabilities: float[rows, vocabulary], non-negative; rows need not sum to 1.
+        points: float64[rows], random numbers in [0, 1).
 
     Returns:
-        int64[rows]; any token where a row has no positive sum.
+        int64[rows]; an arbitrary token if a row has no positive sum.
     """
     rows, size = probabilities.shape
     length = min(size, _BLOCK)
@@ -259,30 +259,30 @@ def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(ends: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return int64[rows, 1], the first entry above a point; rounding never passes the last."""
+    """Return int64[rows, 1], the first entry above a point, at most the last despite rounding."""
     below_last = torch.nextafter(ends[:, -1:], torch.zeros_like(points))
     found = torch.searchsorted(ends, torch.minimum(points, below_last), right=True)
-    return found.clamp(max=ends.shape[-1] - 1)  # where a row holds no numbers, it is none of them
+    return found.clamp(max=ends.shape[-1] - 1)  # for NaN rows no entry is found
 
 
 CERTAIN: Final = -1
-"""Row of a node that was not drawn: the drafter would always have named it here."""
+"""Row of a node that was not drawn: the drafter would have named it here in any case."""
 
 
 class SampledTree(DraftTree):
-    """A draft tree that tells how its nodes came about, so that verification can stay exact.
+    """A draft tree that records how its nodes were drawn, so that verification can be exact.
 
-    Siblings of one row were drawn from it one after the other, in the order of their nodes, each
-    from what the earlier ones left (without replacement). Whether a node is drafted, and where it
-    stands, may depend on its ancestors and its earlier siblings, never on its own token: a token
-    that is kept for its value is no longer distributed as the row says. So probabilities of drawn
-    nodes are estimates made before their tokens were known.
+    Siblings with the same row were drawn from it one after another, in the order of their nodes,
+    without replacement. Whether a node is drafted, and its place, may depend on its ancestors and
+    earlier siblings, but never on its own token: a token that is kept because of its value no
+    longer follows the row's distribution. So probabilities of drawn nodes are estimates made before
+    their tokens were known.
 
-    A certain node is one that would be here whatever was drawn among its ancestors' other
-    children; a token that is both drawn and certain below one parent is one node, a drawn one.
+    A certain node would be here regardless of the draws among its ancestors' other children. A
+    token that is both drawn and certain below the same parent is a single, drawn node.
 
     Attributes:
-        proposals: float32[rows, vocabulary], the distributions drawn from, each summing to one.
+        proposals: float32[rows, vocabulary], the distributions drawn from, each summing to 1.
         rows: int32[N], the row of `proposals` that a node was drawn from, or `CERTAIN`.
     """
 
@@ -308,7 +308,7 @@ class SampledTree(DraftTree):
         return self.among(np.arange(len(self)) < num_nodes)
 
     def among(self, kept: NDArray[np.bool_]) -> Self:
-        """Return the tree of the kept nodes, bool[N], whose parents are kept, too."""
+        """Return the tree of the kept nodes, bool[N]; their parents must also be kept."""
         tree = DraftTree.among(self, kept)
         return type(self)(
             tree.token_ids,

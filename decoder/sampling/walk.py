@@ -1,4 +1,4 @@
-"""Walking down a draft tree along the tokens that the target chose."""
+"""Walking down a draft tree along the target's choices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from retriever.tree import ROOT, DraftTree
 
 Acceptance = tuple[NDArray[np.int64], int]
-"""int64[k], the accepted nodes from the root downwards, and the target's token after them."""
+"""int64[k], the accepted nodes from the root down, and the target's token after them."""
 
 
 def follow(
@@ -19,15 +19,16 @@ def follow(
     *,
     together: bool,
 ) -> Acceptance:
-    """Walk down the tree as long as a child carries the token chosen for its parent.
+    """Walk down the tree while a child has the token chosen after its parent.
 
     Args:
         tree: N nodes.
-        choose: gives int64[n], an array or a tensor, the target's tokens for some rows: after the
+        choose: returns int64[n], an array or a tensor, the target's tokens for some rows: after the
             last token for row 0, after node n for row n + 1.
-        goes_on: is told each chosen token before the next is; the walk ends where it says no.
-        together: whether all rows are asked for before the walk; otherwise each is when the path
-            comes by, and no other.
+        goes_on: called with each token before the next is chosen; the walk ends if it returns
+            false.
+        together: whether all rows are chosen before the walk; otherwise only the rows on the path,
+            as it reaches them.
     """
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}

@@ -78,62 +78,63 @@ _log = getLogger(__name__)
 _curves: WeakKeyDictionary[PreTrainedModel, dict[str, CostSurface]] = WeakKeyDictionary()
 
 _QUIETER: Final = 1 / 1.5
-"""Passes that take so much less than was measured show that something else ran meanwhile. Where
-they take more the machine is busy now, which is no time to measure."""
+"""If passes take less than this share of the measured time, the machine was busy during the
+measurement. If they take more, the machine is busy now, so this is not the time to measure."""
 
 
 class Foredraft(OfOneProcess):
     """Decodes with drafts when passed to `model.generate` as `custom_generate`.
 
     Logits processors, sampling, lengths and stopping are those of the call and of the model's
-    generation_config. The model is run as it is at each pass: weights, adapters, modules and hooks
-    may change between calls, and in a processor, criterion or streamer of a call. One that passes
-    of ours would not be exact for is decoded by its own `generate`, which is logged once. The
-    model's passes are measured once, which takes seconds; what they cost is kept for the next start
-    (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call. Sampling draws its seed
-    from torch.
+    generation_config. Each pass runs the model in its current state: weights, adapters, modules and
+    hooks may change between calls, and within a call in a processor, criterion or streamer. A model
+    for which our passes would not be exact is decoded by its own `generate`; this is logged once.
+    The model's passes are measured once, which takes seconds. Their costs are stored for the next
+    start (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call. Sampling draws its
+    seed from torch.
 
-    Rows of a batch, and the sequences of `num_return_sequences`, share passes, each with drafts of
-    its own. Greedily, each has the output that it has alone. Drawn ones have random numbers of
-    their own, by the seed and the number of the row.
+    Rows of a batch and the sequences of `num_return_sequences` share passes, each with its own
+    drafts. With greedy decoding, each row has the same output as alone. With sampling, each row has
+    its own random numbers, determined by the seed and the number of the row.
 
     Args:
-        model: the model of all calls, or what wraps it: PEFT's, a compiled one, a trainer's.
+        model: the model of all calls, or a wrapper of it: from PEFT, torch.compile or a trainer.
         drafter: proposes the drafts.
-        budget: how much of a draft is verified; by default what pays, by measurement.
-        drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
-            embedding is larger; by default what the drafter or the tokenizer says.
-        tokenizer: the model's, so that a drafter for another one is refused; needed for calls with
-            `stop_strings`.
-        speculator: a head that drafts from the model's own states, such as EAGLE's, see
-            `load_speculator`: its drafts are fused with the drafter's and with recycled logits.
-        assistant_model: a smaller model of the same tokenizer, fused likewise. At each node the
-            sources that know it decide by what each has been worth so far; a head or an assistant
-            is asked where it lately brought more tokens than its time is worth.
-        draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`) are accepted
-            by their distributions, where a call samples. The output of a seed then depends on the
+        budget: decides how much of a draft is verified; by default as much as pays according to
+            measured costs.
+        drafter_vocabulary: size of the drafter's vocabulary if the model's embedding is larger; by
+            default that of the drafter or the tokenizer.
+        tokenizer: the model's tokenizer, so that a drafter for another one is refused; required for
+            calls with `stop_strings`.
+        speculator: a head that drafts from the model's own hidden states, such as EAGLE's; see
+            `load_speculator`. Its drafts are fused with the drafter's and with recycled logits.
+        assistant_model: a smaller model with the same tokenizer, fused in the same way. At each
+            node the sources that know it are weighted by their value so far. A head or an assistant
+            is asked if its recent tokens were worth its time.
+        draft_sampling: whether sampling calls use the distributions of drafts that the drafter drew
+            at random (`DrawnFusion`) to accept them. The output of a seed then depends on the
             drafts; its distribution does not.
-        parallel: most rows that a pass serves; others wait for a place.
-        reuse_prefixes: whether a call may begin with keys and values that an earlier call left, as
-            a chat's next turn can, if nothing shows that the model changed. Set it only if all
-            changes of yours do: what a hook or a layer of your own remembers does not show.
-        queues: whether a call waits while another thread's call is decoded; otherwise it raises.
-        counts_versions: whether weights that changed since the call before are another version of a
-            policy, for calls whose `options` state none: what earlier ones wrote counts less. A
-            change that no counter shows counts if `foredraft.model_changed` tells of it.
+        parallel: most rows in a pass; others wait for a place.
+        reuse_prefixes: whether a call may reuse keys and values of an earlier call, as in the next
+            turn of a chat, if no change of the model is detected. Set it only if all your changes
+            are detectable: the internal state of your own hooks or layers is not.
+        queues: whether a call waits while another thread's call is decoded; otherwise it raises an
+            error.
+        counts_versions: whether changed weights count as a new version of a policy, for calls whose
+            `options` state no version; outputs of earlier versions then count less. Report changes
+            that no counter shows with `foredraft.model_changed`.
 
     Attributes:
-        statistics: figures of all calls, of all rows.
-        speedup: what drafts were worth in all calls, against decoding row by row without them,
-            estimated from what passes cost here; nothing is known with a budget that does not
-            measure.
+        statistics: figures of all calls and rows.
+        speedup: speedup of all calls over decoding row by row without drafts, estimated from the
+            measured costs of passes; unknown with a budget that does not measure.
 
     Raises:
-        WeightsNotLoadedError: weights of the model are on no device.
+        WeightsNotLoadedError: some weights of the model are on no device.
         VocabularyMismatchError: the drafter, the speculator or the assistant is for another
             tokenizer.
         HeadFileError: the speculator cannot be read.
-        HeadMismatchError: it was made for another model.
+        HeadMismatchError: the speculator was made for another model.
         ContradictoryOptionsError: the drafter is a fused one, which takes readers itself.
         InvalidSettingsError: `parallel` is less than one.
     """
@@ -178,7 +179,7 @@ class Foredraft(OfOneProcess):
         self._follow_model()
 
     def _follow_model(self) -> None:
-        """Make what decodes the model, unless it is made as it was.
+        """Build the decoder of the model, unless the model's structure is unchanged.
 
         Raises:
             UnsupportedModelError: the speculator or the assistant cannot be used with it.
@@ -194,7 +195,7 @@ class Foredraft(OfOneProcess):
             drafter = _with_readers(
                 drafter, model, self._vocabulary, self._speculator, self._assistant
             )
-        self._structure = None  # until all is made
+        self._structure = None  # until everything is built
         try:
             target = Target(
                 model,
@@ -212,7 +213,7 @@ class Foredraft(OfOneProcess):
         if self._decodes_plainly:
             self._structure = structure
             return
-        target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
+        target.max_length = computed_limit(model.config)  # `generate` continues as far as it can
         self._decoder = Decoder(
             target,
             drafter,
@@ -222,7 +223,7 @@ class Foredraft(OfOneProcess):
         self._structure = structure
 
     def _measure_again_if_quieter(self) -> None:
-        """Measure passes again where what was measured was measured on a busy machine."""
+        """Measure passes again if the machine was busy during the last measurement."""
         budget = self._decoder.budget
         if self._budget is not None or not isinstance(budget, MeasuredBudget):
             return
@@ -247,48 +248,48 @@ class Foredraft(OfOneProcess):
         stop_strings: str | list[str] | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode one sequence or a batch, as `model.generate` asks for it.
+        """Decode one sequence or a batch for `model.generate`.
 
         Args:
-            model: the same as at the start.
-            input_ids: int64[rows, n], the prompts, padded on the left; each as often as
-                `num_return_sequences` says.
-            logits_processor: applied along each path, with the tokens of its row before it; of
-                several rows each has copies of its own, see `own_processors`.
-            stopping_criteria: of each row, as processors are; tokens behind the first stop are
+            model: the model given at construction.
+            input_ids: int64[rows, n], the prompts, padded on the left; each repeated
+                `num_return_sequences` times.
+            logits_processor: applied along each path, with the row's tokens before it; with several
+                rows, each row gets its own copies, see `own_processors`.
+            stopping_criteria: applied per row, like processors; tokens after the first stop are
                 cut.
-            generation_config: of the call.
-            on_tokens: is called with the tokens of each pass; a `streamer` of the call is told
-                each token, as well. Both are for one sequence.
-            predictions: what the outputs are expected to contain: of all rows, or a list of them
-                for each row. Drafts come from them, too, where the drafter takes any.
-            options: what the drafter is told of every row: whether later calls may draft from the
-                outputs; the group of all rows, which then draft from one another, and the version
-                of the model; whose call it is; and predictions, before those of the rows.
-            drafts: whether drafts are made at all; the drafter is told nothing if not.
+            generation_config: configuration of the call.
+            on_tokens: called with the tokens of each pass; a `streamer` of the call also gets each
+                token. Both work only for one sequence.
+            predictions: texts that the outputs are expected to contain: for all rows, or a list for
+                each row. They are one more source of drafts, if the drafter supports predictions.
+            options: options for the drafter, for every row: whether later calls may draft from the
+                outputs, the group of all rows, which then draft from one another, the version of
+                the model, the tenant, and predictions, which come before those of the rows.
+            drafts: whether to draft; if not, the drafter does not see the call.
             budget: most nodes of a row's tree that a pass verifies; see `Request`.
-            constraint: what each output must look like: applied as a `GrammarProcessor` among the
-                call's processors is, and what it forces is drafted.
-            stop_strings: end an output, as in `generate`; they are found with the tokenizer that
-                was given at the start.
+            constraint: form that each output must have. It is applied as a `GrammarProcessor` among
+                the call's processors would be, and what it forces is drafted.
+            stop_strings: strings that end an output, as in `generate`; found with the tokenizer
+                given at construction.
             model_kwargs: further arguments of the model.
 
         Returns:
             int64[rows, n + new], padded on the right, or a GenerateDecoderOnlyOutput of it if
-            `return_dict_in_generate` is set. Then, and where a cache was given, the cache holds
-            what `generate` would have left in it, to go on from. Of rows that end before others,
-            scores and logits are zeros from there on.
+            `return_dict_in_generate` is set. In that case, and if a cache was given, the cache
+            holds what `generate` would have left in it, to continue from. Scores and logits of rows
+            that end before others are zeros after their end.
 
         Raises:
-            UnsupportedGenerationError: the call asks for what drafts do not serve.
-            InvalidPromptError: a prompt is longer than the model can take, or holds padding
-                alone; or a prediction, a group, a version or a tenant's name is none.
+            UnsupportedGenerationError: the call asks for something that drafts do not support.
+            InvalidPromptError: a prompt is longer than the model allows or holds only padding; or a
+                prediction, a group, a version or a tenant's name is invalid.
             InvalidSettingsError: the budget is negative.
-            InvalidRequestError: the drafter keeps no tenants apart.
-            DecoderBusyError: another call is being decoded, and calls do not queue.
+            InvalidRequestError: the drafter does not keep tenants apart.
+            DecoderBusyError: another call is being decoded and calls do not queue.
 
-        An output ends at `Target.max_length` tokens where passes beyond are not those of the model
-        (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
+        An output ends at `Target.max_length` tokens if passes beyond would differ from the model's
+        own (`decoder.model.compatibility.computed_limit`); this logs a warning.
         """
         streamer = streamer_of_call()
         with ended_on_errors(streamer), self._turn():
@@ -321,18 +322,18 @@ class Foredraft(OfOneProcess):
     def _with_stop_strings(
         self, criteria: StoppingCriteriaList, strings: str | list[str] | None
     ) -> StoppingCriteriaList:
-        """Return the criteria of a call, with one that looks for strings."""
+        """Return the criteria of a call, with one for stop strings if there are any."""
         if strings is None:
             return criteria
         if self._tokenizer is None:
             raise UnsupportedGenerationError(
-                "stop_strings needs the model's tokenizer, which generate keeps from what decodes: "
+                "stop_strings needs the model's tokenizer, which generate does not pass on: "
                 "Foredraft(model, drafter, tokenizer=tokenizer)"
             )
         return StoppingCriteriaList([*criteria, StopStringCriteria(self._tokenizer, strings)])
 
     def _versioned(self, options: SequenceOptions) -> SequenceOptions:
-        """Return options of a call, with the version that its weights are if they are counted."""
+        """Return options of a call, with the version of its weights if versions are counted."""
         if not self._counts_versions:
             return options
         held = parameters_of(self._model)
@@ -347,20 +348,20 @@ class Foredraft(OfOneProcess):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold this Foredraft during the block; its target and its figures serve one call.
+        """Hold this Foredraft during the block; its target and figures serve one call at a time.
 
         Raises:
-            DecoderBusyError: another call holds it and calls do not queue, or would wait for ever.
+            DecoderBusyError: another call holds it and calls do not queue, or would wait forever.
         """
         if self._caller == get_ident():
             raise DecoderBusyError(
-                "a streamer, processor or criterion of a call asks for another call of the same "
-                "Foredraft: make another one for it"
+                "a streamer, processor or criterion of a call makes another call of the same "
+                "Foredraft: create another one for it"
             )
         if not self._lock.acquire(blocking=self._queues):
             raise DecoderBusyError(
                 "another thread's call is being decoded: wait for its end, or let calls wait for "
-                "their turn by Foredraft(..., queues=True)"
+                "their turn with Foredraft(..., queues=True)"
             )
         self._caller = get_ident()
         try:
@@ -372,12 +373,12 @@ class Foredraft(OfOneProcess):
     def _answered(
         self, call: Call, about: Request, predictions: RowPredictions
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode with drafts where passes of ours are the model's own; otherwise plainly.
+        """Decode with drafts if our passes match the model's own; otherwise without drafts.
 
         Args:
-            call: of `generate`.
-            about: what holds for each row besides.
-            predictions: of all rows, or of each.
+            call: the call of `generate`.
+            about: settings that all rows share.
+            predictions: for all rows, or for each row.
         """
         if adaptation := call.adaptation:
             tell_once(call.model, Capability.PLAIN, adaptation)
@@ -395,7 +396,7 @@ class Foredraft(OfOneProcess):
             return self._decoded(call, about, predictions, rows, past)
         except WeightsNotLoadedError:
             raise
-        except UnsupportedModelError as error:  # before the first token: it was changed just now
+        except UnsupportedModelError as error:  # before the first token: the model has just changed
             tell_once(call.model, Capability.PLAIN, str(error))
             self._structure = None
             return call.plainly()
@@ -408,7 +409,7 @@ class Foredraft(OfOneProcess):
         rows: Sequence[PromptRow],
         past: Sequence[Prefix | None],
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode all rows with drafts, and return what `generate` returns."""
+        """Decode all rows with drafts and return what `generate` returns."""
         ending = Ending(call.criteria, call.input_ids.shape[1])
         pad = pad_token_of(call.config)
         check_listeners(len(rows), call.streamer, call.on_tokens)
@@ -440,19 +441,19 @@ class Foredraft(OfOneProcess):
         return wanted.result(sequences, new, records)
 
     def _tell_of_limit(self, num_prompt_tokens: int, new: list[int], ending: Ending) -> None:
-        """Log where an output ended that the call would have gone on with."""
+        """Log if an output ended although the call wanted more tokens."""
         is_cut = num_prompt_tokens + len(new) == self._decoder.target.max_length
         is_stopped = bool(new) and new[-1] in ending.stop_ids
         if is_cut and len(new) < ending.max_new_tokens and not is_stopped:
             _log.warning(
-                "%s: the output ends at %d tokens, prompt included: beyond them positions have no "
-                "place in its table, or change those of earlier tokens; go on without drafts",
+                "%s: the output ends at %d tokens, prompt included: further positions are not in "
+                "its table, or change those of earlier tokens; continue without drafts",
                 type(self._model).__name__,
                 num_prompt_tokens + len(new),
             )
 
     def _check_lengths(self, rows: Sequence[PromptRow], ending: Ending, pad: int | None) -> None:
-        """Refuse prompts that the model cannot go on with, and outputs that cannot be padded."""
+        """Refuse prompts that the model cannot continue and outputs that cannot be padded."""
         target = self._decoder.target
         for row in rows:
             try:
@@ -463,15 +464,15 @@ class Foredraft(OfOneProcess):
         may_differ = len(rooms) > 1 or ending.is_at_any_length
         if pad is None and len(rows) > 1 and may_differ:
             raise UnsupportedGenerationError(
-                "outputs may differ in length, and no token is there to pad them with: "
+                "outputs may differ in length, but there is no token to pad them with: "
                 "pass pad_token_id"
             )
 
     def _sampling(self, config: GenerationConfig) -> SamplingSettings | None:
-        """Return the settings of a call that draws, `None` for greedy decoding.
+        """Return the settings of a sampling call; `None` for greedy decoding.
 
-        Its processors are the warpers. The seed is drawn from torch's own generator, one for all
-        rows: a row's random numbers are those of its number.
+        The warpers are among its processors. One seed for all rows is drawn from torch's generator;
+        a row's random numbers depend on its number.
         """
         if not config.do_sample:
             return None
@@ -481,7 +482,7 @@ class Foredraft(OfOneProcess):
     def _request(
         self, about: Request, row: PromptRow, ending: Ending, call: Call, record: RowRecord
     ) -> Request:
-        """Return what decodes a row as if it were alone, by whatever rule."""
+        """Return the request that decodes a row as if it were alone, with any rule."""
         prompt = row.input_ids[0].tolist()
         shown = None if record.scores is None else record.scores.rows
         listeners = Listeners(row.input_ids, ending.criteria(row), call.streamer, shown)
@@ -502,7 +503,7 @@ class Foredraft(OfOneProcess):
         stop_ids: set[int],
         on_tokens: OnTokens | None,
     ) -> list[tuple[list[int], Prefix | None]]:
-        """Return the output of each request and what was kept of it; the first to fail ends all."""
+        """Return each request's output and kept keys and values; the first failure ends all."""
         base = self._decoder
         decoder = Decoder(base.target, base.drafter, base.budget, stop_ids=stop_ids)
         decoder.followers = base.followers
@@ -522,7 +523,7 @@ class Foredraft(OfOneProcess):
                         raise _told(generation.error, number, num_rows)
                     kept[number] = generation.kept
         except RuntimeError as error:
-            if isinstance(error.__cause__, StopIteration):  # a loop would take it for its end
+            if isinstance(error.__cause__, StopIteration):  # a loop would mistake it for its end
                 raise error.__cause__ from None
             raise
         finally:
@@ -550,9 +551,9 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
 
-    Measured costs are kept for each model while it exists, but not what a `Foredraft` learns
-    besides, so prefer a `Foredraft` for a model that is called often. Arguments and errors are
-    the same.
+    Measured costs are kept for each model while it exists, but nothing else that a `Foredraft`
+    learns. So prefer a `Foredraft` for a model that is called often. Arguments and errors are the
+    same.
     """
     if drafter is None:
         raise UnsupportedGenerationError(
@@ -575,12 +576,12 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
 
 
 def _is_own(processor: object) -> bool:
-    """Return whether a processor is code of the user's, which may do anything."""
+    """Return whether a processor is user code, which may do anything."""
     return not type(processor).__module__.startswith("transformers.")
 
 
 def _told(error: Exception, number: int, num_rows: int) -> Exception:
-    """Return an error with a note of the row that it ended, where there are several."""
+    """Return an error with a note that names the row, if there are several."""
     if num_rows > 1:
         error.add_note(f"in row {number} of {num_rows}")
     return error
@@ -593,7 +594,7 @@ def _with_readers(
     speculator: Path | None,
     assistant: PreTrainedModel | None,
 ) -> FusedDrafter:
-    """Fuse a drafter with a head and an assistant, as far as given, and with recycled logits."""
+    """Fuse a drafter with recycled logits and, if given, a head and an assistant."""
     if isinstance(drafter, FusedDrafter):
         raise ContradictoryOptionsError(
             "a fused drafter takes readers itself: "
@@ -612,7 +613,7 @@ def _with_readers(
 
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:
-    """Return what passes of a model cost, made as it is now."""
+    """Return the costs of a model's passes in its current structure."""
     of_model, key = _curves.setdefault(model, {}), json.dumps(key_of(model))
     if key not in of_model:
         of_model[key] = known_costs(target, model, store_at(None))

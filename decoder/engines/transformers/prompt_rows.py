@@ -1,4 +1,4 @@
-"""Rows of a padded batch, each as if it were alone: its prompt, its processors, its criteria."""
+"""Rows of a padded batch, each as if alone: its prompt, its processors, its criteria."""
 
 import copy
 import random
@@ -37,13 +37,13 @@ _Shown = TypeVar("_Shown", bound=LogitsProcessor | StoppingCriteria)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRow:
-    """A row of the prompts of one call, without its padding.
+    """A row of the prompts in one call, without its padding.
 
     Attributes:
-        number: of the row, from 0.
-        num_rows: of the call; each prompt counts `num_return_sequences` times.
-        padded: int64[1, width], as it came.
-        num_padding: tokens of padding before its own.
+        number: number of the row, from 0.
+        num_rows: rows of the call; each prompt counts `num_return_sequences` times.
+        padded: int64[1, width], the row as given.
+        num_padding: padding tokens before its own tokens.
     """
 
     number: int
@@ -58,33 +58,33 @@ class PromptRow:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return "the prompt" if self.num_rows == 1 else f"row {self.number}"
 
     @property
     def is_all(self) -> bool:
-        """Whether the call is this row, and nothing is left out of it."""
+        """Whether the row is the whole call and has no padding."""
         return self.num_rows == 1 and self.num_padding == 0
 
     def among(self, count: int) -> int:
-        """Return its index where `count` rows stand for all, each of them equally often."""
+        """Return its index among `count` rows that represent all rows, equally many each."""
         if count == 0 or self.num_rows % count:
             raise UnsupportedGenerationError(
-                f"a logits processor holds {count} rows, and there are {self.num_rows}"
+                f"a logits processor holds {count} rows, but there are {self.num_rows}"
             )
         return self.number * count // self.num_rows
 
 
 def prompt_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[PromptRow]:
-    """Return the rows of a batch that is padded on the left.
+    """Return the rows of a left-padded batch.
 
     Args:
         input_ids: int64[rows, width], the prompts.
         mask: [rows, width], 1 for their tokens and 0 for padding; `None` for no padding.
 
     Raises:
-        UnsupportedGenerationError: there is no row, or padding stands elsewhere.
-        InvalidPromptError: a row holds padding alone.
+        UnsupportedGenerationError: there is no row, or there is padding elsewhere.
+        InvalidPromptError: a row holds only padding.
     """
     if len(input_ids) == 0:
         raise UnsupportedGenerationError("the batch holds no prompt")
@@ -95,12 +95,12 @@ def prompt_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[Prom
     ]
     for row in rows:
         if row.input_ids.shape[1] == 0:
-            raise InvalidPromptError(f"{row.name} holds no token but padding: leave it out")
+            raise InvalidPromptError(f"{row.name} holds only padding: leave it out")
     return rows
 
 
 def _padding(input_ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
-    """Return how many tokens each row begins with that are padding."""
+    """Return the number of padding tokens at the start of each row."""
     if mask.shape != input_ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise UnsupportedGenerationError(
             f"the attention mask must hold 0 or 1 for each of {tuple(input_ids.shape)} tokens"
@@ -127,7 +127,7 @@ def joined(input_ids: torch.Tensor, new: Sequence[list[int]], pad: int | None) -
     Args:
         input_ids: int64[rows, width], or int32.
         new: the output of each row.
-        pad: what to pad with; not needed where all are equally long.
+        pad: padding token; not needed if all are equally long.
     """
     longest = max(map(len, new))
     rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in new]
@@ -137,14 +137,14 @@ def joined(input_ids: torch.Tensor, new: Sequence[list[int]], pad: int | None) -
 
 
 def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> LogitsProcessorList:
-    """Return the processors of a row, which are shown its own tokens alone.
+    """Return the processors of a row, which see only its own tokens.
 
-    Transformers' own are adjusted to it. Others are copied, so that one with a memory remembers
-    one row: see `own_copy`.
+    Transformers' own processors are adjusted to the row. Others are copied, so that a stateful one
+    remembers only one row; see `own_copy`.
 
     Args:
-        processors: of the call.
-        row: whose.
+        processors: processors of the call.
+        row: the row.
     """
     if row.is_all:
         return LogitsProcessorList(processors)
@@ -154,7 +154,7 @@ def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> Log
 
 
 def own_criteria(criteria: StoppingCriteriaList, row: PromptRow) -> StoppingCriteriaList:
-    """Return the stopping criteria of a row; copies, but for transformers' own."""
+    """Return the stopping criteria of a row; copies, except for transformers' own."""
     if row.num_rows == 1:
         return criteria
     return StoppingCriteriaList(
@@ -176,8 +176,8 @@ _SHARED: Final = (
 def own_copy(shown: _Shown) -> _Shown:
     """Return a deep copy of a processor or criterion.
 
-    A model, a tokenizer and sources of random numbers that it holds are shared: copies of the
-    latter would draw the same for each row.
+    Models, tokenizers and random generators that it holds are shared, because copies of a generator
+    would draw the same numbers for each row.
 
     Raises:
         UnsupportedGenerationError: it cannot be copied.
@@ -196,7 +196,8 @@ def own_copy(shown: _Shown) -> _Shown:
 def _has_part(processor: LogitsProcessor, row: PromptRow) -> bool:
     """Return whether a processor can do anything in a row.
 
-    A first token is forced behind a prompt of one token, which no padded one is in transformers.
+    A first token is forced after a prompt of one token; in transformers a padded prompt is never
+    that short.
     """
     return not (row.num_padding and type(processor) is ForcedBOSTokenLogitsProcessor)
 
@@ -211,7 +212,7 @@ def _own_processor(processor: LogitsProcessor, row: PromptRow) -> LogitsProcesso
 
 
 def changes_of_processors() -> list[str]:
-    """Return which of transformers' own processors hold something else than is adjusted here."""
+    """Return how transformers' own processors differ from what is adjusted here."""
     held: list[tuple[LogitsProcessor, str]] = [
         (ExponentialDecayLengthPenalty((1, 1.0), 0, 1), "regulation_start"),
         (ForcedEOSTokenLogitsProcessor(1, [0]), "max_length"),
@@ -229,10 +230,10 @@ def changes_of_processors() -> list[str]:
 
 
 def _count_padding(name: str) -> Callable[[Any, PromptRow], None]:
-    """Return what makes a length count the row's padding, as it does in transformers.
+    """Return a function that makes a length include the row's padding, as in transformers.
 
     Args:
-        name: of the attribute that holds the length.
+        name: attribute that holds the length.
     """
 
     def adjust(processor: Any, row: PromptRow) -> None:
@@ -242,7 +243,7 @@ def _count_padding(name: str) -> Callable[[Any, PromptRow], None]:
 
 
 def _ignore_own_length(processor: Any, row: PromptRow) -> None:
-    """Ignore as many tokens of the row as before."""
+    """Ignore the same tokens of the row as before."""
     ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
         ignored = int(ignored[row.among(len(ignored))])
@@ -257,7 +258,7 @@ def _take_own_prompt(processor: Any, row: PromptRow) -> None:
 
 
 def _take_own_ngrams(processor: Any, row: PromptRow) -> None:
-    """Take the n-grams of the row's prompt, those of its padding left out."""
+    """Use the n-grams of the row's prompt, without those of its padding."""
     size, given = processor.ngram_size, processor.generated_ngrams
     own = [given[row.among(len(given))]]
     is_of_prompt = own == _ngrams(size, row.padded)
@@ -271,13 +272,13 @@ def _ngrams(size: int, ids: torch.Tensor) -> Any:
 
 
 def _tell_number(processor: Any, row: PromptRow) -> None:
-    """Tell the number of the row, which is no longer its place among what is shown."""
+    """Pass the number of the row, because its index in the shown batch is now 0."""
     function = processor._prefix_allowed_tokens_fn  # noqa: SLF001  no public name
     processor._prefix_allowed_tokens_fn = lambda _, tokens: function(row.number, tokens)  # noqa: SLF001
 
 
 def _take_own_context(processor: Any, row: PromptRow) -> None:
-    """Take the row's own negative prompt, and remember the row alone."""
+    """Use the row's own negative prompt and remember only this row."""
     context = dict(processor.unconditional_context)
     for name in ("input_ids", "attention_mask"):
         if context[name] is not None:
@@ -298,4 +299,4 @@ _ADJUSTED: Final[dict[type, Callable[[Any, PromptRow], None]]] = {
     SuppressTokensAtBeginLogitsProcessor: _count_padding("begin_index"),
     UnbatchedClassifierFreeGuidanceLogitsProcessor: _take_own_context,
 }
-"""What makes of a copy of transformers' own processors one for a row."""
+"""Functions that adjust copies of transformers' own processors to a row."""

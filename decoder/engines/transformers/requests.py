@@ -42,29 +42,29 @@ OnTokens = Callable[[list[int]], object]
 """Called with the tokens of each pass."""
 
 RowPredictions = Sequence[Prediction] | Sequence[Sequence[Prediction]]
-"""What outputs are expected to contain: of all rows of a call, or of each row."""
+"""Expected contents of outputs: for all rows of a call, or for each row."""
 
 _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 @contextmanager
 def ended_on_errors(streamer: Any) -> Iterator[None]:
-    """End a streamer where the block raises: who reads from it would wait for ever."""
+    """End a streamer if the block raises: its reader would wait forever."""
     try:
         yield
     except BaseException:
         if streamer is not None:
-            with suppress(Exception):  # it may be what raised
+            with suppress(Exception):  # it may be the one that raised
                 streamer.end()
         raise
 
 
 def streamer_of_call() -> Any:
-    """Return the streamer that the innermost `generate` around the caller was given, or `None`.
+    """Return the streamer given to the innermost `generate` around the caller, or `None`.
 
     `generate` puts the prompt into the streamer and leaves the rest to its loop, but does not pass
-    it to a callable (transformers 5.24, `_extract_generation_mode_kwargs`): a reader of a
-    TextIteratorStreamer would wait forever. So it is taken from that call's frame.
+    the streamer to a callable (transformers 5.24, `_extract_generation_mode_kwargs`). A reader of a
+    TextIteratorStreamer would wait forever. So the streamer is taken from that call's frame.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _GENERATE:
@@ -73,7 +73,7 @@ def streamer_of_call() -> Any:
 
 
 def pad_token_of(config: GenerationConfig) -> int | None:
-    """Return the token that `generate` pads with; a stop token where none is named."""
+    """Return the token that `generate` pads with; a stop token if none is named."""
     named: Any = config.pad_token_id
     token = getattr(config, "_pad_token_tensor", named)
     return None if token is None else int(token)
@@ -93,22 +93,22 @@ def with_constraint(
 
 
 def _hooks_before(model: PreTrainedModel) -> list[Any]:
-    """Return the hooks that run before modules of a model."""
+    """Return the hooks that run before a model's modules."""
     return [hook for each in model.modules() for hook in each._forward_pre_hooks.values()]  # noqa: SLF001  no public name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What `model.generate` hands over.
+    """The arguments that `model.generate` passes.
 
     Attributes:
-        model: whose `generate` it is.
+        model: the model whose `generate` was called.
         input_ids: integers [rows, n], the prompts, padded on the left.
-        processors: of the logits.
-        criteria: that stop sequences.
-        config: how it decodes.
-        streamer: is told each token; `None` for none.
-        on_tokens: is told the tokens of each pass; likewise.
+        processors: logits processors.
+        criteria: stopping criteria.
+        config: generation config.
+        streamer: gets each token; `None` for none.
+        on_tokens: called with the tokens of each pass; `None` for none.
         model_kwargs: further arguments of the model.
     """
 
@@ -123,24 +123,24 @@ class Call:
 
     @property
     def caches(self) -> list[Cache]:
-        """What the model is to write to; seldom more than one."""
+        """The caches that the model writes to; rarely more than one."""
         return [each for each in self.model_kwargs.values() if isinstance(each, Cache)]
 
     @property
     def continues(self) -> bool:
-        """Whether a cache holds tokens already."""
+        """Whether a cache already holds tokens."""
         return any(map(holds_tokens, self.caches))
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether `input_ids` holds also what a cache holds, as the length of the mask says."""
+        """Whether `input_ids` includes the cached tokens, judged by the length of the mask."""
         mask, width = self.model_kwargs.get("attention_mask"), self.input_ids.shape[1]
         length: int = getattr(self.config, "_mask_length", width) if mask is None else mask.shape[1]
         return length == width
 
     @property
     def adaptation(self) -> str:
-        """What PEFT does to this call that only whole batches of prompts can be read with."""
+        """A change by PEFT that requires reading whole batches of prompts; empty if none."""
         replaced: Any = vars(self.model).get("prepare_inputs_for_generation")
         kind: Any = type(self.model)
         own = kind.prepare_inputs_for_generation
@@ -152,7 +152,7 @@ class Call:
         return ""
 
     def plainly(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode as the model's own `generate` does where it is given no `custom_generate`."""
+        """Decode as the model's own `generate` does without `custom_generate`."""
         own: Any = GenerationMixin._sample  # noqa: SLF001  no public name
         output: torch.Tensor | GenerateDecoderOnlyOutput = own(
             self.model,
@@ -166,39 +166,39 @@ class Call:
         return output
 
     def _listener(self) -> Any:
-        """Return what `generate` is to tell of each token; `None` for nobody."""
+        """Return the streamer for `generate`; `None` for none."""
         if self.on_tokens is None:
             return self.streamer
         return _Teller(self.streamer, self.on_tokens)
 
 
 class _Teller:
-    """A streamer that calls a function with each token, besides another streamer."""
+    """A streamer that calls a function with each token and forwards to another streamer."""
 
     def __init__(self, streamer: Any, on_tokens: OnTokens) -> None:
         self._streamer, self._on_tokens = streamer, on_tokens
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Tell the next token, int64[1]."""
+        """Pass on the next token, int64[1]."""
         if self._streamer is not None:
             self._streamer.put(tokens)
         self._on_tokens(tokens.tolist())
 
     def end(self) -> None:
-        """Tell that the output is complete."""
+        """Pass on that the output is complete."""
         if self._streamer is not None:
             self._streamer.end()
 
 
 class Ending:
-    """Stopping criteria as a decoder takes them.
+    """Stopping criteria in the form that a decoder takes.
 
-    Lengths and stop tokens, which nearly every call has, become those of the decoder; only
-    others are asked after every token.
+    Lengths and stop tokens, which nearly every call has, become the decoder's; only other criteria
+    are evaluated after every token.
 
     Args:
-        criteria: of one call; one of them states a length, as `model.generate` sees to.
-        width: tokens of each prompt, its padding included.
+        criteria: criteria of one call; `model.generate` ensures that one of them states a length.
+        width: tokens of each prompt, including padding.
 
     Attributes:
         max_new_tokens: most tokens to generate for each prompt.
@@ -227,16 +227,17 @@ class Ending:
 
 
 class Listeners:
-    """What `model.generate` calls between two tokens, called between the same two: a `StopRule`.
+    """A `StopRule` that calls what `model.generate` calls between two tokens, at the same time.
 
-    Any of it may change the model: `Decoder` looks after each token.
+    Any of these calls may change the model: `Decoder` checks after each token.
 
     Args:
         input_ids: int64[1, n], the prompt.
-        criteria: they see each token once, so they may have a memory; `None` for none.
-        streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
-            `None` for none.
-        scores: what criteria are shown of each token so far; `None` where nobody asks for it.
+        criteria: stopping criteria; they see each token once, so they may be stateful; `None` for
+            none.
+        streamer: a `BaseStreamer` of transformers or an object with its methods; it already has the
+            prompt. `None` for none.
+        scores: scores of each token so far, for the criteria; `None` if not requested.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Listeners:
         self._is_met = False
 
     def on_token(self, token: int) -> bool:
-        """Tell a token; return whether no criterion is met."""
+        """Pass on a token; return whether no criterion is met."""
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token]))
         if self._criteria is not None:
@@ -264,7 +265,7 @@ class Listeners:
         return not self._is_met
 
     def num_kept(self, tokens: Sequence[int]) -> int | None:
-        """Keep all tokens that were told: the last of them meets a criterion, or none does."""
+        """Return the number of tokens if the last one met a criterion; otherwise `None`."""
         return len(tokens) if self._is_met else None
 
 
@@ -272,15 +273,15 @@ _SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _UNSERVED_OUTPUTS: Final = ("output_attentions", "output_hidden_states")
 _QUANTIZED: Final = "quantized"
 _HARMLESS: Final = ("use_cache", "logits_to_keep", "labels")
-"""What passes state for themselves, and what `generate` never hands to the model."""
+"""Inputs that passes set themselves, and inputs that `generate` never passes to the model."""
 TESTED: Final = ">=5.23,<5.25"
 
 
 def check_transformers() -> None:
-    """Refuse a transformers that calls us otherwise; warn once if its version was not tested.
+    """Refuse a transformers that calls us differently; warn once if its version is untested.
 
     Raises:
-        UnsupportedEngineError: something differs; the message says what.
+        UnsupportedEngineError: there is a difference; the message says which.
     """
     check_version(TESTED, "transformers")
     check_contract(["transformers"], TESTED, _changes_of_generate(GenerationMixin.generate))
@@ -288,7 +289,7 @@ def check_transformers() -> None:
 
 @cache
 def _changes_of_generate(generate: Callable[..., Any]) -> list[str]:
-    """Return what differs in this `generate`, of which `streamer_of_call` reads a variable, too."""
+    """Return the differences in this `generate`, including the variable of `streamer_of_call`."""
     length, stop = MaxLengthCriteria(max_length=1), EosTokenCriteria(eos_token_id=1)
     return [
         *differences(
@@ -307,44 +308,43 @@ def _changes_of_generate(generate: Callable[..., Any]) -> list[str]:
 def checked_rows(
     input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> list[PromptRow]:
-    """Return the rows of a call; refuse options that would be ignored in silence.
+    """Return the rows of a call; refuse options that would be silently ignored.
 
     Args:
         input_ids: integers [batch, n], the prompts.
-        config: of the call.
-        model_kwargs: what `model.generate` prepared for the model; what a cache among it holds is
-            for the caller to look at.
+        config: config of the call.
+        model_kwargs: inputs that `model.generate` prepared for the model; the caller checks the
+            contents of caches among them.
 
     Raises:
-        UnsupportedGenerationError: the call asks for what drafts do not serve.
-        InvalidPromptError: a row holds padding alone.
+        UnsupportedGenerationError: the call asks for something that drafts do not support.
+        InvalidPromptError: a row holds only padding.
     """
     _check_tokens(model_kwargs)
     _check_mode(config)
     if config.cache_implementation == _QUANTIZED:
         raise UnsupportedGenerationError(
-            "a quantized cache rounds what the model has read, and drafts are verified without: "
+            "a quantized cache rounds keys and values, but drafts are verified without rounding: "
             "leave cache_implementation out"
         )
     for name in _UNSERVED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, None):
             raise UnsupportedGenerationError(
-                f"{name}: trees are verified without keeping them; leave it out, or "
-                "custom_generate, which is what generate returns them without"
+                f"{name}: not kept when trees are verified; leave it out, or leave out "
+                "custom_generate to get it from generate"
             )
     return _rows_of_inputs(input_ids, model_kwargs)
 
 
 def check_listeners(num_rows: int, streamer: Any, on_tokens: OnTokens | None) -> None:
-    """Refuse listeners where several sequences would talk at once.
+    """Refuse listeners if there are several sequences.
 
     Raises:
-        UnsupportedGenerationError: there are several, and somebody listens.
+        UnsupportedGenerationError: there are several sequences and a listener.
     """
     if num_rows > 1 and (streamer is not None or on_tokens is not None):
         raise UnsupportedGenerationError(
-            f"a streamer and on_tokens are told of one sequence, and there are {num_rows}: "
-            "leave them out"
+            f"a streamer and on_tokens take one sequence, but there are {num_rows}: leave them out"
         )
 
 
@@ -352,7 +352,7 @@ def predictions_by_row(predictions: RowPredictions, num_rows: int) -> list[Seque
     """Return the predictions of each row.
 
     Raises:
-        InvalidPromptError: there are lists of them, and not one for each row.
+        InvalidPromptError: there are lists, but not exactly one for each row.
     """
     of_all = [each for each in predictions if isinstance(each, Prediction)]
     of_rows = [each for each in predictions if not isinstance(each, Prediction)]
@@ -360,14 +360,14 @@ def predictions_by_row(predictions: RowPredictions, num_rows: int) -> list[Seque
         return [of_all] * num_rows
     if of_all or len(of_rows) != num_rows:
         raise InvalidPromptError(
-            f"predictions are a list for all rows, or a list for each of the {num_rows} rows "
-            "(num_return_sequences counts, too)"
+            f"predictions must be a list for all rows, or a list for each of the {num_rows} rows "
+            "(counting num_return_sequences)"
         )
     return of_rows
 
 
 def _check_mode(config: GenerationConfig) -> None:
-    """Refuse other ways of decoding."""
+    """Refuse unsupported generation modes."""
     mode = config.get_generation_mode()
     if mode not in _SERVED_MODES:
         raise UnsupportedGenerationError(
@@ -383,9 +383,9 @@ def _check_tokens(model_kwargs: dict[str, Any]) -> None:
 
 
 def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[PromptRow]:
-    """Return the rows; refuse what says more of the prompt than its tokens and their padding.
+    """Return the rows; refuse inputs that say more about the prompt than tokens and padding.
 
-    Inputs are judged by what they hold: releases of transformers add some, and rename others.
+    Inputs are judged by their values, because releases of transformers add and rename inputs.
     """
     inputs = {name: value for name, value in model_kwargs.items() if name not in _HARMLESS}
     rows = prompt_rows(input_ids, inputs.pop("attention_mask", None))
@@ -401,7 +401,7 @@ def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> li
 def holds_tokens(cache: Cache) -> bool:
     """Return whether a cache has seen tokens, by keys and values or by recurrent state."""
     layers = getattr(cache, "layers", None)
-    return layers is None or any(map(_layer_holds_tokens, layers))  # none: a cache of caches
+    return layers is None or any(map(_layer_holds_tokens, layers))  # no layers: a cache of caches
 
 
 def _layer_holds_tokens(layer: Any) -> bool:
@@ -411,10 +411,10 @@ def _layer_holds_tokens(layer: Any) -> bool:
 
 
 def _adds_nothing(name: str, value: object, rows: Sequence[PromptRow]) -> bool:
-    """Return whether a model's input says no more than the tokens of the rows do.
+    """Return whether a model's input adds nothing to the tokens of the rows.
 
-    Nothing is said by `None`, by what is empty, by a cache that has seen no tokens, by positions
-    that count from 0, and by token types of 0. A flag may say anything.
+    `None`, empty values, a cache without tokens, positions that count from 0 and token types of 0
+    add nothing. A flag may mean anything.
     """
     if isinstance(value, Cache):
         return not holds_tokens(value)
@@ -428,7 +428,7 @@ def _adds_nothing(name: str, value: object, rows: Sequence[PromptRow]) -> bool:
 
 
 def _is_known(name: str, value: torch.Tensor, rows: Sequence[PromptRow]) -> bool:
-    """Return whether a tensor holds positions that count from 0, or token types of 0."""
+    """Return whether a tensor holds positions that count from 0 or token types of 0."""
     if value.is_floating_point() or value.dtype == torch.bool:
         return False
     if "position" in name:
@@ -438,11 +438,11 @@ def _is_known(name: str, value: torch.Tensor, rows: Sequence[PromptRow]) -> bool
 
 
 def _are_counted(positions: torch.Tensor, row: PromptRow) -> bool:
-    """Return whether the positions of a row's tokens count from 0; those of padding are any.
+    """Return whether the positions of a row's tokens count from 0; those of padding do not matter.
 
     Args:
         positions: [rows, width], or [1, width] or [width] for all.
-        row: of the batch.
+        row: row of the batch.
     """
     given = positions[None] if positions.dim() == 1 else positions
     if given.shape not in {(1, row.padded.shape[1]), (row.num_rows, row.padded.shape[1])}:

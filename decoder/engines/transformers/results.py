@@ -1,4 +1,4 @@
-"""What a call hands over and gets back: scores, logits, and a cache to continue from."""
+"""Results of a call besides tokens: scores, logits, and a cache to continue from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,48 +16,48 @@ from decoder.model.user_model import taken_by
 
 
 class Recorder(LogitsProcessor):
-    """Keeps what it is shown and changes nothing.
+    """A logits processor that records its input and changes nothing.
 
     Attributes:
-        rows: float32[1, vocabulary] for each token of an output that was chosen, in order.
+        rows: float32[1, vocabulary] for each chosen token of an output, in order.
     """
 
     def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  the base class names it
-        """Keep a copy: what comes behind it may write to the scores."""
+        """Record a copy, because later processors may write to the scores."""
         self.rows.extend(row[None] for row in scores.clone())
         return scores
 
 
 @dataclass(frozen=True, slots=True)
 class RowRecord:
-    """Recorders of one row, before and behind its processors.
+    """Recorders of one row, before and after its processors.
 
     Attributes:
-        logits: of what the model says; `None` where it isn't asked for.
-        scores: of what tokens are chosen by; likewise.
+        logits: recorder of the model's logits; `None` if not requested.
+        scores: recorder of the scores that tokens are chosen by; `None` if not requested.
     """
 
     logits: Recorder | None
     scores: Recorder | None
 
     def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Return the processors of a row, which are recorded."""
+        """Return the processors of a row with the recorders around them."""
         recorded = [self.logits, *processors, self.scores]
         return LogitsProcessorList(each for each in recorded if each is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What a call wants besides the tokens.
+    """What a call wants in addition to the tokens.
 
     Attributes:
-        is_dict: whether it gets a `GenerateDecoderOnlyOutput`.
-        logits: whether with the model's logits.
-        scores: whether with the processed ones.
-        cache: to be filled with the sequences; `None` for none.
+        is_dict: whether to return a `GenerateDecoderOnlyOutput`.
+        logits: whether to include the model's logits.
+        scores: whether to include the processed scores.
+        cache: the cache to fill with the sequences; `None` for none.
     """
 
     is_dict: bool
@@ -70,8 +70,8 @@ class Wanted:
         """Return what a call wants.
 
         Args:
-            config: of the call.
-            cache: that `generate` made for it, or that the user gave.
+            config: config of the call.
+            cache: the cache that `generate` made for it or that the user gave.
         """
         is_dict = bool(config.return_dict_in_generate)
         is_used = is_dict or getattr(cache, "_is_user_defined", False)
@@ -94,7 +94,7 @@ class Wanted:
         Args:
             sequences: int64[rows, n], prompts and outputs.
             new: the output of each row.
-            records: of each row.
+            records: recorders of each row.
         """
         if not self.is_dict:
             return sequences
@@ -114,7 +114,7 @@ def _by_step(
 ) -> tuple[torch.Tensor, ...] | None:
     """Return float32[rows, vocabulary] for each new token; zeros in rows that ended before.
 
-    `generate` goes on with rows that have ended, and returns what the model says behind padding.
+    In `generate` itself, rows that have ended go on and return the model's output after padding.
     """
     kept = [each.rows for each in recorders if each is not None]
     if not kept:
@@ -132,15 +132,15 @@ def _by_step(
 
 
 def given_prefixes(call: Call, rows: Sequence[PromptRow]) -> list[Prefix | None] | None:
-    """Return what a call's cache holds of each row's prompt, so that nothing of that is read again.
+    """Return the cached part of each row's prompt, so that it is not read again.
 
     Args:
-        call: whose cache holds tokens, which are among its `input_ids`.
-        rows: of the call.
+        call: the call; its cache holds tokens that are in its `input_ids`.
+        rows: rows of the call.
 
     Returns:
-        A prefix for each row, `None` for one of which it holds padding alone. `None` for a cache
-        from which only the model itself can go on.
+        A prefix for each row; `None` for a row of which only padding is cached. `None` instead of a
+        list if only the model itself can continue from the cache.
     """
     cache, *others = call.caches
     length, width = cache.get_seq_length(), call.input_ids.shape[1]
@@ -163,7 +163,7 @@ def _in_slots(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _prefix_of(row: PromptRow, states: LayerStates, length: int) -> Prefix | None:
-    """Return what a batch's states hold of one row, without its padding."""
+    """Return one row's part of a batch's states, without its padding."""
     own = slice(row.num_padding, length)
     if length <= row.num_padding:
         return None
@@ -173,7 +173,7 @@ def _prefix_of(row: PromptRow, states: LayerStates, length: int) -> Prefix | Non
 
 
 def _is_growing(cache: Cache) -> bool:
-    """Return whether a cache is transformers' usual one, which grows with what it is given."""
+    """Return whether a cache is transformers' usual one, which grows with its input."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
     return type(cache) is DynamicCache and all(type(layer) in kinds for layer in cache.layers)
 
@@ -186,17 +186,17 @@ def fill(
     rows: Sequence[PromptRow],
     kept: Sequence[Prefix | None],
 ) -> None:
-    """Have a cache hold what `generate` would have left in it: all columns but the last.
+    """Fill a cache with what `generate` would have left in it: all columns except the last.
 
-    What the passes kept is copied. The model itself reads the rest: the padding behind outputs that
-    are shorter than others, and everything where its cache is of another kind.
+    The keys and values that the passes kept are copied. The model itself reads the rest: the
+    padding after shorter outputs, and everything if its cache is of another kind.
 
     Args:
-        cache: that holds nothing, or what the rows began with.
-        call: whose cache it is.
+        cache: a cache that is empty or holds what the rows began with.
+        call: the call that the cache belongs to.
         sequences: int64[rows, n], prompts and outputs.
-        rows: of the call.
-        kept: of each row, `None` where nothing can be taken over.
+        rows: rows of the call.
+        kept: kept prefix of each row; `None` if nothing can be taken over.
     """
     held, width = cache.get_seq_length(), sequences.shape[1] - 1
     prefixes = [each for each in kept if each is not None]
@@ -222,13 +222,13 @@ def fill(
 
 
 def _columns(states: torch.Tensor, row: PromptRow, first: int, end: int) -> torch.Tensor:
-    """Return [1, heads, end - first, size], columns of a batch; those of padding are zeros.
+    """Return [1, heads, end - first, size], columns of a batch; padding columns are zeros.
 
     Args:
-        states: [1, heads, n, size], of the row's own tokens.
-        row: whose.
-        first: column.
-        end: column behind the last.
+        states: [1, heads, n, size], states of the row's own tokens.
+        row: the row.
+        first: first column.
+        end: end of the columns, exclusive.
     """
     begin = max(first - row.num_padding, 0)
     own = states[:, :, begin : max(end - row.num_padding, 0)]
@@ -236,7 +236,7 @@ def _columns(states: torch.Tensor, row: PromptRow, first: int, end: int) -> torc
 
 
 def _read(call: Call, sequences: torch.Tensor, num_last: int) -> None:
-    """Have the model itself read the last columns into its cache, as `generate` does."""
+    """Let the model itself read the last columns into its cache, as `generate` does."""
     model, given = call.model, call.model_kwargs.get("attention_mask")
     mask = torch.ones_like(sequences)
     if given is not None:

@@ -1,4 +1,4 @@
-"""Measuring ways of decoding side by side, on the same prompts in one run."""
+"""Measures ways of decoding side by side, on the same prompts in one run."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -27,22 +27,22 @@ from indexer.errors import TokenizerError
 WARM_UP_TEXT: Final = "Count from one to ten."
 
 _ROUNDS: Final = 2
-"""Prompts of a group for each place: so places are filled again, as where requests keep coming."""
+"""Prompts per place in a group, so that places are refilled as under continuous load."""
 
 _FEW_GROUPS: Final = 4
-"""Of fewer there is no interval worth its name: a group then has one prompt for each place."""
+"""With fewer groups an interval would be meaningless: a group then has one prompt per place."""
 
 Case = TypeVar("Case")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """A prompt that the model can take.
+    """A prompt that fits the model.
 
     Attributes:
-        category: the prompt's.
-        token_ids: its tokens.
-        prompt: what it was made of.
+        category: category of the prompt.
+        token_ids: tokens of the prompt.
+        prompt: the original prompt.
     """
 
     category: str
@@ -51,10 +51,10 @@ class BenchPrompt:
 
 
 Group = Sequence[BenchPrompt]
-"""Prompts that all contenders decode in turn."""
+"""Prompts that all contenders decode, one contender after another."""
 
 Opened = Callable[[Setting], AbstractContextManager[Lineup]]
-"""Gives contenders that have seen nothing, for a setting; see `Contest.opened`."""
+"""Opens fresh contenders for a setting; see `Contest.opened`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ class BenchOptions:
 
     Attributes:
         max_new_tokens: most tokens for each prompt.
-        repeat: rounds, the fastest run of each contender on a prompt counts. Each begins with
-            drafters that have seen nothing, so that none drafts from its answer to a prompt.
-        warm: prompts that are answered beforehand, so that drafters have answers to draft from.
-            Those that are measured, too, are left out.
-        warm_limit: most of them, the others left out.
-        both_turns: whether what the user says next is asked, too, behind the plain answer, of
+        repeat: number of rounds; the fastest run of each contender on a prompt counts. Each round
+            starts with fresh drafters, so that none drafts from its own earlier answer to a prompt.
+        warm: prompts that are answered first, so that drafters have answers to draft from. Prompts
+            that are also measured are left out.
+        warm_limit: most prompts of `warm`.
+        both_turns: whether the user's next message is also answered, after the plain answer, for
             prompts that are decoded one by one.
-        settings: under what contenders meet; those that differ in their seed are counted together.
-        widths: how many prompts at a time; each is measured by itself.
-        is_judged: whether outputs are to be compared with those of `model.generate` for each prompt
-            alone, at the end, where rounding leaves them the same: in float32 and greedily.
+        settings: settings of the contenders; those that differ only in the seed are pooled.
+        widths: numbers of prompts at a time; each is measured separately.
+        is_judged: whether outputs are compared at the end with those of `model.generate` for each
+            prompt alone, if rounding leaves them the same: in float32 and with greedy decoding.
     """
 
     max_new_tokens: int
@@ -88,11 +88,11 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """What is measured by itself, in rounds of its own.
+    """One measurement: a setting and a width, in separate rounds.
 
     Attributes:
-        setting: under what contenders meet.
-        parallel: how many prompts at a time.
+        setting: setting of the contenders.
+        parallel: number of prompts at a time.
     """
 
     setting: Setting
@@ -100,7 +100,7 @@ class Heat:
 
     @property
     def unit(self) -> str:
-        """What all contenders decode in turn."""
+        """The unit that all contenders decode in turn."""
         return "prompt" if self.parallel == 1 else "group"
 
     def __str__(self) -> str:
@@ -114,14 +114,14 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of one heat, once through all groups of prompts, or as far as it got.
+    """The result of one round of a heat over all groups of prompts, complete or not.
 
     Attributes:
-        turns: of each group, in the order in which they are decoded.
-        num_refused: the prompts that the model cannot take.
-        warm: how many prompts were answered before, with how many tokens.
-        surface: what passes cost; `None` where that was not measured.
-        comparisons: one for each turn of the groups that are done, which are the first ones.
+        turns: number of turns of each group, in the order of decoding.
+        num_refused: number of prompts that do not fit the model.
+        warm: number of prompts answered first and of their tokens.
+        surface: costs of passes; `None` if they were not measured.
+        comparisons: one for each turn of the finished groups, which are the first ones.
     """
 
     turns: Sequence[int]
@@ -132,17 +132,17 @@ class Round:
 
     @property
     def num_done(self) -> int:
-        """Groups that every contender has decoded."""
+        """Number of groups that every contender has decoded."""
         return len({comparison.group for comparison in self.comparisons})
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of them are."""
+        """Whether all groups are done."""
         return self.num_done == len(self.turns)
 
     @property
     def skipped(self) -> int:
-        """Prompts that the model cannot take, and further turns of those that are done."""
+        """Number of prompts that do not fit the model, and of missing turns of finished groups."""
         return self.num_refused + sum(self.turns[: self.num_done]) - len(self.comparisons)
 
 
@@ -151,20 +151,20 @@ def unwatched(_stage: str, _over: float, _told: str, /) -> None:
 
 
 class Benchmark:
-    """Compares contenders under each setting and at each width, and reports the circumstances.
+    """Compares contenders under each setting and at each width and reports the circumstances.
 
-    Prompts come in groups, which all contenders decode in turn, so that a ratio of a group is of
-    the same minute: one prompt where they are decoded one by one, else enough to fill all places.
-    Drafters are kept from group to group, as in use: they may draft from their outputs for earlier
-    ones.
+    All contenders decode each group of prompts in turn, so that a group's ratios are measured at
+    about the same time. A group is one prompt if prompts are decoded one by one, otherwise enough
+    prompts to fill all places. Drafters are kept from group to group, as in real use: they may
+    draft from their outputs for earlier groups.
 
     Args:
         language_model: the model of all contenders.
-        opened: gives the contenders.
-        prompts: what to decode.
-        options: how.
-        watcher: is told of the progress.
-        plain: what `model.generate` writes for prompts alone, by their tokens, where that is known.
+        opened: opens the contenders.
+        prompts: the prompts to decode.
+        options: options of the benchmark.
+        watcher: receives the progress.
+        plain: known outputs of `model.generate` for single prompts, by the prompts' tokens.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  (all but the first three are options)
@@ -186,9 +186,9 @@ class Benchmark:
         self._cases: list[BenchPrompt] = []
         self._groups: dict[int, list[Group]] = {}
         self._rounds: dict[Heat, list[Round]] = {}
-        self._plain: dict[tuple[int, ...], list[int]] = {}  # of prompts alone, by their tokens
+        self._plain: dict[tuple[int, ...], list[int]] = {}  # by tokens of the prompt
         self._where, self._unit = "", ""
-        self._found: Round | None = None  # of the round that is under way
+        self._found: Round | None = None  # the current round
         self._is_over = False
 
     @property
@@ -199,10 +199,10 @@ class Benchmark:
     def run(self) -> None:
         """Go through all prompts in each round of each setting and width.
 
-        What was measured before an exception, as of Ctrl-C, can be reported.
+        Measurements from before an exception, such as Ctrl-C, can be reported.
 
         Raises:
-            InvalidPromptError: the model takes too few of the prompts for every width.
+            InvalidPromptError: too few of the prompts fit the model for any width.
         """
         options = self._options
         heats = [Heat(setting, width) for setting in options.settings for width in options.widths]
@@ -217,22 +217,23 @@ class Benchmark:
         self._is_over = True
 
     def report(self) -> dict[str, Any]:
-        """Return what was measured until now, of at least one group.
+        """Return the measurements so far, of at least one group.
 
-        Of a setting and width whose rounds were all interrupted, the groups count that were done;
-        of others, whole rounds.
+        For a setting and width whose rounds were all interrupted, the finished groups count; for
+        others, only complete rounds.
 
         Returns:
-            Values for JSON. `settings` has each with its `widths`: the figures of `standings`, how
-            many prompts and groups there were, and of `num_answers`, those of all rounds, how many
-            of each contender are `identical` to those of `compared_with`. `below_one` are ratios in
-            which a contender of ours loses; `exactness` says where outputs that are to be the same
-            differ, and by how much; `left_out` are widths for which there were too few prompts.
-            `overall` and `categories` are our own decoder's figures under the first setting, where
-            the default contenders are measured. `skipped` counts the prompts that the model cannot
-            take. Where not all was measured, `interrupted` is true and `interrupted_at` has the
-            round that was under way: `where`, in words, how many of a `unit` were `done` `of` how
-            many, and whether these are `counted`. The rest is what figures depend on.
+            JSON values. `settings` lists each setting with its `widths`: the figures of
+            `standings`, the numbers of prompts and groups, and how many of the `num_answers`
+            answers of all rounds are, for each contender, `identical` to those of `compared_with`.
+            `below_one` lists ratios in which one of our contenders loses; `exactness` says where
+            outputs that should be the same differ, and by how much; `left_out` lists widths with
+            too few prompts. `overall` and `categories` are our own decoder's figures under the
+            first setting, if the default contenders are measured. `skipped` counts the prompts that
+            do not fit the model. If not everything was measured, `interrupted` is true and
+            `interrupted_at` describes the current round: `where`, in words, how many of a `unit`
+            were `done` `of` how many, and whether these are `counted`. The rest is what figures
+            depend on.
         """
         options, rounds = self._options, self._counted()
         first, *_ = counted_rounds = next(iter(rounds.values()))
@@ -260,11 +261,11 @@ class Benchmark:
         }
 
     def _go_through(self, lineup: Lineup, heat: Heat, turn: int) -> None:
-        """Go through all groups once: answer what to warm with, then decode each in every way."""
+        """Go through all groups once: answer warm-up prompts, then decode each in every way."""
         groups = self._groups_of(lineup.target, heat.parallel)
         if not groups:
             return
-        if lineup.target.pads_passes:  # captured before any is timed, on a device where they are
+        if lineup.target.pads_passes:  # capture passes before timing, if the device captures them
             longest = max(len(case.token_ids) for case in self._cases)
             lineup.target.prepare(longest + self._options.max_new_tokens, heat.parallel)
         warm = self._warm_up(lineup, heat)
@@ -276,25 +277,26 @@ class Benchmark:
         shown = self._shown(groups, stage, heat.unit, lambda: _standing(found.comparisons))
         for number, group in enumerate(shown):
             answered = list(self._turns(lineup, group, heat.parallel, turn + number))
-            # All turns of a prompt at once: an interruption leaves it whole or out.
+            # All turns of a prompt are added at once: after an interruption it counts fully or not
+            # at all.
             found.comparisons.extend([replace(each, group=number) for each in answered])
 
     def _groups_of(self, target: Target, parallel: int) -> list[Group]:
-        """Return the groups of a width, none where there are too few prompts.
+        """Return the groups of a width; none if there are too few prompts.
 
         Raises:
-            InvalidPromptError: there are too few for every width.
+            InvalidPromptError: there are too few prompts for any width.
         """
         widths = self._options.widths
         if self._target is None:
             self._target = target
             self._cases = self._fitting(target, self._prompts)
         if not self._cases and max(widths) == 1:
-            raise InvalidPromptError(f"the model can take none of the {len(self._prompts)} prompts")
+            raise InvalidPromptError(f"none of the {len(self._prompts)} prompts fits the model")
         if len(self._cases) < min(widths):
             raise InvalidPromptError(
-                f"{min(widths)} in parallel need as many prompts: of {len(self._prompts)} the "
-                f"model takes {len(self._cases)}, with room for the output"
+                f"{min(widths)} in parallel need as many prompts: of {len(self._prompts)} only "
+                f"{len(self._cases)} fit the model, with room for the output"
             )
         if parallel not in self._groups:
             self._groups[parallel] = grouped(self._cases, parallel)
@@ -308,10 +310,10 @@ class Benchmark:
         return [each for each in cases if target.room(len(each.token_ids), wanted) == wanted]
 
     def _warm_up(self, lineup: Lineup, heat: Heat) -> dict[str, int]:
-        """Have all that draft answer prompts that are not measured, and all decode once.
+        """Let drafting contenders answer unmeasured prompts, and let all decode once.
 
         Returns:
-            How many prompts, and the tokens of one contender's answers.
+            The number of prompts and the number of tokens of one contender's answers.
         """
         parallel, measured = heat.parallel, {(p.text.strip(), p.turns) for p in self._prompts}
         others = [p for p in self._options.warm if (p.text.strip(), p.turns) not in measured]
@@ -323,7 +325,7 @@ class Benchmark:
             runs = [way(part, parallel, remember=True) for way in lineup.drafting.values()]
             num_tokens += len(runs[-1].token_ids) if runs else 0
         short = [self._language_model.encode(WARM_UP_TEXT)] * parallel
-        # Prompts to warm with are not for those that draft: they have answered them already.
+        # Drafting contenders get a short text, as they have already answered the warm-up prompts.
         for name, way in lineup.ways.items():
             prompts = short if name in lineup.drafting else [*warming, *short][:parallel]
             way(prompts, parallel, remember=False)
@@ -336,10 +338,10 @@ class Benchmark:
     def _turns(
         self, lineup: Lineup, group: Group, parallel: int, number: int
     ) -> Iterator[Comparison]:
-        """Decode a group in every way, and what the user says next behind the plain answer.
+        """Decode a group in every way, then the user's next messages after the plain answer.
 
-        All contenders are asked the same: the conversation goes on from the answer of the one that
-        outputs are compared with.
+        All contenders get the same prompts: the conversation continues from the answer of the
+        contender that outputs are compared with.
         """
         model = self._language_model
         while group:
@@ -368,7 +370,7 @@ class Benchmark:
         unit: str,
         standing: Callable[[], str] = lambda: "",
     ) -> Iterator[Case]:
-        """Pass prompts or groups through, and tell how many are done and how it stands."""
+        """Yield prompts or groups and report how many are done, with the current figures."""
 
         def tell(number: int) -> None:
             done = f"{number} of {counted(len(cases), unit)}"
@@ -381,7 +383,7 @@ class Benchmark:
             tell(len(cases))
 
     def _decode_alone(self) -> None:
-        """Have each prompt alone decoded plainly, where that is not known or measured."""
+        """Decode each prompt alone without drafts, if its output is not known or measured."""
         greedy = self._greedy()
         measured = {
             tuple(prompt): output
@@ -403,12 +405,12 @@ class Benchmark:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether outputs are judged, and rounding leaves all but ties as they are."""
+        """Whether outputs are judged and rounding can change only ties."""
         dtype = next(self._language_model.model.parameters()).dtype
         return self._options.is_judged and dtype in {torch.float32, torch.float64}
 
     def _greedy(self) -> list[tuple[int, Comparison]]:
-        """Return all that was decoded without sampling, in every round, with its width."""
+        """Return everything that was decoded without sampling, in every round, with its width."""
         return [
             (heat.parallel, comparison)
             for heat, rounds in self._rounds.items()
@@ -418,7 +420,7 @@ class Benchmark:
         ]
 
     def _counted(self) -> dict[Heat, list[Round]]:
-        """Return the rounds that count: whole ones, or what there is where none is whole."""
+        """Return the rounds that count: complete ones, or the first if none is complete."""
         chosen = {
             heat: [each for each in rounds if each.is_whole] or rounds[:1]
             for heat, rounds in self._rounds.items()
@@ -428,7 +430,7 @@ class Benchmark:
     def _under(
         self, setting: Setting, seeds: Sequence[Setting], rounds: dict[Heat, list[Round]]
     ) -> dict[str, Any]:
-        """Return all figures under a setting, over its seeds."""
+        """Return all figures of a setting, over its seeds."""
         heats = [heat for heat in rounds if heat.setting in seeds]
         names = rounds[heats[0]][0].comparisons[0].runs
         reference = reference_of(names, is_greedy=setting.temperature == 0)
@@ -447,7 +449,7 @@ class Benchmark:
     def _at_width(
         self, heats: Sequence[Heat], rounds: dict[Heat, list[Round]], reference: str
     ) -> dict[str, Any]:
-        """Return all contenders' figures under a setting at a width, over its seeds."""
+        """Return all contenders' figures for a setting and a width, over its seeds."""
         comparisons = [each for heat in heats for each in _fastest(rounds[heat])]
         decoded = [
             each for heat in heats for found in self._rounds[heat] for each in found.comparisons
@@ -471,19 +473,19 @@ class Benchmark:
         }
 
     def _judged_by(self, heat: Heat) -> str:
-        """Return what outputs are compared with: our own loop, where rounding changes them."""
+        """Return what outputs are compared with: our own loop if rounding changes them."""
         return ONE_BY_ONE if self._is_exact and heat.setting.temperature == 0 else UNDRAFTED
 
     def _expected(self, compared_with: str, each: Comparison) -> list[list[int]]:
-        """Return what a group's outputs are to be; empty where that is not known."""
+        """Return a group's expected outputs; empty if unknown."""
         if compared_with != ONE_BY_ONE:
             return each.runs[compared_with].outputs if compared_with in each.runs else []
         prompts = [tuple(prompt) for prompt in each.asked]
-        is_known = all(prompt in self._plain for prompt in prompts)  # or interrupted before
+        is_known = all(prompt in self._plain for prompt in prompts)  # unknown after an interruption
         return [self._plain[prompt] for prompt in prompts] if is_known else []
 
     def _interruption(self, num_units: int) -> dict[str, Any]:
-        """Return where not all was measured, if that is so."""
+        """Return where the benchmark was interrupted, if it was."""
         if self._is_over:
             return {"interrupted": False}
         found = self._found
@@ -499,10 +501,10 @@ class Benchmark:
 
 
 def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
-    """Return prompts in groups that fill all places; those that are left over are left out.
+    """Return prompts in groups that fill all places; leftover prompts are dropped.
 
-    A group has twice as many prompts as are decoded in parallel where that leaves some groups, else
-    as many; of those that are decoded one by one, each is a group.
+    A group has twice as many prompts as are decoded in parallel if that leaves enough groups,
+    otherwise as many. If prompts are decoded one by one, each is a group.
     """
     size = parallel * _ROUNDS
     if parallel == 1 or len(cases) // size < _FEW_GROUPS:
@@ -513,7 +515,7 @@ def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
 def _count_identical(
     figures: dict[str, Any], known: Sequence[tuple[Comparison, list[list[int]]]]
 ) -> None:
-    """Add to figures how many outputs are known, and how many of each contender are the same."""
+    """Add to the figures how many outputs are known and how many of each contender match."""
     figures["num_answers"] = sum(len(expected) for _, expected in known)
     for name, each in figures["contenders"].items():
         same = (
@@ -525,10 +527,10 @@ def _count_identical(
 
 
 def reference_of(names: Iterable[str], *, is_greedy: bool = True) -> str:
-    """Return the contender that speed-up is over and outputs are compared with.
+    """Return the baseline for speed-up and outputs.
 
-    Where tokens are sampled, that is our own loop without drafts: it draws with the same numbers
-    as all of ours do, and transformers with others.
+    With sampling that is our own loop without drafts: it uses the same random numbers as our other
+    contenders, while transformers uses others.
     """
     order = (PLAIN, UNDRAFTED) if is_greedy else (UNDRAFTED, PLAIN)
     given = list(names)
@@ -536,7 +538,7 @@ def reference_of(names: Iterable[str], *, is_greedy: bool = True) -> str:
 
 
 def _standing(comparisons: Sequence[Comparison]) -> str:
-    """Return the last contender's pace so far; nothing before the first group is done."""
+    """Return the last contender's pace so far; empty before the first group is done."""
     if not comparisons:
         return ""
     name = list(comparisons[0].runs)[-1]
@@ -549,10 +551,10 @@ def _standing(comparisons: Sequence[Comparison]) -> str:
 def fitting(
     language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]
 ) -> list[BenchPrompt]:
-    """Return the prompts that the model can take, as tokens."""
+    """Return the prompts that fit the model, as tokens."""
     cases = []
     for prompt in prompts:
-        # A log may hold turns that this template refuses, such as a tool's.
+        # A log may hold turns that this template refuses, such as tool turns.
         with suppress(InvalidPromptError, *((TokenizerError,) if prompt.turns else ())):
             tokens = target.checked_prompt(prompt.encoded(language_model)).tolist()
             cases.append(BenchPrompt(prompt.category, tokens, prompt))
@@ -560,7 +562,7 @@ def fitting(
 
 
 def circumstances(language_model: LanguageModel) -> dict[str, Any]:
-    """Return the circumstances of figures: day, model, precision, versions and machine."""
+    """Return the circumstances of figures: date, model, dtype, versions and machine."""
     parameter = next(language_model.model.parameters())
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -573,7 +575,7 @@ def circumstances(language_model: LanguageModel) -> dict[str, Any]:
 
 
 def fastest(rounds: Sequence[Comparison]) -> Comparison:
-    """Return what several rounds made of a group as one, of each contender's fastest runs."""
+    """Merge several rounds of a group into one, with each contender's fastest run."""
     names, first = rounds[0].runs, rounds[0]
     runs = {
         name: min((r.runs[name] for r in rounds), key=lambda run: run.seconds) for name in names
@@ -586,7 +588,7 @@ def _fastest(rounds: Sequence[Round]) -> list[Comparison]:
 
 
 def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run]:
-    """Run all ways, in an order that rotates with the number; return runs in their own order."""
+    """Run all ways in an order that rotates with `number`; return runs in the original order."""
     names = list(ways)
     first = number % len(names)
     runs = {name: ways[name]() for name in (*names[first:], *names[:first])}
@@ -594,7 +596,7 @@ def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run
 
 
 def pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
-    """Return settings that differ in their seed under one of them."""
+    """Group settings that differ only in their seed."""
     pooled: dict[Setting, list[Setting]] = {}
     for setting in settings:
         pooled.setdefault(replace(setting, seed=0), []).append(setting)
@@ -602,7 +604,7 @@ def pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
 
 
 def _below_one(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return where ours are slower than plain generation or than decoding without drafts."""
+    """Return where our contenders are slower than plain generation or undrafted decoding."""
     return [
         {
             "nodes": setting["nodes"],
@@ -622,7 +624,7 @@ def _below_one(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _curve(surface: CostSurface | None) -> dict[str, dict[str, float]]:
-    """Return seconds by context and width, as measured; nothing where they were not."""
+    """Return measured seconds by context and width; empty if not measured."""
     if surface is None:
         return {}
     return {

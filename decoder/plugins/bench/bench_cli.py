@@ -1,6 +1,6 @@
-"""The command `bench`: its options, and what they say.
+"""The command `bench`: its options and their help.
 
-What it does is imported when it does it, so that its help comes at once.
+The command imports its implementation when it runs, so that help appears immediately.
 """
 
 from typing import Annotated
@@ -15,7 +15,7 @@ from indexer.flags import AsJson, command_line, with_flags
 
 
 def _list_contenders(value: bool) -> None:
-    """Print all contenders and end."""
+    """Print all contenders and exit."""
     if value:
         from decoder.plugins.bench.bench_command import list_contenders  # noqa: PLC0415  (loads torch)
 
@@ -36,7 +36,7 @@ def run_bench(
         bool,
         typer.Option(
             "--contenders",
-            help="List the contenders that have names, and end: in a checkout published rules too.",
+            help="List the named contenders and exit; a checkout also has published rules.",
             is_eager=True,
             callback=_list_contenders,
             rich_help_panel="Contenders",
@@ -45,16 +45,16 @@ def run_bench(
 ) -> None:
     """Measure against plain generation, prompt lookup and published rules, in one run.
 
-    With --parallel, by how many prompts share the passes; in float32 every output is compared with
-    that of its prompt alone then, and the status is 1 if one of ours is wrong. Ctrl-C ends it with
-    a report of what was measured until then.
+    With --parallel, figures are by the number of prompts that share passes. In float32 every output
+    is then compared with that of its prompt alone, and the exit status is 1 if one of ours is
+    wrong. Ctrl-C ends the run with a report of the measurements so far.
     """
     from decoder.plugins.bench.bench_command import measure  # noqa: PLC0415  (loads torch)
 
     measure(given, contest, chosen, drafts, output, as_json=as_json)
 
 
-app = command_line("The command `bench`: its options, and what they say.", {"bench": run_bench})
+app = command_line("The command `bench`: its options and their help.", {"bench": run_bench})
 
 
 def main() -> None:

@@ -46,13 +46,13 @@ from retriever.predict.grammar.grammars import grammar_of
 
 
 class ContestSettings(ContestOptions):
-    """The same, with what is measured by it."""
+    """The contest options with the measurements that follow from them."""
 
     def names(self, drafts: DraftOptions) -> list[str]:
-        """Return the contenders; one to compare the others with is always there.
+        """Return the contenders, which always include one to compare the others with.
 
         Args:
-            drafts: where drafts come from.
+            drafts: the sources of drafts.
         """
         default = parallel_default(drafts) if self.parallel else DEFAULT
         given = [*(self.contender or default), *([self.over] if self.over else [])]
@@ -65,12 +65,12 @@ class ContestSettings(ContestOptions):
 
     @property
     def widths(self) -> list[int]:
-        """How many prompts at a time."""
+        """Numbers of prompts at a time."""
         return list(dict.fromkeys(self.parallel)) or [1]
 
     @property
     def settings(self) -> list[Setting]:
-        """All combinations; seeds count where tokens are sampled alone."""
+        """All combinations of settings; seeds only matter with sampling."""
         return list(dict.fromkeys(self._combined()))
 
     def _combined(self) -> Iterator[Setting]:
@@ -80,17 +80,17 @@ class ContestSettings(ContestOptions):
             yield Setting(nodes or None, temperature, seed if temperature else 0)
 
     def check(self, drafts: DraftOptions, repeat: int) -> None:
-        """Refuse what cannot be measured, before a model is loaded.
+        """Refuse options that cannot be measured, before a model is loaded.
 
         Args:
-            drafts: where drafts come from.
+            drafts: the sources of drafts.
             repeat: rounds of each setting.
 
         Raises:
-            InvalidSettingsError: there is no contender of a name, or a value is out of its range.
-            ContradictoryOptionsError: a contender has nothing to draft with, or would be shown
-                answers to what is measured, or seeds are given where nothing is sampled.
-            PlotError: a plot could not be drawn.
+            InvalidSettingsError: a contender is unknown, or a value is out of its range.
+            ContradictoryOptionsError: a contender has nothing to draft with, or would see answers
+                to the measured prompts, or seeds are given without sampling.
+            PlotError: a plot cannot be drawn.
         """
         entries = chosen(self.names(drafts))
         self._refuse_contradictions(drafts, repeat, entries)
@@ -106,7 +106,7 @@ class ContestSettings(ContestOptions):
             check_plot(self.plot)
 
     def check_count(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse fewer prompts than are to be decoded at a time.
+        """Refuse fewer prompts than are decoded at a time.
 
         Raises:
             ContradictoryOptionsError: the message says how many there are.
@@ -116,7 +116,7 @@ class ContestSettings(ContestOptions):
             (
                 len(prompts) < most,
                 (
-                    f"--parallel {most} needs as many prompts, and there are {len(prompts)}: give "
+                    f"--parallel {most} needs as many prompts, but there are {len(prompts)}: give "
                     "more, or fewer in parallel"
                 ),
             )
@@ -125,7 +125,7 @@ class ContestSettings(ContestOptions):
     def _refuse_contradictions(
         self, drafts: DraftOptions, repeat: int, entries: Sequence[ContenderEntry]
     ) -> None:
-        """Refuse options that exclude each other, and runs that would draft from one another."""
+        """Refuse options that exclude each other and runs that would draft from one another."""
         rounds = len(self.settings) * repeat * len(self.widths)
         asking = [each.name for each in entries if each.name in ASKING_SERVERS]
         alone = [each.name for each in entries if not each.takes_many]
@@ -142,7 +142,7 @@ class ContestSettings(ContestOptions):
                 drafts.server and len(asking) > 1,
                 (
                     f"--server would show the answers of {' to '.join(asking[:2])}: measure them "
-                    "one by one, each with a service that has just started"
+                    "one by one, each with a freshly started service"
                 ),
             ),
             (
@@ -241,10 +241,10 @@ def measure(
 
 
 def _measured(benchmark: Benchmark) -> bool:
-    """Run a benchmark; return whether all was measured, and not just a part.
+    """Run a benchmark; return whether it was completed.
 
     Raises:
-        KeyboardInterrupt: nothing was.
+        KeyboardInterrupt: nothing was measured.
     """
     try:
         benchmark.run()
@@ -256,7 +256,7 @@ def _measured(benchmark: Benchmark) -> bool:
 
 
 def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -> None:
-    """Print a report as JSON, or as tables with their notes."""
+    """Print a report as JSON, or as tables with notes."""
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     elif _is_default(contest):
@@ -270,6 +270,6 @@ def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -
 
 
 def _is_default(contest: ContestSettings) -> bool:
-    """Return whether our own decoder's figures alone are asked for."""
+    """Return whether only our own decoder's figures are requested."""
     given = (contest.contender, contest.nodes, contest.temperature, contest.over, contest.parallel)
     return not any(given)

@@ -1,4 +1,4 @@
-"""Reports of a benchmark: where ours lose, tables, notes and plots."""
+"""Reports of a benchmark: where our contenders lose, tables, notes and plots."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -22,16 +22,16 @@ from decoder.plugins.contenders.contender import (
 from decoder.plugins.contenders.standings import Comparison, in_brackets
 
 _KEYS: Final = {PROMPT_LOOKUP: "prompt_lookup"}
-"""Names of contenders in keys of the default report, where they differ."""
+"""Names of contenders in keys of the default report, if they differ."""
 
 _OTHERS: Final = (PLAIN, _KEYS[PROMPT_LOOKUP], UNDRAFTED)
-"""Keys of what our own decoder is set against there."""
+"""Keys of the contenders that our own decoder is compared with there."""
 
 
 def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Return our own decoder's figures beside those of the other default contenders.
+    """Return our own decoder's figures relative to the other default contenders.
 
-    Those of all prompts are `overall`, those of each category in `categories`.
+    Figures of all prompts are in `overall`, those of each category in `categories`.
     """
     categories: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
@@ -43,15 +43,15 @@ def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def time_per_step(drafted: Statistics, undrafted: Statistics) -> dict[str, Any]:
-    """Return where the time of a step goes, the prompt's pass left out.
+    """Return how the time of a step is spent, without the prompt's pass.
 
     Args:
-        drafted: of decoding with drafts.
-        undrafted: of the same loop without; its step is what shares are of.
+        drafted: statistics of decoding with drafts.
+        undrafted: statistics of the same loop without drafts; shares are relative to its step.
 
     Returns:
-        Milliseconds a step of target, draft and host, each also as a share of a plain step;
-        empty where a prompt's pass was all there was.
+        Milliseconds per step of target, draft and host, each also as a share of a plain step; empty
+        if there was only the prompt's pass.
     """
     steps, plain_steps = drafted.widths.total(), undrafted.widths.total()
     if not steps or not plain_steps:
@@ -109,13 +109,13 @@ def _figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 PARTS: Final = {"target": "model", "draft": "drafter", "host": "loop"}
-"""Of a step's time, in words."""
+"""Parts of a step's time, in words."""
 
 _BASES: Final = {PLAIN: "plain batches", UNDRAFTED: "undrafted"}
 
 
 def conclusions_of(report: dict[str, Any]) -> list[str]:
-    """Return what is to be read first: where ours are slower, or may be, and wrong outputs."""
+    """Return the conclusions: where our contenders are or may be slower, and wrong outputs."""
     ratios = list(_ratios(report["settings"]))
     lines = [f"slower: {words}" for words, figure in ratios if figure[0] < 1]
     if ratios and not lines:
@@ -129,7 +129,7 @@ def conclusions_of(report: dict[str, Any]) -> list[str]:
 
 
 def _ratios(settings: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield each ratio of ours, in words and as `[value, low, high]`."""
+    """Yield each ratio of our contenders, in words and as `[value, low, high]`."""
     for setting in settings:
         place = f", {described(setting)}" if len(settings) > 1 else ""
         for width in setting["widths"]:
@@ -144,15 +144,15 @@ def _ratios(settings: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Sequence[
 
 
 def _doubt(figure: Sequence[Any]) -> str:
-    """Return why a ratio may as well be 1, in words; nothing where it may not."""
+    """Return in words why a ratio may as well be 1; empty if it may not."""
     _, low, high = figure
     if low is None:
-        return ", one group alone"
-    return ", the interval has 1 in it" if low < 1 <= high else ""
+        return ", only one group"
+    return ", the interval includes 1" if low < 1 <= high else ""
 
 
 def _exactness(found: dict[str, Any] | None) -> Iterator[str]:
-    """Yield lines about outputs that were to be the same."""
+    """Yield lines about outputs that should be the same."""
     if found is None:
         return
     different = found["different"]
@@ -173,7 +173,7 @@ def _exactness(found: dict[str, Any] | None) -> Iterator[str]:
 
 
 def rows_of(setting: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the rows of a table, a row for each width and contender."""
+    """Return the headings and rows of a table, a row for each width and contender."""
     widths = setting["widths"]
     found = [figures for width in widths for figures in width["contenders"].values()]
     bases = [base for base in _BASES if any(base in figures["over"] for figures in found)]
@@ -201,11 +201,11 @@ def _cells_of(figures: dict[str, Any], bases: Sequence[str], num_answers: int) -
 
 
 def tables_of(report: dict[str, Any], over: str | None = None) -> list[Table]:
-    """Return the tables of all contenders: at all widths, and one by one by category, as papers.
+    """Return the tables of all contenders: by width, and one by one also by category, as in papers.
 
     Args:
-        report: of `Benchmark`, with `drafter`.
-        over: a contender that the others are set against in a table of their own.
+        report: report of a `Benchmark`, with `drafter`.
+        over: a contender that the others are compared with in a separate table.
     """
     tables = []
     for setting in report["settings"]:
@@ -226,7 +226,7 @@ def is_one_by_one(report: dict[str, Any]) -> bool:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table with a section for each width, where its first column has these."""
+    """Return a table with a section for each width, if its first column has widths."""
     table = Table(title=title, box=SIMPLE_HEAD)
     for heading in headings:
         is_name = heading == "contender"
@@ -238,7 +238,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def _over(setting: dict[str, Any], over: str) -> Table:
-    """Return how many times one contender's speed and accepted tokens the others have."""
+    """Return a table of the others' speed and accepted tokens relative to one contender."""
     rows = [
         [str(width["parallel"]), name, *map(in_brackets, against[over].values())]
         for width in setting["widths"]
@@ -250,7 +250,7 @@ def _over(setting: dict[str, Any], over: str) -> Table:
 
 
 def _by_category(setting: dict[str, Any]) -> Iterator[Table]:
-    """Yield speed-up and accepted tokens, a row for each contender, a column for each category."""
+    """Yield tables of speed-up and accepted tokens, rows by contender, columns by category."""
     (width,) = setting["widths"]
     parts = {**width["categories"], "overall": width}
     speedup = f"speed-up over {setting['reference']}"
@@ -274,33 +274,33 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     resampled = "prompts" if is_one_by_one(report) else f"groups of prompts; {groups}"
     notes = [
         "x: in tokens per second, prompts included; undrafted: our own loop without drafts",
-        "plain: model.generate, several prompts in batches that are padded on the left",
-        f"[]: 90% intervals by bootstrap, alike for all, which decode in turn, over {resampled}",
-        "accepted: tokens of a pass and sequence after the prompt's pass, the model's own included",
-        "nodes: of a pass, all sequences together; drafting: its share of the time",
+        "plain: model.generate, several prompts in left-padded batches",
+        f"[]: 90% intervals by bootstrap, same draws for all contenders, over {resampled}",
+        "accepted: tokens per pass and sequence after the prompt's pass, including the model's own",
+        "nodes: per pass, over all sequences; drafting: its share of the time",
         "ms: medians of passes, without the prompts",
     ]
     compared = sorted({width["compared_with"] or "" for width in widths} - {""})
     if compared:
-        notes.append(f"equal: outputs that are those of {' or '.join(compared)}")
+        notes.append(f"equal: outputs identical to those of {' or '.join(compared)}")
     if any(each["temperature"] for each in settings):
         notes.append(
-            "sampled: ours draw with the numbers of a prompt's positions, so each writes what "
-            "undrafted writes; transformers' own draw with others"
+            "sampled: our contenders draw with random numbers by prompt and position, so each "
+            "writes the same as undrafted; transformers draws with others"
         )
     if report["left_out"]:
         shown = ", ".join(map(str, report["left_out"]))
-        notes.append(f"left out for want of prompts that the model takes: {shown} in parallel")
+        notes.append(f"left out because too few prompts fit the model: {shown} in parallel")
     return [*notes, *_common_notes(report)]
 
 
 def title_of(report: dict[str, Any]) -> str:
-    """Return what a report is of: model, precision, device and where drafts come from."""
+    """Return the title of a report: model, dtype, device and the sources of drafts."""
     return f"{report['model']}, {report['dtype']} on {report['device']}; {report['drafter']}"
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """Return a table with a row for each category and one for all, of our own decoder."""
+    """Return a table of our own decoder, with a row for each category and one for all."""
     title = title_of(report)
     table = Table(title=title, caption="\n".join(_notes(report)), box=SIMPLE_HEAD)
     table.add_column("category", no_wrap=True)
@@ -336,7 +336,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _common_notes(report: dict[str, Any]) -> list[str]:
-    """Return the lines below any tables: what was interrupted, warmed with and skipped."""
+    """Return the lines below any tables: interruption, warm-up and skipped prompts."""
     notes = [_interruption(report["interrupted_at"])] if report["interrupted"] else []
     if report["warm"]["num_prompts"]:
         warm = report["warm"]
@@ -345,7 +345,7 @@ def _common_notes(report: dict[str, Any]) -> list[str]:
             f"{counted(warm['num_tokens'], 'token')}"
         )
     if report["skipped"]:
-        notes.append(f"prompts skipped, as the model cannot take them: {report['skipped']}")
+        notes.append(f"prompts skipped because they do not fit the model: {report['skipped']}")
     return notes
 
 
@@ -354,7 +354,7 @@ def _interruption(at: dict[str, Any]) -> str:
     num_done = at["done"]
     place = f"interrupted: {at['where']}, {num_done} of {counted(at['of'], at['unit'])}"
     uncounted = "" if at["counted"] or not num_done else ", which are left out"
-    return f"{place}{uncounted}; nothing was measured behind that"
+    return f"{place}{uncounted}; nothing was measured after that"
 
 
 def described(setting: dict[str, Any]) -> str:
@@ -366,7 +366,7 @@ def described(setting: dict[str, Any]) -> str:
 
 
 def in_words(nodes: int | None, temperature: float) -> list[str]:
-    """Return what contenders meet under, in words."""
+    """Return the settings of contenders, in words."""
     words = ["as many nodes as pay" if nodes is None else counted(nodes, "node")]
     if temperature:
         words.append(f"temperature {temperature:g}")
@@ -377,14 +377,14 @@ _PART_COLOURS: Final = ("#56b4e9", "#e69f00", "0.6")
 
 MARKS: Final = ("o", "s", "^", "D", "v", "P")
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-"""Told apart by readers who see few colours (Okabe and Ito, 2008)."""
+"""Distinguishable with colour vision deficiency (Okabe and Ito, 2008)."""
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write a plot of all contenders.
 
-    One by one: speed-up and accepted tokens, with their intervals. Else tokens per second over how
-    many prompts share the passes, and a step's time by part.
+    One by one: speed-up and accepted tokens, with intervals. Otherwise tokens per second over the
+    number of prompts that share passes, and a step's time by part.
 
     Raises:
         PlotError: the file cannot be written, or matplotlib is missing.
@@ -402,13 +402,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _draw_standings(settings: Sequence[dict[str, Any]]) -> Any:
-    """Return a plot of speed-up and accepted tokens of each contender, with their intervals."""
+    """Return a plot of speed-up and accepted tokens of each contender, with intervals."""
     names = list(settings[0]["widths"][0]["contenders"])
     size = (9.6, 1.6 + 0.24 * len(names) * max(len(settings), 2))
     figure = figure_class()(figsize=size, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     speedup = f"tokens per second over {settings[0]['reference']}"
-    parts = (("speedup", speedup), ("accepted_tokens", "accepted tokens of a pass"))
+    parts = (("speedup", speedup), ("accepted_tokens", "accepted tokens per pass"))
     for each, (key, label) in zip(axes, parts, strict=True):
         _draw_figure(each, settings, names, key)
         each.set_xlabel(label)
@@ -423,11 +423,11 @@ def _draw_standings(settings: Sequence[dict[str, Any]]) -> Any:
 
 
 def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str], key: str) -> None:
-    """Draw a dot with its interval for each contender, a little lower for each further setting."""
+    """Draw a dot with an interval for each contender, slightly lower for each further setting."""
     for number, setting in enumerate(settings):
         offset = 0.6 * (number - (len(settings) - 1) / 2) / len(settings)
         found = [setting["widths"][0]["contenders"][name][key] for name in names]
-        # Of one prompt there is no interval.
+        # With one prompt there is no interval.
         figures = [
             (v, v if low is None else low, v if low is None else high) for v, low, high in found
         ]
@@ -447,7 +447,7 @@ def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str]
 
 
 def _draw_widths(settings: Sequence[dict[str, Any]]) -> Any:
-    """Return a plot of tokens per second over the width, and of a step's time by part."""
+    """Return a plot of tokens per second over width and of a step's time by part."""
     num_bars = max(len(list(_bars(setting))) for setting in settings)
     size = (max(5.2 * len(settings), 7.2), 4.4 + 0.22 * num_bars)
     figure = figure_class()(figsize=size, layout="constrained")
@@ -462,7 +462,7 @@ def _draw_widths(settings: Sequence[dict[str, Any]]) -> Any:
 
 
 def _draw_speed(axes: Any, setting: dict[str, Any]) -> None:
-    """Draw a line for each contender, whatever order the widths were measured in."""
+    """Draw a line for each contender, sorted by width."""
     widths = sorted(setting["widths"], key=lambda width: int(width["parallel"]))
     shown = [width["parallel"] for width in widths]
     for number, name in enumerate(widths[0]["contenders"]):
@@ -492,7 +492,7 @@ def _bars(setting: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _draw_parts(axes: Any, setting: dict[str, Any]) -> None:
-    """Draw a bar for each width and contender of ours, divided by where the time goes."""
+    """Draw a bar for each width and our contender, divided by how the time is spent."""
     bars = list(_bars(setting))
     left = [0.0] * len(bars)
     for (part, words), colour in zip(PARTS.items(), _PART_COLOURS, strict=True):

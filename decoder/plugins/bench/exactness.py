@@ -1,4 +1,4 @@
-"""Where outputs in shared passes part from those of each prompt alone, and by how much."""
+"""Where outputs from shared passes differ from those of each prompt alone, and by how much."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -13,24 +13,24 @@ from decoder.plugins.contenders.contender import THEIRS
 from decoder.plugins.contenders.standings import Comparison
 
 TIE: Final = 1e-4
-"""Logits that are less apart than this may change places in float32, where passes of other widths
-round in other places."""
+"""Logits closer than this may swap order in float32, because passes of different widths round
+differently."""
 
 
 ONE_BY_ONE: Final = "model.generate, one prompt at a time"
-"""What outputs are compared with where they are to be the same."""
+"""The reference for outputs that should be the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two outputs part.
+    """Where two outputs differ.
 
     Attributes:
-        position: of the first token that differs, counted from the first generated one, from 0.
-        plain: what `model.generate` wrote there, `None` where it had ended.
-        drafted: what the decoder wrote.
+        position: position of the first differing token among the generated ones, from 0.
+        plain: the token of `model.generate` there; `None` if it had ended.
+        drafted: the decoder's token there; `None` if it had ended.
         best_tokens: the two most probable tokens there.
-        gap: between their logits, in float64.
+        gap: gap between their logits, in float64.
     """
 
     position: int
@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def is_tie(self) -> bool:
-        """Whether float32 may lose the gap, so that neither output is wrong."""
+        """Whether the gap is within float32 rounding, so that neither output is wrong."""
         return self.gap < TIE
 
     def as_json(self) -> dict[str, Any]:
@@ -51,12 +51,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What two ways wrote for a prompt.
+    """The outputs of two ways for a prompt.
 
     Attributes:
-        prompt: its tokens.
-        plain: what `model.generate` wrote.
-        drafted: what a decoder wrote.
+        prompt: tokens of the prompt.
+        plain: output of `model.generate`.
+        drafted: output of a decoder.
     """
 
     prompt: list[int]
@@ -65,10 +65,10 @@ class Outputs:
 
 
 def differences(language_model: LanguageModel, pairs: Iterable[Outputs]) -> list[Difference | None]:
-    """Return where the outputs of each pair part, `None` where they are the same.
+    """Return where the outputs of each pair differ; `None` if they are the same.
 
-    Logits are computed by a copy of the model in float64, which is made for the first difference:
-    captured graphs would miss weights that are converted and back.
+    Logits are computed by a float64 copy of the model, made at the first difference: converting the
+    model itself and back would move weights that captured graphs read.
     """
     model: Any = None
     found: list[Difference | None] = []
@@ -94,16 +94,16 @@ def exactness(
     decoded: Iterable[tuple[int, Comparison]],
     plain: Mapping[tuple[int, ...], list[int]],
 ) -> dict[str, Any] | None:
-    """Return where greedy outputs are not those of each prompt alone, and by how much.
+    """Return where greedy outputs differ from those of each prompt alone, and by how much.
 
     Args:
-        language_model: that wrote them.
-        decoded: groups of prompts decoded in every way, and how many prompts at a time.
-        plain: what `model.generate` writes for prompts alone, by their tokens; others are not
-            judged.
+        language_model: the model of the outputs.
+        decoded: groups of prompts decoded in every way, with the number of prompts at a time.
+        plain: outputs of `model.generate` for single prompts, by the prompts' tokens; other prompts
+            are not judged.
 
     Returns:
-        Values for JSON; `None` where nothing is judged.
+        JSON values; `None` if nothing is judged.
     """
     if not plain:
         return None
@@ -131,7 +131,7 @@ def exactness(
 
 
 def wrong_outputs(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the outputs of our own in a report that are wrong: not even a tie explains them."""
+    """Return our own outputs in a report that are wrong: not even a tie explains them."""
     different = (report["exactness"] or {"different": []})["different"]
     return [each for each in different if not each["is_tie"] and each["contender"] not in THEIRS]
 

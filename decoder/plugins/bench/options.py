@@ -1,4 +1,4 @@
-"""What `bench` can be asked for: prompts, contenders and settings."""
+"""The options of `bench`: prompts, contenders and settings."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ from retriever.predict.grammar.options import ConstraintSettings
 
 
 class MeasuredPrompts(PromptSettings):
-    """What `bench` answers."""
+    """The prompts that `bench` answers."""
 
     prompts: Annotated[Path, Metavar("FILE"), Field(description=PROMPT_FILE)]
     per_category: Annotated[
@@ -23,32 +23,30 @@ class MeasuredPrompts(PromptSettings):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Prompts to answer beforehand, so that there are answers to draft from. "
-            "Those that are measured are left out."
+            description="Prompts to answer first, so that there are answers to draft from. "
+            "Measured prompts are left out."
         ),
     ] = None
     warm_limit: Annotated[
-        int | None, Field(ge=1, description="With --warm: most prompts of it.")
+        int | None, Field(ge=1, description="With --warm: most of its prompts.")
     ] = None
 
 
 class MeasuredOutput(OutputSettings, ConstraintSettings):
-    """How often answers are made."""
+    """How often prompts are answered."""
 
-    repeat: Annotated[
-        int, Field(ge=1, description="Runs of each prompt, the fastest of which counts.")
-    ] = 1
+    repeat: Annotated[int, Field(ge=1, description="Runs of each prompt; the fastest counts.")] = 1
 
 
 class AskedTurns(StrEnum):
-    """Which turns of a question are asked."""
+    """Which turns of a question are answered."""
 
     FIRST = "first"
     BOTH = "both"
 
 
 class ContestOptions(BaseModel):
-    """Who is measured, and under what settings."""
+    """Which contenders are measured, and under which settings."""
 
     model_config = ConfigDict(title="Contenders", extra="forbid", frozen=True, defer_build=True)
 
@@ -56,9 +54,9 @@ class ContestOptions(BaseModel):
         list[str],
         Metavar("NAME"),
         Field(
-            description="Who is measured: one that --contenders lists, or MODULE:NAME of what a "
-            "mapping DRAFTERS of a module holds. The report is then laid out as papers' tables. "
-            "Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
+            description="A contender to measure: one that --contenders lists, or MODULE:NAME for "
+            "an entry of a module's mapping DRAFTERS. The report then has the layout of papers' "
+            "tables. Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
         ),
     ] = []
     nodes: Annotated[
@@ -72,31 +70,31 @@ class ContestOptions(BaseModel):
     temperature: Annotated[
         list[float],
         Metavar("T"),
-        Field(description="Of sampling; 0 decodes greedily. Repeatable. Default: 0."),
+        Field(description="Sampling temperature; 0 is greedy decoding. Repeatable. Default: 0."),
     ] = []
     seed: Annotated[
         list[int],
         Metavar("SEED"),
-        Field(description="Of sampling; several are counted together. Repeatable. Default: 0."),
+        Field(description="Sampling seed; several are pooled. Repeatable. Default: 0."),
     ] = []
     turns: Annotated[
         AskedTurns,
         Field(
-            description="Of questions with several turns: the first, or each behind the plain "
-            "answer to the one before."
+            description="For questions with several turns: the first, or each after the plain "
+            "answer to the previous one."
         ),
     ] = AskedTurns.FIRST
     over: Annotated[
         str | None,
         Metavar("NAME"),
-        Field(description="Also say how many times this contender's speed and tokens others have."),
+        Field(description="Also show the others' speed and tokens relative to this contender."),
     ] = None
     plot: Annotated[
         Path | None,
         Metavar("FILE"),
         Field(
             description="Draw the figures of all contenders, as .png or .svg; with --parallel, "
-            "tokens per second by width and where a pass spends its time."
+            "tokens per second by width and how a pass spends its time."
         ),
     ] = None
     parallel: Annotated[

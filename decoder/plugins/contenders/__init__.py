@@ -1,6 +1,6 @@
-"""What decodes prompts in a benchmark, behind one protocol, and the figures of it.
+"""Ways to decode prompts in a benchmark, behind one protocol, and their figures.
 
-`registry.py` lists the contenders of this package: transformers' own ways, our own drafter whole
-and in parts, draft models and heads alone. Published drafting rules are in `benchmarks/papers` of a
-checkout, where they are found by name.
+`registry.py` lists the contenders of this package: transformers' own ways, our own drafter as a
+whole and in parts, and draft models and heads alone. Published drafting rules are in
+`benchmarks/papers` of a checkout and found there by name.
 """

@@ -1,4 +1,4 @@
-"""What decodes prompts in a benchmark: this package's loop with a drafter, or transformers."""
+"""Decoding prompts in a benchmark: this package's loop with a drafter, or transformers."""
 
 import time
 import warnings
@@ -29,33 +29,34 @@ PLAIN: Final = "plain"
 PROMPT_LOOKUP: Final = "transformers-lookup"
 FOREDRAFT: Final = "foredraft"
 UNDRAFTED: Final = "undrafted"
-"""This package's own loop and target without drafts, so that drafting alone can be credited."""
+"""This package's own loop and target without drafts, to isolate the effect of drafting."""
 THEIRS: Final = frozenset({PLAIN, PROMPT_LOOKUP})
 """Contenders that are not ours."""
 PROMPT_LOOKUP_TOKENS: Final = 10
-"""Tokens that prompt lookup proposes; transformers' documentation uses 3 and 10, 10 is faster."""
+"""Tokens that prompt lookup proposes; transformers' documentation uses 3 and 10, and 10 is
+faster."""
 
 _TORCH_SEEDS: Final = 2**63
 
 
 Account = tuple[float, float, float, float]
-"""Of a run: its seconds, its tokens, the passes after the prompts', and the tokens of those. Of
-several prompts, passes count once for each sequence that they served."""
+"""Figures of a run: seconds, tokens, passes after the prompts' passes, and the tokens of those.
+With several prompts, a pass counts once for each sequence that it served."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt decoded in one way, or several, some at a time.
+    """One or several prompts decoded in one way, some at a time.
 
     Attributes:
-        token_ids: what was generated; of several prompts one output behind the other.
-        seconds: from tokens to tokens, the prompts' passes included.
-        num_passes: forward passes of the target, the prompts' included; of several prompts for each
-            sequence that they served.
-        statistics: this decoder's own figures, empty for the others.
-        lengths: tokens of each output, where there are several prompts.
-        steps: where passes spent their time, those that read prompts alone and what others spent on
-            reading prompts left out; empty for transformers' own.
+        token_ids: the generated tokens; the outputs of several prompts are concatenated.
+        seconds: from prompt tokens to output tokens, including the prompts' passes.
+        num_passes: forward passes of the target, including the prompts'; with several prompts,
+            counted once for each sequence that they served.
+        statistics: figures of this package's decoder; empty for others.
+        lengths: tokens of each output, if there are several prompts.
+        steps: how passes spent their time, without passes that only read prompts and without the
+            share of prompts in others; empty for transformers' own.
     """
 
     token_ids: list[int]
@@ -67,13 +68,13 @@ class Run:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """What was generated for each prompt."""
+        """The generated tokens of each prompt."""
         tokens = iter(self.token_ids)
         return [list(islice(tokens, length)) for length in self.lengths or [len(self.token_ids)]]
 
     @property
     def account(self) -> Account:
-        """What it took and brought; see `Account`."""
+        """Its time, tokens and passes; see `Account`."""
         num_tokens = len(self.token_ids)
         num_begun = sum(map(bool, self.lengths)) if self.lengths else 1
         steps, step_tokens = self.num_passes - num_begun, num_tokens - num_begun
@@ -81,7 +82,7 @@ class Run:
 
 
 def total_of(runs: Iterable[Run]) -> Statistics:
-    """Return the figures of several runs together."""
+    """Return the combined figures of several runs."""
     total = Statistics()
     for run in runs:
         total.add(run.statistics)
@@ -96,8 +97,8 @@ class Contender(Protocol):
 
         Args:
             prompts: tokens of each.
-            parallel: most of them at a time.
-            remember: whether later prompts may draw on the outputs.
+            parallel: most prompts at a time.
+            remember: whether later prompts may use the outputs.
         """
         ...
 
@@ -105,10 +106,10 @@ class Contender(Protocol):
 def contenders(
     language_model: LanguageModel, decoder: Decoder, max_new_tokens: int
 ) -> dict[str, Contender]:
-    """Return the ways of decoding by name: transformers' own two, a decoder's, and undrafted.
+    """Return the ways of decoding by name: transformers' own two, undrafted, and a decoder's.
 
-    All have the same limit of tokens, near the model's own limit too, and none applies what the
-    model's generation_config asks for: they decode greedily, and nothing else.
+    All have the same token limit, also near the model's own limit, and none applies the model's
+    generation_config: they only decode greedily.
     """
     target = decoder.target
     undrafted = Decoder(target, NoDrafter(), FixedBudget(0), decoder.accept, decoder.stop_ids)
@@ -130,14 +131,14 @@ class OwnContender:
 
     @property
     def drafts(self) -> bool:
-        """Whether there are drafts, and so something to remember answers."""
+        """Whether there is a drafter, which can remember answers."""
         return not isinstance(self.decoder.drafter, NoDrafter)
 
     def __call__(self, prompts: Sequence[list[int]], parallel: int = 1, *, remember: bool) -> Run:
-        """Decode prompts in shared passes; one begins when another is over.
+        """Decode prompts in shared passes; one starts when another is over.
 
         Raises:
-            DecoderError: one of them failed.
+            DecoderError: a prompt failed.
         """
         self.decoder.target.forget()
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -167,12 +168,12 @@ class OwnContender:
 
 
 class _PassTimes:
-    """Adds up what passes took for the sequences that they served.
+    """Adds up the time of passes over the sequences that they served.
 
-    Being shown a pass costs a sequence 2 to 4 µs on a busy core, which the run's seconds include.
+    Observing a pass takes 2 to 4 µs per sequence on a busy core; the run's seconds include that.
 
     Attributes:
-        times: of each pass that verified drafts, empty ones among them.
+        times: times of each pass that verified drafts, including empty ones.
     """
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class _PassTimes:
         self._shares: list[Times] = []
 
     def observer(self) -> Observer:
-        """Return what a sequence is to be observed by; its prompt is left out."""
+        """Return an observer for a sequence that ignores the prompt's pass."""
         has_begun = False
 
         def observe(step: ObservedPass) -> None:
@@ -192,7 +193,7 @@ class _PassTimes:
         return observe
 
     def _add(self, step: ObservedPass) -> None:
-        """Take in a sequence's share; those of one pass are shown one behind the other."""
+        """Add a sequence's share; the shares of one pass arrive one after another."""
         self._shares.append(step.times)
         if len(self._shares) < step.num_sequences:
             return
@@ -212,11 +213,11 @@ class LibraryContender:
 
     Attributes:
         language_model: the model.
-        target: the same as this package's target, which states its limit.
+        target: this package's target of the model, which knows the limit.
         max_new_tokens: most tokens to generate.
-        options: more of `model.generate`.
-        temperature: of sampling from the whole distribution; 0 decodes greedily.
-        seed: of torch's random numbers, with the prompt, where it samples.
+        options: further options of `model.generate`.
+        temperature: temperature of sampling from the full distribution; 0 is greedy decoding.
+        seed: seed of torch's random numbers, combined with the prompt, if it samples.
         grammar: that outputs match; None for none.
     """
 
@@ -233,15 +234,15 @@ class LibraryContender:
         prompts: Sequence[list[int]],
         parallel: int = 1,
         *,
-        remember: bool,  # noqa: ARG002  keeps nothing
+        remember: bool,  # noqa: ARG002  stores nothing
     ) -> Run:
-        """Decode prompts in batches of `parallel`, padded on the left; each waits for its longest.
+        """Decode prompts in left-padded batches of `parallel`; each waits for its longest output.
 
         Args:
-            prompts: of each the model's limit is to leave room for `max_new_tokens`, or its whole
-                batch gets as many as there is room for.
-            parallel: of a batch.
-            remember: nothing is.
+            prompts: tokens of each. The model's limit should leave room for `max_new_tokens`;
+                otherwise the whole batch is limited to the available room.
+            parallel: prompts in a batch.
+            remember: ignored, because nothing is stored.
         """
         outputs: list[list[int]] = []
         with self._measured(prompts) as passes:
@@ -253,12 +254,12 @@ class LibraryContender:
             seconds = time.perf_counter() - start
         lengths = tuple(map(len, outputs))
         tokens = [token for output in outputs for token in output]
-        num_passes = passes.count if parallel == 1 else sum(lengths)  # a batch reads padding, too
+        num_passes = passes.count if parallel == 1 else sum(lengths)  # a batch also reads padding
         return Run(tokens, seconds, num_passes, lengths=lengths)
 
     @contextmanager
     def _measured(self, prompts: Sequence[list[int]]) -> Iterator["_PassCount"]:
-        """Count passes during the block; where tokens are drawn, draw the same each time."""
+        """Count passes during the block; with sampling, seed it the same each time."""
         model = self.language_model.model
         passes = _PassCount()
         counting = model.register_forward_pre_hook(passes)
@@ -267,13 +268,13 @@ class LibraryContender:
             torch.manual_seed((self.seed + zlib.crc32(said.encode())) % _TORCH_SEEDS)
         try:
             with warnings.catch_warnings(), without_own_settings(model):
-                warnings.simplefilter("ignore")  # advice about options that are none of ours
+                warnings.simplefilter("ignore")  # advice about options that we do not set
                 yield passes
         finally:
             counting.remove()
 
     def _generated(self, batch: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
-        """Return what the library writes behind each prompt, padded to the longest output."""
+        """Return the library's output for each prompt, padded to the longest output."""
         model = self.language_model.model
         longest = max(map(len, batch))
         missing = [longest - len(prompt) for prompt in batch]
@@ -293,7 +294,7 @@ class LibraryContender:
         return rows
 
     def _ended(self, tokens: list[int]) -> list[int]:
-        """Return the tokens up to the first stop; what follows is padding."""
+        """Return the tokens up to the first stop token; the rest is padding."""
         stop_ids = self.language_model.stop_ids
         end = next((at for at, token in enumerate(tokens, 1) if token in stop_ids), None)
         return tokens[:end]
@@ -318,7 +319,7 @@ class LibraryContender:
 
 
 class _PassCount:
-    """A forward hook that counts."""
+    """A forward hook that counts passes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -329,9 +330,9 @@ class _PassCount:
 
 @dataclass(frozen=True, slots=True)
 class DrawnByPrompt:
-    """A rule whose random numbers belong to the prompt, and not to how many were decoded before.
+    """A rule whose random numbers depend on the prompt, not on how many were decoded before.
 
-    So decoders draw the same tokens for the same prompt, whatever else each has decoded.
+    So decoders draw the same tokens for the same prompt, regardless of what else they decoded.
 
     Attributes:
         rule: draws by seed, sequence and position.
@@ -340,7 +341,7 @@ class DrawnByPrompt:
     rule: AcceptRule
 
     def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-        """Accept as the rule does."""
+        """Accept like the rule."""
         return self.rule(tree, logits, _by_prompt(context))
 
     @property
@@ -356,6 +357,6 @@ class DrawnByPrompt:
 
 
 def _by_prompt(context: PassContext) -> PassContext:
-    """Return a context whose sequence is numbered by its prompt."""
+    """Return a context whose sequence number is derived from the prompt."""
     prompt = context.tokens[: context.num_prompt_tokens]
     return replace(context, sequence=zlib.crc32(prompt.tobytes()))

@@ -1,7 +1,7 @@
-"""Rules that draft from texts alone: our own, prompt lookup, and those that other modules name.
+"""Rules that draft only from texts: our own, prompt lookup, and those of other modules.
 
-They need no model, so recordings can be replayed with them: `foredraft replay --drafter NAME` and
-`foredraft estimate` do. `foredraft bench --contender NAME` decodes with them.
+They need no model, so `foredraft replay --drafter NAME` and `foredraft estimate` can replay
+recordings with them. `foredraft bench --contender NAME` decodes with them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ PROMPT_LOOKUP: Final = "prompt-lookup"
 
 @dataclass(frozen=True, slots=True)
 class PublishedRule:
-    """A drafting rule of others, as read here: a `DrafterFactory` that can be listed.
+    """Our implementation of a published drafting rule: a `DrafterFactory` that can be listed.
 
     Attributes:
-        summary: what it drafts, in a few words.
-        paper: where it is published.
-        make: gives its drafter, from open indexes, outputs and the most nodes of a draft.
+        summary: short description of what it drafts.
+        paper: its publication.
+        make: makes its drafter from open indexes, outputs and the most nodes of a draft.
     """
 
     summary: str
@@ -64,8 +64,8 @@ class DraftingRule:
     """A way of drafting that `foredraft estimate` replays.
 
     Attributes:
-        name: in reports.
-        opened: gives a drafter that has seen nothing, compiled, for at most so many nodes.
+        name: name in reports.
+        opened: opens a fresh, compiled drafter for a given number of nodes at most.
     """
 
     name: str
@@ -77,15 +77,15 @@ def drafting_rules(
     vocabulary: Vocabulary | None = None,
     others: Sequence[str] = (PROMPT_LOOKUP,),
 ) -> list[DraftingRule]:
-    """Return our own drafter and rules of others, in this order.
+    """Return our own drafter and published rules, in this order.
 
     Args:
-        indexes: that they draft from, besides outputs.
-        vocabulary: of the token ids; an index of another is refused.
-        others: their names; see `find_factory`.
+        indexes: indexes that they draft from, in addition to outputs.
+        vocabulary: vocabulary of the token ids; an index with another is refused.
+        others: names of the published rules; see `find_factory`.
 
     Raises:
-        UnknownDrafterError: there is none of a name.
+        UnknownDrafterError: a name is unknown.
     """
     return [
         DraftingRule(OWN, partial(_own, indexes, vocabulary)),
@@ -113,12 +113,12 @@ def _own(
 def opened(
     make: DrafterFactory, indexes: Sequence[Path], vocabulary: Vocabulary | None, max_nodes: int
 ) -> Iterator[Drafter]:
-    """Have a drafter that has seen no output, compiled, during the block.
+    """Open a fresh, compiled drafter during the block.
 
     Args:
-        make: gives it.
-        indexes: that it drafts from, if it draws on a corpus.
-        vocabulary: of the token ids; an index of another is refused.
+        make: makes the drafter.
+        indexes: indexes that it drafts from, if it uses a corpus.
+        vocabulary: vocabulary of the token ids; an index with another is refused.
         max_nodes: most nodes of a draft.
 
     Raises:
@@ -131,7 +131,7 @@ def opened(
 
 
 def warm(drafter: Drafter) -> None:
-    """Compile what a drafter runs, by a sequence that repeats itself; it is not used after."""
+    """Compile a drafter's kernels with a repetitive sequence; do not use it afterwards."""
     tokens = np.array([1, 2, 3, 1, 2, 3], np.int32)
     drafter.open("warm", tokens)
     for step in range(2):

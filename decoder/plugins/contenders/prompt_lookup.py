@@ -1,9 +1,9 @@
-"""Prompt lookup, as transformers has it.
+"""Prompt lookup, as in transformers.
 
 The rule of `PromptLookupCandidateGenerator` (transformers, `generation/candidate_generator.py`;
 Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): take the last n tokens of the
-sequence, n falling from `max_matching_ngram_size` to 1, find their first occurrence in the sequence
-from the left that is followed by anything, and draft what followed.
+sequence, with n decreasing from `max_matching_ngram_size` to 1, find their leftmost earlier
+occurrence in the sequence, and draft the tokens that followed it.
 """
 
 from typing import Any, Final
@@ -17,14 +17,14 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
 MAX_MATCHING_NGRAM_SIZE: Final = 32
-"""The default of transformers is 2; more is better at copying and no worse elsewhere."""
+"""The default of transformers is 2; a larger value is better at copying and not worse elsewhere."""
 
 
 class PromptLookup(SequenceRule[TokenSequence]):
     """Drafts one path from the sequence itself, as long as the budget allows.
 
     Args:
-        max_matching_ngram_size: longest end of the sequence to look for, in tokens.
+        max_matching_ngram_size: longest suffix of the sequence to search for, in tokens.
     """
 
     def __init__(self, max_matching_ngram_size: int = MAX_MATCHING_NGRAM_SIZE) -> None:
@@ -42,19 +42,19 @@ class PromptLookup(SequenceRule[TokenSequence]):
         return chain(state.tokens[start : start + budget], Source.CONTEXT)
 
     def _end(self, state: TokenSequence) -> None:
-        """Remember nothing: each sequence is drafted from itself."""
+        """Remember nothing: drafts come only from the sequence itself."""
 
 
 @kernel(allocates=True)
 def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
-    """Return the length of the longest end that occurred before, and where it first ended.
+    """Return the length of the longest suffix that occurred before, and where it first ended.
 
     Args:
         tokens: int32[n], the sequence.
-        max_length: longest end to look for.
+        max_length: longest suffix to search for.
 
     Returns:
-        Its length, and the position after its first occurrence; 0 and n where there is none.
+        Its length and the position after its first occurrence; 0 and n if there is none.
     """
     total = len(tokens)
     best, best_end = 0, total

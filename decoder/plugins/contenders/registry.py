@@ -1,7 +1,7 @@
-"""Contenders of a benchmark by name, and how each is made for a run.
+"""Contenders of a benchmark by name, and how each is created for a run.
 
-All but transformers' own share the loop, the target, the acceptance rule and the budget, and differ
-in the drafter alone. Speed-up is over `plain`, as in the papers' tables.
+All except transformers' own share the loop, the target, the acceptance rule and the budget, and
+differ only in the drafter. Speed-up is over `plain`, as in the papers' tables.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,26 +58,26 @@ from retriever.commands.factories import (
 from retriever.drafter import Drafter, TokenIds
 
 TABLES: Final = "foredraft-tables"
-"""Our own drafter without any model: what a model or a head adds is over it."""
+"""Our own drafter without any model: the baseline for the gain of a model or a head."""
 
 FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
-"""Costs of draft models and heads where nodes are fixed: what they bring is not to depend on what
-else the machine does."""
+"""Costs of draft models and heads with a fixed number of nodes, so that their gain does not depend
+on the load of the machine."""
 
 DEFAULT: Final = (PLAIN, PROMPT_LOOKUP, UNDRAFTED, FOREDRAFT)
-"""The contenders of a run that names none."""
+"""The default contenders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What drafters are made with.
+    """The inputs for making drafters.
 
     Attributes:
         language_model: the target.
-        drafts: where drafts come from.
+        drafts: the sources of drafts.
         max_nodes: most nodes of a draft.
-        sampling: of the output.
-        costs: what passes of draft models and heads cost; measured if not given.
+        sampling: settings of the output.
+        costs: costs of passes of draft models and heads; measured if not given.
     """
 
     language_model: LanguageModel
@@ -87,25 +87,25 @@ class Means:
     costs: StepCosts | None = None
 
     def without(self, *settings: str) -> DraftOptions:
-        """Return where drafts come from, but for some settings."""
+        """Return the sources of drafts without some settings."""
         return self.drafts.model_copy(update=dict.fromkeys(settings))
 
 
 Opened = Callable[[Means], AbstractContextManager[Drafter]]
-"""Gives a drafter that has seen nothing, during a block."""
+"""Opens a fresh drafter during a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContenderEntry:
-    """A contender that can be chosen.
+    """A contender to choose from.
 
     Attributes:
-        name: by which it is.
-        summary: what it is, in a few words.
-        paper: where it is published, empty for our own.
-        opened: gives its drafter; `None` for transformers' own ways.
-        options: of transformers' own ways.
-        needs: settings of which one must be given.
+        name: its name.
+        summary: short description.
+        paper: its publication; empty for our own.
+        opened: opens its drafter; `None` for transformers' own ways.
+        options: options of transformers' own ways.
+        needs: settings, at least one of which must be given.
     """
 
     name: str
@@ -117,11 +117,11 @@ class ContenderEntry:
 
     @property
     def takes_many(self) -> bool:
-        """Whether it decodes several prompts at a time: in our loop, or in plain batches."""
+        """Whether it can decode several prompts at a time: in our loop, or in plain batches."""
         return self.opened is not None or not self.options
 
     def check(self, drafts: DraftOptions) -> None:
-        """Refuse the contender where what it drafts with is not given.
+        """Refuse the contender if nothing that it can draft with is given.
 
         Raises:
             ContradictoryOptionsError: the message says what to give.
@@ -145,7 +145,7 @@ def _of_texts(make: DrafterFactory, means: Means) -> AbstractContextManager[Draf
 
 @contextmanager
 def _alone(means: Means, *, without: str) -> Iterator[Drafter]:
-    """Have a model draft that is not the one left out, and nothing else."""
+    """Draft only with the model that is not left out."""
     model, drafts = means.language_model, means.without(without)
     fusion = fusion_for(drafts, model, means.sampling)
     yield fusion([], readers=draft_readers(drafts, model), costs=means.costs)
@@ -166,7 +166,7 @@ def _own(means: Means) -> Iterator[Drafter]:
 
 @contextmanager
 def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
-    """Have our own drafter without any model; what is kept on disk is for the whole one."""
+    """Open our own drafter without any model and without the state on disk."""
     drafts = means.without(*MODELS, "draft_vocabulary", "state")
     drafts = drafts.model_copy(update={"draft_sampling": False, "recycle": recycle})
     with connect_drafter(drafts, means.language_model) as drafter:
@@ -174,17 +174,17 @@ def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
 
 
 class UntaughtDrafter(FusedDrafter):
-    """A fused drafter whose weights stay those that it began with."""
+    """A fused drafter that keeps its initial weights."""
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
         """Learn nothing."""
 
 
 class UnhintedDrafter(FusedDrafter):
-    """A fused drafter that makes nothing of what else was likely at the last token."""
+    """A fused drafter that ignores the other likely tokens at the last position."""
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn, and give no hints."""
+        """Learn, but return no hints."""
         super().take_in(sequence, verified)
         return NO_HINTS
 
@@ -193,7 +193,7 @@ class UnhintedDrafter(FusedDrafter):
 def _fused(
     means: Means, *, kind: type[FusedDrafter] = FusedDrafter, recycles: bool = True
 ) -> Iterator[Drafter]:
-    """Have retrieval fused in another way than ours."""
+    """Fuse retrieval in a different way."""
     with _tables(means, recycle=False) as retrieval:
         recycled = RecycledLogits() if recycles else None
         yield kind([retrieval], draft_limits(means.language_model), recycled=recycled)
@@ -204,7 +204,7 @@ MODELS: Final = ("draft_model", "speculator")
 
 
 def _entry(name: str, drafter: ContenderEntry | DrafterFactory) -> ContenderEntry:
-    """Return what a module's `DRAFTERS` names as a contender."""
+    """Return an entry of a module's `DRAFTERS` as a contender."""
     if isinstance(drafter, ContenderEntry):
         return replace(drafter, name=name)
     summary = paper = ""
@@ -217,7 +217,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
     entry.name: entry
     for entry in (
         ContenderEntry(
-            PLAIN, "transformers' own generation: what speed-up is over, and outputs equal"
+            PLAIN, "transformers' own generation: the baseline for speed-up and outputs"
         ),
         ContenderEntry(
             PROMPT_LOOKUP,
@@ -228,19 +228,19 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
         *(_entry(name, rule) for name, rule in drafting_rules.DRAFTERS.items()),
         ContenderEntry(
             "model",
-            "--draft-model alone: best-first trees that grow while that pays",
+            "only --draft-model: best-first trees that grow while that pays",
             "arXiv:2406.02532, 2405.19715",
             partial(_alone, without="speculator"),
             needs=("draft_model",),
         ),
         ContenderEntry(
             "speculator",
-            "--speculator alone: trees of a head that reads the target's states",
+            "only --speculator: trees of a head that reads the target's states",
             "arXiv:2406.16858, 2503.01840",
             partial(_alone, without="draft_model"),
             needs=("speculator",),
         ),
-        ContenderEntry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
+        ContenderEntry(FOREDRAFT, "all given sources, fused into one tree", opened=_own),
         ContenderEntry(
             TABLES,
             "retrieval and recycled logits fused, without a model",
@@ -248,27 +248,27 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
         ),
         ContenderEntry(
             "foredraft-retrieval",
-            "retrieval alone: context, answers and --index",
+            "only retrieval: context, answers and --index",
             opened=partial(_tables, recycle=False),
         ),
         ContenderEntry(
             "foredraft-recycling",
-            "recycled logits alone, after the last one, two and three tokens",
+            "only recycled logits, after the last one, two and three tokens",
             opened=_recycled_alone,
         ),
         ContenderEntry(
             "foredraft-reweighed",
-            "retrieval alone, its nodes weighed again as fused ones are",
+            "only retrieval, with nodes reweighted as in fusion",
             opened=partial(_fused, recycles=False),
         ),
         ContenderEntry(
             "foredraft-untaught",
-            "foredraft-tables with the weights that it begins with",
+            "foredraft-tables with fixed initial weights",
             opened=partial(_fused, kind=UntaughtDrafter),
         ),
         ContenderEntry(
             "foredraft-unhinted",
-            "foredraft-tables without what else was likely at the last token",
+            "foredraft-tables without other likely tokens at the last position",
             opened=partial(_fused, kind=UnhintedDrafter),
         ),
     )
@@ -276,7 +276,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
 """The contenders of this package."""
 
 PAPERS: Final = "benchmarks.papers.contenders"
-"""The module of a checkout whose contenders are known by their names alone."""
+"""The module of a checkout whose contenders can be chosen by name only."""
 
 ASKING_SERVERS: Final = frozenset(
     {
@@ -288,11 +288,11 @@ ASKING_SERVERS: Final = frozenset(
         "foredraft-unhinted",
     }
 )
-"""Contenders that draft from services, where there are any."""
+"""Contenders that draft from services, if there are any."""
 
 
 def known_entries() -> tuple[dict[str, ContenderEntry], list[str]]:
-    """Return all contenders that have names, and why those of a module are not here.
+    """Return all named contenders, and why those of a module are missing.
 
     These are the contenders of this package, and in a checkout those of `benchmarks.papers`.
     """
@@ -305,10 +305,10 @@ def chosen(names: Sequence[str]) -> list[ContenderEntry]:
     """Return contenders by name, each once, in order.
 
     Args:
-        names: known ones, or `MODULE:NAME` of what a mapping `DRAFTERS` of a module holds.
+        names: known names, or `MODULE:NAME` for an entry of a module's mapping `DRAFTERS`.
 
     Raises:
-        InvalidSettingsError: there is none of a name.
+        InvalidSettingsError: a name is unknown.
     """
     return [_named(name) for name in dict.fromkeys(names)]
 
@@ -323,23 +323,23 @@ def _named(name: str) -> ContenderEntry:
         raise InvalidSettingsError(f"--contender {name}: {error}") from error
     known, missing = known_entries()
     if name not in known:
-        listed = f"there is none of this name, choose from {', '.join(known)}"
+        listed = f"there is no contender of this name, choose from {', '.join(known)}"
         raise InvalidSettingsError("; ".join([f"--contender {name}: {listed}", *missing]))
     return known[name]
 
 
 def parallel_default(drafts: DraftOptions) -> list[str]:
-    """Return the contenders of a run in parallel that names none.
+    """Return the default contenders of a parallel run.
 
-    Where a model or a head drafts, our drafter without it is one of them; but not beside a service,
-    which would show the answers of one to the other.
+    If a model or a head drafts, our drafter without it is included, except with a service, which
+    would show the answers of one to the other.
     """
     without = [TABLES] if drafts.names_readers and not drafts.server else []
     return [PLAIN, UNDRAFTED, *without, FOREDRAFT]
 
 
 def possible(drafts: DraftOptions) -> list[str]:
-    """Return the names of all contenders that have what they draft with."""
+    """Return the names of all contenders that have something to draft with."""
     names = []
     known, _ = known_entries()
     for entry in known.values():
@@ -351,12 +351,12 @@ def possible(drafts: DraftOptions) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Under what contenders meet.
+    """The setting of a comparison.
 
     Attributes:
-        nodes: most nodes of each draft; `None` for as many as pay, as measured.
-        temperature: of sampling; 0 decodes greedily.
-        seed: of sampling.
+        nodes: most nodes of each draft; `None` for as many as pay according to measured costs.
+        temperature: sampling temperature; 0 is greedy decoding.
+        seed: sampling seed.
     """
 
     nodes: int | None = None
@@ -367,9 +367,9 @@ class Setting:
         """Return how tokens are chosen.
 
         Args:
-            coupled: whether random numbers belong to prompt and position, so that all contenders
-                draw what decoding without drafts draws, and each draft is accepted by the target's
-                own choice. Otherwise drawn drafts are accepted by their distributions.
+            coupled: whether random numbers depend on prompt and position, so that all contenders
+                draw the same as decoding without drafts, and drafts are compared with the target's
+                own choice. Otherwise drawn drafts are accepted based on their distributions.
         """
         return SamplingSettings(
             self.temperature, seed=self.seed if self.temperature else None, coupled=coupled
@@ -382,8 +382,8 @@ class Lineup:
 
     Attributes:
         ways: contenders by name.
-        target: of those of this package.
-        surface: what passes cost; `None` where the number of nodes is fixed.
+        target: target of this package's contenders.
+        surface: costs of passes; `None` if the number of nodes is fixed.
     """
 
     ways: dict[str, Contender]
@@ -392,27 +392,27 @@ class Lineup:
 
     @property
     def drafting(self) -> dict[str, OwnContender]:
-        """Those that draft, and may remember answers."""
+        """Contenders that draft and may remember answers."""
         own = {name: way for name, way in self.ways.items() if isinstance(way, OwnContender)}
         return {name: way for name, way in own.items() if way.drafts}
 
 
 class Contest:
-    """Makes the chosen contenders for each setting, with drafters that have seen nothing.
+    """Makes the chosen contenders for each setting, with fresh drafters.
 
-    Target and costs are made once and serve all settings.
+    Target and costs are created once and shared by all settings.
 
     Args:
-        language_model: of all contenders.
-        names: of the contenders.
-        drafts: where drafts come from.
+        language_model: the model of all contenders.
+        names: names of the contenders.
+        drafts: the sources of drafts.
         max_new_tokens: most tokens of an answer.
-        costs: keeps measured costs of passes for the next start; `None` to measure always.
+        costs: stores measured costs of passes for the next start; `None` to always measure.
         grammar: that outputs match; None for none.
 
     Raises:
-        InvalidSettingsError: there is no contender of a name.
-        ContradictoryOptionsError: one has nothing to draft with.
+        InvalidSettingsError: a contender is unknown.
+        ContradictoryOptionsError: a contender has nothing to draft with.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  (the last two are options)
@@ -437,7 +437,7 @@ class Contest:
 
     @contextmanager
     def opened(self, setting: Setting) -> Iterator[Lineup]:
-        """Have the contenders during the block.
+        """Open the contenders during the block.
 
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -466,13 +466,13 @@ class Contest:
             yield Lineup(ways, target, None if setting.nodes else self._surface)
 
     def _means(self, setting: Setting) -> Means:
-        """Return what drafters are made with; at a fixed number of nodes models always draft."""
+        """Return the inputs for making drafters; with fixed nodes models always draft."""
         costs = None if setting.nodes is None else FREE
         sampling = setting.sampling(coupled=not self._drafts.draft_sampling)
         return Means(self._language_model, self._drafts, MAX_NODES, sampling, costs)
 
     def _target_for(self, drafters: Iterable[Drafter]) -> Target:
-        """Return the target, which keeps the states that any of the drafters learns from."""
+        """Return the target, which keeps the states that any drafter learns from."""
         if self._target is None:
             states = {number for drafter in drafters for number in states_of(drafter)}
             self._target = Target(

@@ -1,4 +1,4 @@
-"""What every peer shares: sessions, requests and the bookkeeping of the `Drafter` protocol."""
+"""Common code of all peers: sessions, requests and the bookkeeping of the `Drafter` protocol."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ State = TypeVar("State", bound=TokenSequence)
 
 
 class SequenceRule(ABC, Generic[State]):
-    """A `Drafter` whose rule looks at one sequence at a time; a rule fills in four methods."""
+    """A `Drafter` for a rule that handles one sequence at a time, with four abstract methods."""
 
     def __init__(self) -> None:
         self._states: OpenSessions[str, State] = OpenSessions()
@@ -52,7 +52,7 @@ class SequenceRule(ABC, Generic[State]):
 
     @abstractmethod
     def _commit(self, state: State, tokens: TokenIds) -> None:
-        """Take in int32[n], n > 0, tokens that the sequence went on with."""
+        """Add int32[n], n > 0, the sequence's next tokens."""
 
     @abstractmethod
     def _propose(self, state: State, budget: int) -> DraftTree:
@@ -60,11 +60,11 @@ class SequenceRule(ABC, Generic[State]):
 
     @abstractmethod
     def _end(self, state: State) -> None:
-        """Forget a sequence; its output may be remembered where `state.options.remember`."""
+        """Forget a sequence; its output may be remembered if `state.options.remember`."""
 
 
 def chain(tokens: TokenIds, source: Source) -> DraftTree:
-    """Return int32[n] as a tree that is one path, by a rule that gives no probabilities: all 1."""
+    """Return int32[n] as a single path, with all probabilities 1 as the rule gives none."""
     return DraftTree(
         np.array(tokens, np.int32),
         np.arange(ROOT, len(tokens) - 1, dtype=np.int32),

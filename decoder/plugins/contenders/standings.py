@@ -1,7 +1,7 @@
-"""The figures of contenders as the papers' tables have them, with bootstrap intervals.
+"""The figures of contenders as in the papers' tables, with bootstrap intervals.
 
-Speed-up is in seconds per token, those of the prompt's pass included, as sums over sums. Accepted
-tokens are those of a pass after the prompt's, the target's own token (the bonus token) included.
+Speed-up is a ratio of seconds per token, including the prompt's pass, computed from sums. Accepted
+tokens are those per pass after the prompt's, including the target's own token (the bonus token).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from decoder.plugins.contenders.contender import PLAIN, UNDRAFTED, Run, total_of
 
 DRAWS: Final = 2000
-"""Resampled sets of groups: the ends of a 90% interval then vary by about 4% of its width."""
+"""Number of bootstrap samples: the ends of a 90% interval then vary by about 4% of its width."""
 
 LEVEL: Final = 0.90
 
@@ -32,24 +32,25 @@ _MT_BENCH_CATEGORIES: Final = frozenset(
         "humanities",
     }
 )
-"""Categories of MT-Bench, which Spec-Bench's tables count as one."""
+"""Categories of MT-Bench, which Spec-Bench's tables count as one category."""
 
-_SEED: Final = 20240115  # any: intervals of a report can be had again
+_SEED: Final = 20240115  # any fixed seed, so that intervals of a report are reproducible
 
 
 Interval = tuple[float, float | None, float | None]
-"""A figure, and the ends of its interval, `None` where there is none."""
+"""A figure and the ends of its interval; `None` if there is no interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A group of prompts, often of one, decoded in every way.
+    """A group of prompts, often just one, decoded in every way.
 
     Attributes:
-        category: the prompt's; empty for a group of several.
-        runs: contender's name to what it did.
-        group: its number; turns of one conversation and seeds share it, and are resampled as one.
-        asked: the tokens of its prompts.
+        category: category of the prompt; empty for a group of several.
+        runs: run of each contender, by name.
+        group: number of the group; turns of one conversation and seeds share it and are resampled
+            together.
+        asked: tokens of its prompts.
     """
 
     category: str
@@ -60,14 +61,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """What contenders did, added up by group of prompts.
+    """The contenders' sums by group of prompts.
 
     Attributes:
-        names: of C contenders.
-        seconds: float64[G, C], of G groups.
+        names: names of C contenders.
+        seconds: float64[G, C], for G groups.
         tokens: float64[G, C].
-        steps: float64[G, C], passes after the prompts'.
-        step_tokens: float64[G, C], tokens of those.
+        steps: float64[G, C], passes after the prompts' passes.
+        step_tokens: float64[G, C], tokens of those passes.
     """
 
     names: list[str]
@@ -90,11 +91,11 @@ class Sums:
         return cls(names, *sums)
 
     def speeds(self) -> NDArray[np.float64]:
-        """Return float64[1 + DRAWS, C], tokens per second: of all groups, then of each draw."""
+        """Return float64[1 + DRAWS, C], tokens per second: over all groups, then over each draw."""
         return _paces(self.tokens, self.seconds, self._draws())
 
     def accepted(self) -> NDArray[np.float64]:
-        """Return float64[1 + DRAWS, C], tokens per step, likewise."""
+        """Return float64[1 + DRAWS, C], tokens per step, in the same order."""
         return _paces(self.step_tokens, self.steps, self._draws())
 
     def _draws(self) -> NDArray[np.float64]:
@@ -110,17 +111,17 @@ def standings(comparisons: Sequence[Comparison], reference: str) -> dict[str, An
 
     Args:
         comparisons: at least one, all of the same contenders.
-        reference: the contender that speed-up is over.
+        reference: the baseline contender for speed-up.
 
     Returns:
-        `num_groups`, and `contenders` with the figures of each: `speedup` and `accepted_tokens`, of
-        a pass and sequence, are `[value, low, high]`, with ends of the interval at `LEVEL` over
-        groups, `None` where there is one group; `over`, likewise, and `median_over`, the median of
-        groups, by the name of plain generation and of decoding without drafts: the ratios of tokens
-        per second. Then counts, and for contenders of ours where the time of passes went, without
-        what prompts took: `step_ms`, medians of target, drafter and host. `categories` has the same
-        by category; `against`, by contender and other contender, the ratio of their speeds and of
-        their accepted tokens.
+        `num_groups`, and `contenders` with the figures of each. `speedup` and `accepted_tokens`
+        (per pass and sequence) are `[value, low, high]`, with the ends of the interval at `LEVEL`
+        over groups, `None` if there is one group. `over`, in the same form, and `median_over`, the
+        median of groups, are ratios of tokens per second over plain generation and over decoding
+        without drafts, by name. Then follow counts and, for our contenders, how the time of passes
+        was spent, without prompts: `step_ms`, medians of target, drafter and host. `categories` has
+        the same by category; `against`, by contender and other contender, the ratio of their speeds
+        and of their accepted tokens.
     """
     columns: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
@@ -155,7 +156,7 @@ def _figures(comparisons: Sequence[Comparison], reference: str) -> dict[str, Any
 
 
 def _spent(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return counts of a contender's runs and where their time went; shares are of the whole."""
+    """Return counts of a contender's runs and how their time was spent; shares are of the total."""
     total = total_of(runs)
     seconds = sum(run.seconds for run in runs)
     passes = sum(run.num_passes for run in runs)
@@ -188,26 +189,26 @@ def _spent(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def column_of(category: str) -> str:
-    """Return the column of Spec-Bench's tables that a category belongs to."""
+    """Return the column of a category in Spec-Bench's tables."""
     return MT_BENCH if category in _MT_BENCH_CATEGORIES else category
 
 
 def _paces(
     tokens: NDArray[np.float64], spent: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return float64[1 + draws, C], tokens by what they took: of all prompts, then of each draw."""
+    """Return float64[1 + draws, C], tokens per cost: over all prompts, then over each draw."""
     drawn = np.concatenate([np.ones((1, len(tokens))), weights])
     taken = drawn @ spent
     paces: NDArray[np.float64] = np.where(taken > 0, drawn @ tokens / np.maximum(taken, 1e-12), 1.0)
-    return paces  # 1 where nothing was taken: answers of one token
+    return paces  # 1 if the cost is 0: answers of one token
 
 
 def _interval(drawn: NDArray[np.float64], count: int) -> Interval:
     """Return a figure, float64[1 + draws], with the ends of its percentile interval.
 
     Args:
-        drawn: of all, then of each draw.
-        count: how many are resampled; of one there is no interval.
+        drawn: the figure over all, then over each draw.
+        count: number of resampled groups; with one there is no interval.
     """
     if count == 1:
         return float(drawn[0]), None, None
@@ -233,7 +234,7 @@ def _against(sums: Sums) -> dict[str, dict[str, dict[str, Interval]]]:
 
 
 def in_brackets(figure: Interval) -> str:
-    """Return a figure with its interval, where there is one, in words."""
+    """Return a figure with its interval, if there is one, in words."""
     value, low, high = figure
     if low is None or high is None:
         return f"{value:.2f}"

@@ -70,18 +70,18 @@ def test_predictions_are_texts_or_ids() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"budget": "many"}, "'many' is no number of tokens"),
-        ({"budget": -1}, "-1 is no number"),
-        ({"budget": True}, "True is no number"),
+        ({"budget": "many"}, "'many' is not a number of tokens"),
+        ({"budget": -1}, "-1 is not a number"),
+        ({"budget": True}, "True is not a number"),
         ({"drafts": "maybe"}, "'maybe' is neither true nor false"),
         ({"remember": None}, "None is neither"),
         ({"tenant": "z"}, "'z' is not among the tenants of the settings"),
-        ({"tenant": 7}, "7 is no name"),
+        ({"tenant": 7}, "7 is not a name"),
         ({"group": 7}, "a group's name is a text"),
         ({"policy_version": -1}, "-1 is not a version"),
         ({"predictions": {"type": "image"}}, "prediction must be"),
         ({"predictions": [1.5]}, "prediction must be"),
-        ({"tennant": "a"}, "foredraft_tennant is no field of a request; there are drafts, budget"),
+        ({"tennant": "a"}, "foredraft_tennant is not a field of a request; there are drafts"),
     ],
 )
 def test_a_wrong_field_is_refused_and_named(fields: dict[str, Any], message: str) -> None:

@@ -738,7 +738,7 @@ def test_captured_passes_that_are_wrong_for_several_are_not_used(
         found.setdefault(generation.number, []).extend(tokens)
     assert [found[0], found[1]] == [plainly(model, prompt, 8) for prompt in prompts]
     [record] = caplog.records
-    assert "for several sequences these give other logits" in record.getMessage()
+    assert "for several sequences captured graphs give different logits" in record.getMessage()
     assert decoder.target.packs
 
 
@@ -776,7 +776,7 @@ def test_attention_with_an_unknown_option_is_not_captured(
     monkeypatch.setattr(SplitMask, "attend", capped)
     assert largest_error_of_many(unlimited("llama"), Uncaptured, 4) <= 1
     [record] = caplog.records
-    assert "attention with softcap is not divided by keys" in record.getMessage()
+    assert "attention with softcap cannot be split over keys" in record.getMessage()
 
 
 def test_choices_are_those_of_the_logits() -> None:
@@ -1178,7 +1178,7 @@ def test_chains_that_know_lengths_from_the_host_run_eagerly(
 ) -> None:
     monkeypatch.setattr(GrowingLayer, "get_seq_length", length_of_the_host)
     assert Target(make(), capture=Traced, verdicts=None)._captured is None
-    assert "which give other logits" in caplog.text
+    assert "which give different logits" in caplog.text
 
 
 def test_chains_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:

@@ -280,7 +280,7 @@ def test_logits_that_are_no_numbers_are_named(
         plain.token_ids, plain.parents, plain.probabilities, plain.sources, proposals, rows
     )
     for way in ways(rule):
-        with pytest.raises(InvalidLogitsError, match="load it in another precision"):
+        with pytest.raises(InvalidLogitsError, match="load it with another dtype"):
             way(tree, logits, context_of([*PROMPT]))
 
 

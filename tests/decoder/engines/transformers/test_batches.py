@@ -301,7 +301,7 @@ def test_figures_of_all_rows_are_added_up() -> None:
     [
         ([[1, 1, 1], [1, 1, 0]], UnsupportedGenerationError, "row 1 is padded on the right"),
         ([[1, 0, 1], [1, 1, 1]], UnsupportedGenerationError, "hides tokens within row 0"),
-        ([[1, 1, 1], [0, 0, 0]], InvalidPromptError, "row 1 holds no token but padding"),
+        ([[1, 1, 1], [0, 0, 0]], InvalidPromptError, "row 1 holds only padding"),
         ([[1, 1, 2], [1, 1, 1]], UnsupportedGenerationError, "0 or 1"),
     ],
 )
@@ -339,8 +339,8 @@ class Locked(LogitsProcessor):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"streamer": Heard()}, UnsupportedGenerationError, "one sequence, and there are 4"),
-        ({"on_tokens": print}, UnsupportedGenerationError, "one sequence, and there are 4"),
+        ({"streamer": Heard()}, UnsupportedGenerationError, "one sequence, but there are 4"),
+        ({"on_tokens": print}, UnsupportedGenerationError, "one sequence, but there are 4"),
         (
             {"logits_processor": LogitsProcessorList([Locked()])},
             UnsupportedGenerationError,

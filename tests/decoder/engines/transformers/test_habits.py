@@ -424,7 +424,7 @@ def test_a_call_beside_another_is_refused_unless_calls_wait() -> None:
 def test_a_call_within_a_call_is_refused_where_calls_wait() -> None:
     model = tiny()
     way = {"custom_generate": foredraft(model, ScriptedDrafter(at_random()), queues=True)}
-    with pytest.raises(DecoderBusyError, match="make another one"):
+    with pytest.raises(DecoderBusyError, match="create another one"):
         generated(model, way, on_tokens=lambda _: generated(model, way))
     assert generated(model, way).shape == (1, 24 + NEW_TOKENS)
 

@@ -83,7 +83,7 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(
     assert report["overall"]["prompt_lookup_identical"] == 2
     assert len(set(report["overall"]["num_tokens"].values())) == 1
     assert bench(monkeypatch, *arguments) == 0
-    assert "skipped, as the model cannot take them: 1" in capsys.readouterr().out
+    assert "skipped because they do not fit the model: 1" in capsys.readouterr().out
     prompts.write_text("b" * 128)
     assert bench(monkeypatch, *arguments) == 1
     assert "none of the 1 prompts" in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_a_wrong_output_fails_the_command(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--contender", "eagle"], "--contender eagle: there is none of this name"),
+        (["--contender", "eagle"], "--contender eagle: there is no contender of this name"),
         (["--contender", "model"], "give it --draft-model"),
         (["--nodes", "300"], "--nodes must be 0 to 256"),
         (["--seed", "3"], "--seed has no effect at temperature 0"),
@@ -322,7 +322,7 @@ def test_a_wrong_output_fails_the_command(
             "--contender transformers-lookup decodes one prompt at a time",
         ),
         (["--parallel", "2", "--turns", "both"], "--turns both and --parallel exclude each other"),
-        (["--parallel", "9"], "--parallel 9 needs as many prompts, and there are 6"),
+        (["--parallel", "9"], "--parallel 9 needs as many prompts, but there are 6"),
         (
             ["--parallel", "2", "--parallel", "4", "--state", "kept"],
             "--state and --server keep answers",

@@ -111,10 +111,10 @@ def test_a_mistake_costs_the_drafts_of_its_request_and_is_named(done: dict[str, 
     num_tokens = len(done["by_kind"]["off"][0]["tokens"])
     for kind in ("malformed", "misspelt", "unknown tenant", "no mapping"):
         assert steps(done, kind) == num_tokens, kind
-    assert "foredraft_budget: 'many' is no number of tokens" in done["log"]
-    assert "foredraft_tennant is no field of a request" in done["log"]
+    assert "foredraft_budget: 'many' is not a number of tokens" in done["log"]
+    assert "foredraft_tennant is not a field of a request" in done["log"]
     assert "'z' is not among the tenants of the settings" in done["log"]
-    assert "5 is no mapping of fields" in done["log"]
+    assert "5 is not a mapping of fields" in done["log"]
     assert steps(done, "of others") < num_tokens
 
 
