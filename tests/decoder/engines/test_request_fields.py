@@ -90,7 +90,7 @@ def test_a_wrong_field_is_refused_and_named(fields: dict[str, Any], message: str
 
 
 def test_a_field_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="'x' is no mapping of fields"):
+    with pytest.raises(InvalidRequestError, match="'x' is not a mapping of fields"):
         reader().read({"foredraft": "x"})
 
 
