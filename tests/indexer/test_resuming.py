@@ -315,6 +315,7 @@ def start_build(tmp_path: Path) -> Start:
     return run
 
 
+@pytest.mark.faults
 def test_a_build_killed_in_any_stage_is_gone_on_with(start_build: Start, tmp_path: Path) -> None:
     assert start_build("whole").wait() == 0
     for stage in ("reading", "sorting", "counting"):  # each goes on with what the one before left

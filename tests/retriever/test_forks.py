@@ -124,6 +124,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.faults
 def test_a_child_that_outlives_its_parent_goes_on(service: str, tmp_path: Path) -> None:
     found = tmp_path / "sizes"
     command = [sys.executable, "-c", BEGINNING + OUTLIVING, service, str(found)]

@@ -200,6 +200,7 @@ def _sequences(tokenizer: PreTrainedTokenizerBase, words: str) -> Iterator[bytes
     yield b"".join(int(token).to_bytes(2, "little") for token in ids[:4])
 
 
+@pytest.mark.soak
 def test_removing_many_scattered_documents_is_one_piece_of_work(
     tmp_path: Path, vocabulary: Vocabulary
 ) -> None:

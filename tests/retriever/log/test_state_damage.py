@@ -234,7 +234,10 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("case", READERS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each, marks=[pytest.mark.faults] * (each == "hangs")) for each in READERS],
+)
 def test_a_log_that_its_reader_finds_damaged_is_set_aside_with_the_reason(
     tmp_path: Path,
     case: str,

@@ -24,6 +24,8 @@ from retriever.operations.web import (
 from tests.retriever.operations.watched import asked, watched
 from tests.retriever.service.decodes import wait_until
 
+pytestmark = pytest.mark.faults
+
 MANY = 300  # more than are kept open
 HEAD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 SOON = WebLimits(total_s=0.5)

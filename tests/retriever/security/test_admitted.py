@@ -274,6 +274,7 @@ def test_a_stream_that_waits_ends_with_its_revoked_certificate(
     drafter.shut_down()
 
 
+@pytest.mark.faults
 def test_a_file_that_cannot_be_read_shows_at_once_and_admits_nobody_after_the_grace(
     tmp_path: Path,
 ) -> None:

@@ -228,6 +228,7 @@ def proxy(answer: bytes = REFUSAL) -> Iterator[tuple[str, list[bytes]]]:
             each.close()
 
 
+@pytest.mark.faults
 def test_a_proxy_that_never_answers_costs_the_time_that_was_given(
     drafter: EmbeddedDrafter,
 ) -> None:
@@ -397,6 +398,7 @@ def test_a_stream_that_a_load_balancer_cuts_is_opened_again_with_all_tokens(
         assert tree.token_ids[0] == 3
 
 
+@pytest.mark.faults
 def test_a_stream_outlives_the_certificate_that_it_began_with(
     tmp_path: Path, drafter: EmbeddedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def service() -> Iterator[Service]:
         stop_service(process)
 
 
+@pytest.mark.faults
 def test_the_service_may_die_in_the_middle_of_a_tree_decode(service: Service) -> None:
     process, address = service
     model, prompt = tiny_llama(), prompt_of(12)

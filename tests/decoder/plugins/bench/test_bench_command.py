@@ -66,6 +66,7 @@ def test_bench_reports_figures_by_category(
     assert "overall" in capsys.readouterr().out
 
 
+@pytest.mark.bench
 def test_prompts_that_do_not_fit_are_skipped_and_counted(
     model_directory: Path,
     tmp_path: Path,
@@ -115,6 +116,7 @@ def small(model_directory: Path, questions: Path) -> list[str]:
     return [*options, "--max-new-tokens", "8", "--limit", "2"]
 
 
+@pytest.mark.bench
 def test_contenders_meet_under_every_setting(
     small: list[str],
     tmp_path: Path,
@@ -253,6 +255,7 @@ def in_parallel(model_directory: Path, tmp_path: Path) -> list[str]:
     return [*options, "--parallel", "1", "--parallel", "2", "--parallel", "2"]
 
 
+@pytest.mark.bench
 def test_the_command_compares_with_and_without_a_draft_model_and_draws(
     in_parallel: list[str],
     model_directory: Path,
@@ -274,6 +277,7 @@ def test_the_command_compares_with_and_without_a_draft_model_and_draws(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.bench
 def test_the_table_says_first_where_ours_lose(
     in_parallel: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
