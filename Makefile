@@ -10,7 +10,7 @@ STUBS_OUT ?= .
 # would compile itself and the packages again in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quick install kernels demo docs bench bench-index bench-scale bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
+.PHONY: quick install kernels demo docs bench bench-index bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs stubs-check clean
 
 # Every environment is made by this, once it is known that Python is new enough.
 define CHECK_PYTHON
@@ -66,12 +66,6 @@ bench: install
 # any, of the standard library.
 bench-index: install
 	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
-
-# An index of a billion tokens of this machine's text, and of text made from it, built within 4 GB
-# under the eyes of a watch, killed once and resumed: hours, 20 GB of disk. An interrupted run goes
-# on. `make bench-scale ARGS="--folder DIRECTORY --text FOLDER_OF_SOURCES --tokens 100000000"`.
-bench-scale: install
-	$(BIN)/python -m benchmarks.index.scale $(ARGS)
 
 # Other systems' own programs and our drafter in turns: tokens per step, time of a draft, memory.
 # Downloads and builds them first, in the user's folder for caches (a C++ compiler is needed); what

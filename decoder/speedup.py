@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.observation import ObservedPass, Observer, counted
+from retriever.kernels.compiling import num_compiled
 
 _TELLING_PASSES: Final = 16
 """Least passes for an estimate with a range: with fewer, one slow pass dominates."""
@@ -12,10 +13,6 @@ _TELLING_PASSES: Final = 16
 _MOST_OFF: Final = 3.0
 """Largest factor by which passes may be slower or faster than when costs were measured. A busy
 machine changes which widths are expensive, not only how long passes take."""
-
-_COMPILED_S: Final = 1.0
-"""If a draft took longer than this and longer than its pass, kernels were compiled. That happens
-once on a machine, so such a pass does not count."""
 
 _SIGMAS: Final = 2.0
 """Standard errors to either side of an estimate: 95% of such ranges contain the true value."""
@@ -90,8 +87,9 @@ class Speedup:
         """Return an observer that adds the passes of an answer, as an estimate.
 
         Each token counts as one plain pass. Its cost is that of the actual pass times the budget's
-        current ratio of plain to actual costs; the prompt's pass costs the same in both. With a
-        budget that does not measure costs, nothing is added.
+        current ratio of plain to actual costs; the prompt's pass costs the same in both. A pass
+        during which this process compiled kernels does not count: that happens once. With a budget
+        that does not measure costs, nothing is added.
 
         Args:
             budget: the decoder's budget.
@@ -102,14 +100,17 @@ class Speedup:
         costs = budget.costs
         context = num_prompt
         is_first = True
+        compiled_before = num_compiled()
 
         def observe(step: ObservedPass) -> None:
-            nonlocal context, is_first
+            nonlocal context, is_first, compiled_before
+            has_compiled = num_compiled() != compiled_before
+            compiled_before = num_compiled()
             if is_first:
                 is_first = False
                 self.own_s += step.times.target_s + step.times.host_s
                 self.plain_s += step.times.target_s
-            elif step.times.draft_s <= max(_COMPILED_S, step.times.target_s):
+            elif not has_compiled:
                 table = costs.table_to(step.width, context)
                 self._add(step, float(table[step.num_sequences - 1]), float(table[-1]), costs.load)
             context += len(step.tokens)

@@ -12,7 +12,8 @@ import pytest
 from indexer.launch import INTERRUPTED
 
 ROOT = Path(__file__).parent.parent
-WAITING = "print('waiting', flush=True); import time; time.sleep(60)"
+# Nothing is imported behind the word: an interrupt within an import's callbacks would be lost.
+WAITING = "import time; print('waiting', flush=True); time.sleep(60)"
 SWALLOWING = f"""
 try:
     {WAITING}

@@ -24,7 +24,7 @@ from retriever.tree import DraftTree
 _log = getLogger(__name__)
 
 _LOOK_S: Final = 0.1
-_COMPILING: Final = "kernels are being compiled, once on this machine: drafts come after that"
+_COMPILING: Final = "kernels are being compiled for this machine: drafts come after that"
 
 
 def without_waiting(drafter: Drafter) -> Drafter:

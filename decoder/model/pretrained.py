@@ -229,12 +229,12 @@ def prepare_model(options: ModelOptions) -> PreparedModel:
         ModelLoadError: the files cannot be found or read.
         TokenizerError: the tokenizer cannot be loaded.
     """
+    files = locate_model(options.name)
+    _log.info("loading %s", options.name)
     from transformers import AutoConfig  # noqa: PLC0415  (takes seconds to import)
 
     check_device(options.device)
-    files = locate_model(options.name)
     reading = SharedReading()
-    _log.info("loading %s", options.name)
     with _loading(options.name), reading.used():
         tokenizer = load_tokenizer(options.name)
         vocabulary = vocabulary_of(tokenizer)

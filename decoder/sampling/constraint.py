@@ -9,6 +9,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from decoder.sampling.verification import PassContext
 from retriever.drafter import TokenIds
+from retriever.errors import InvalidConstraintError
 from retriever.predict.grammar.grammars import CompiledGrammar, regex_grammar, schema_grammar
 
 State = TypeVar("State")
@@ -141,7 +142,15 @@ class GrammarProcessor(LogitsProcessor):
         Args:
             input_ids: int64[rows, n].
             scores: float32[rows, vocabulary].
+
+        Raises:
+            InvalidConstraintError: the grammar is of a larger vocabulary than the model's.
         """
+        if self.grammar.num_tokens > scores.shape[-1]:
+            raise InvalidConstraintError(
+                f"the constraint was made with a tokenizer of {self.grammar.num_tokens} tokens, "
+                f"and the model has {scores.shape[-1]}: make it with the model's tokenizer"
+            )
         rows, length = input_ids.shape
         if length != self._length + 1 or rows != len(self._memories):
             self._num_prompt = length

@@ -121,6 +121,7 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
     def load_overload(self, *_: object) -> None:
         """Return nothing: the kernel will be compiled."""
         _check_may_compile()
+        _count_compiled()
         _tell_compiling(is_kept=False)
         _tell_no_cache("no folder for them can be written")
 
@@ -160,6 +161,7 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
                 self.flush()  # otherwise nothing could be saved in its place
         if kept is None:
             _check_may_compile()
+            _count_compiled()
             _tell_compiling(is_kept=True)
         return kept
 
@@ -242,8 +244,21 @@ def _tell_compiling(*, is_kept: bool) -> None:
 
     It is a warning so that programs that set up no logging show it too.
     """
-    once = ", once on this machine" if is_kept else ""
-    _log.warning("compiling kernels%s: up to a minute of CPU time", once)
+    kept = ", which are then kept" if is_kept else ""
+    _log.warning("compiling kernels for this machine%s: up to a minute of CPU time", kept)
+
+
+def num_compiled() -> int:
+    """Return how many kernels this process has begun to compile, instead of loading them."""
+    return _num_compiled
+
+
+_num_compiled = 0
+
+
+def _count_compiled() -> None:
+    global _num_compiled  # noqa: PLW0603  (kernels are those of the process)
+    _num_compiled += 1
 
 
 class RareKernels:

@@ -207,7 +207,7 @@ class Lifecycle:
             )
         if self.is_compiling and method not in _WHILE_COMPILING:
             raise DrafterUnavailableError(
-                "kernels are being compiled, once per machine: drafts are empty for about half a "
+                "kernels are being compiled for this machine: drafts are empty for about half a "
                 "minute, and other calls are taken after that"
             )
         if self.is_draining and method in _BEGINNING:

@@ -34,8 +34,12 @@ class CompiledGrammar:
 
     The whole output matches; a stop token is allowed where it may end. Bytes count, not tokens:
     a word may be cut into other tokens than the tokenizer would.
+
+    Attributes:
+        num_tokens: tokens of the tokenizer, without those that were added to it.
     """
 
+    num_tokens: int
     _initial: "LLMatcher" = field(repr=False)
     _matchers: Matchers | None = field(repr=False)
     _tokenizer: "LLTokenizer" = field(repr=False)
@@ -67,7 +71,8 @@ class CompiledGrammar:
         initial, matchers = _matcher(grammar, wrapped), None
         with suppress(InvalidConstraintError):  # too large over bytes, it is masked all the same
             matchers = Matchers(initial, _matcher(grammar, byte_tokenizer()))
-        return cls(initial, matchers, wrapped, ends)
+        num_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
+        return cls(num_tokens, initial, matchers, wrapped, ends)
 
     def drafts(self, tenant: str = "") -> ForcedDrafts | None:
         """Return what it forces in one output, beginning before the first token; None if unknown.
@@ -227,14 +232,19 @@ def _vocabulary(backend: Any, _size: int, ends: tuple[int, ...]) -> "LLTokenizer
     return made
 
 
-def _wrapped(
-    tokenizer: "PreTrainedTokenizerBase | CoreTokenizer", stop_ids: tuple[int, ...]
-) -> "LLTokenizer":
+def _backend(tokenizer: "PreTrainedTokenizerBase | CoreTokenizer") -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidConstraintError(
-            f"constraints need a fast tokenizer, and {type(tokenizer).__name__} is none"
+            f"constraints need a fast tokenizer, and {type(tokenizer).__name__} is not one"
         )
+    return backend
+
+
+def _wrapped(
+    tokenizer: "PreTrainedTokenizerBase | CoreTokenizer", stop_ids: tuple[int, ...]
+) -> "LLTokenizer":
+    backend = _backend(tokenizer)
     end = backend.token_to_id(str(tokenizer.special_tokens_map.get("eos_token")))
     ends = stop_ids or (() if end is None else (end,))
     return _vocabulary(backend, backend.get_vocab_size(), ends)

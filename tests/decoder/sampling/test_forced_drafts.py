@@ -374,3 +374,18 @@ def test_a_call_is_of_one_of_the_tools(byte_tokenizer: PreTrainedTokenizerBase) 
         tools_grammar([*tools, {"name": "get_news"}]), byte_tokenizer, (END,)
     )  # a tool that comes later is another grammar
     assert with_new.is_match(written(byte_tokenizer, wrong)[:-1])
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_a_grammar_of_a_larger_vocabulary_is_refused(
+    byte_tokenizer: PreTrainedTokenizerBase, *, is_drafted: bool
+) -> None:
+    """Its tokens are other texts than the model's: the output would be neither."""
+    smaller: Any = LlamaForCausalLM(LlamaConfig(vocab_size=100, **SIZES)).eval()
+    grammar = Grammar.of_json_schema(TOOL, byte_tokenizer, (END,))
+    processors = [GrammarProcessor(grammar)]
+    drafts: dict[str, Any] = {}
+    if is_drafted:
+        drafts["custom_generate"] = Foredraft(smaller, EmbeddedDrafter(), budget=FixedBudget(8))
+    with pytest.raises(InvalidConstraintError, match="the model has 100: make it with"):
+        smaller.generate(torch.tensor([[5, 6]]), logits_processor=processors, **drafts)
