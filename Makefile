@@ -230,7 +230,7 @@ lint: install
 	$(BIN)/ruff check .
 
 types: install
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(WORKERS)
 
 # Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own. Links
 # to the contract stand beside them, for `foredraft proto`.

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
+from unittest.mock import patch
 
 import foredraft
-from foredraft.program import commands as all_commands
+from foredraft.program import commands as all_commands, main as program
 
 ROOT: Final = Path(__file__).parents[2]
 SOURCE: Final = ROOT / "build" / "site-source"
@@ -86,11 +88,9 @@ def link_to_listings() -> None:
 
 def commands() -> str:
     """Return the help of every command."""
-    names = [[name] for name in all_commands()]
-    with ThreadPoolExecutor(2) as pool:
-        helps = dict(zip(map(tuple, names), pool.map(help_of, names), strict=True))
-        inner = [[*words, each] for words, text in helps.items() for each in inner_commands(text)]
-        helps |= dict(zip(map(tuple, inner), pool.map(help_of, inner), strict=True))
+    helps = {(name,): help_of((name,)) for name in all_commands()}
+    inner = [(*words, each) for words, text in helps.items() for each in inner_commands(text)]
+    helps |= {words: help_of(words) for words in inner}
     sections = (
         f"## foredraft {' '.join(words)}\n\n```text\n{text}\n```\n"
         for words, text in sorted(helps.items())
@@ -98,16 +98,21 @@ def commands() -> str:
     return "\n".join(sections)
 
 
-def help_of(words: list[str], flag: str = "--help") -> str:
+def help_of(words: tuple[str, ...], flag: str = "--help") -> str:
     """Return what `--help` prints, or `--help-all` where there is that, 80 columns wide."""
-    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-m", "foredraft", *words, flag]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
-    )
-    if flag == "--help" and "--help-all" in done.stdout:
+    printed = StringIO()
+    terminal = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+    with (
+        patch.dict(os.environ, terminal),
+        patch.object(sys, "argv", ["foredraft", *words, flag]),
+        redirect_stdout(printed),
+        suppress(SystemExit),
+    ):
+        program()
+    text = printed.getvalue()
+    if flag == "--help" and "--help-all" in text:
         return help_of(words, "--help-all")
-    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
 def inner_commands(text: str) -> list[str]:

@@ -381,7 +381,8 @@ def test_a_grammar_of_a_larger_vocabulary_is_refused(
     byte_tokenizer: PreTrainedTokenizerBase, *, is_drafted: bool
 ) -> None:
     """Its tokens are other texts than the model's: the output would be neither."""
-    smaller: Any = LlamaForCausalLM(LlamaConfig(vocab_size=100, **SIZES)).eval()
+    smaller: Any = LlamaForCausalLM(LlamaConfig(vocab_size=100, **SIZES))
+    smaller.eval()
     grammar = Grammar.of_json_schema(TOOL, byte_tokenizer, (END,))
     processors = [GrammarProcessor(grammar)]
     drafts: dict[str, Any] = {}
