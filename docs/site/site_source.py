@@ -88,7 +88,8 @@ def link_to_listings() -> None:
 
 def commands() -> str:
     """Return the help of every command."""
-    helps = {(name,): help_of((name,)) for name in all_commands()}
+    outer: list[tuple[str, ...]] = [(name,) for name in all_commands()]
+    helps = {words: help_of(words) for words in outer}
     inner = [(*words, each) for words, text in helps.items() for each in inner_commands(text)]
     helps |= {words: help_of(words) for words in inner}
     sections = (

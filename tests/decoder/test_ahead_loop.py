@@ -184,6 +184,7 @@ def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:
         assert decoder.followers.num_asked > 0
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_service_that_dies_in_the_middle_costs_drafts_and_no_token(is_back: bool) -> None:  # noqa: FBT001
     model = llama()

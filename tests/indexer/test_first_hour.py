@@ -211,6 +211,7 @@ def test_a_folder_that_cannot_be_read_is_skipped_and_named(tmp_path: Path, cli: 
     assert "Traceback" not in errors
 
 
+@pytest.mark.faults
 def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     for number in range(40):
         text = "".join(f"{number} and {each} are words\n" for each in range(30_000))

@@ -389,4 +389,6 @@ def test_a_grammar_of_a_larger_vocabulary_is_refused(
     if is_drafted:
         drafts["custom_generate"] = Foredraft(smaller, EmbeddedDrafter(), budget=FixedBudget(8))
     with pytest.raises(InvalidConstraintError, match="the model has 100: make it with"):
-        smaller.generate(torch.tensor([[5, 6]]), logits_processor=processors, **drafts)
+        smaller.generate(
+            torch.tensor([[5, 6]]), logits_processor=processors, max_new_tokens=4, **drafts
+        )

@@ -76,6 +76,7 @@ def test_tokenizers_start_no_threads_in_workers(tmp_path: Path) -> None:
     assert seen == ("false", "1")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(
     end: signal.Signals, tmp_path: Path

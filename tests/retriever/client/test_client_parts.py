@@ -129,6 +129,7 @@ def test_backlog_is_bounded_and_keeps_the_newest() -> None:
     assert len(closes) == 1  # there is all the room again
 
 
+@pytest.mark.soak
 def test_backlog_is_bounded_in_memory_whatever_ends() -> None:
     """A server that is away for thousands of long prompts and short outputs costs megabytes."""
     conversation = Conversation("nowhere", "")

@@ -146,6 +146,7 @@ def test_steps_of_a_padding_client_have_one_size(client: Client) -> None:
     service.shut_down()
 
 
+@pytest.mark.faults
 @both
 @can_be_kept
 def test_an_own_index_drafts_while_the_server_is_away(client: Client, index: Path) -> None:

@@ -186,6 +186,7 @@ def test_a_single_server_is_kept_until_it_ends(client: Client) -> None:
         assert drafter.fail_opens.total() == before
 
 
+@pytest.mark.faults
 @both
 @can_be_kept
 def test_outputs_are_those_of_plain_decoding_while_servers_come_and_go(client: Client) -> None:

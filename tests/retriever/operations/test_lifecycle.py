@@ -152,6 +152,7 @@ def test_reflection_is_behind_a_flag() -> None:
     stop_service(process)
 
 
+@pytest.mark.faults
 def test_an_interrupt_while_nobody_is_there_ends_with_status_0() -> None:
     """In an interpreter of its own, which imports and loads everything by itself."""
     command = [sys.executable, "-m", "retriever", "serve", "--address", "127.0.0.1:0"]

@@ -140,6 +140,7 @@ def test_with_mutual_tls_only_certificates_of_the_authority_are_let_in(
         use(address, shown)
 
 
+@pytest.mark.faults
 def test_a_stream_ends_once_its_certificate_has_expired(
     tmp_path: Path, drafter: EmbeddedDrafter, authority: Signed, server: Signed
 ) -> None:

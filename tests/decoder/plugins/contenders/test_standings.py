@@ -35,6 +35,7 @@ def test_turns_and_seeds_of_a_prompt_are_resampled_as_one() -> None:
     assert (value, low, high) == pytest.approx((40 / 30, 1.0, 2.0))
 
 
+@pytest.mark.bench
 def test_intervals_cover_as_often_as_they_say() -> None:
     rng = np.random.default_rng(0)
     covered = 0

@@ -29,7 +29,7 @@ from tests.suite_parts import cases, draws_all_cases
 
 PROMPT: Final = torch.randint(3, 250, (1, 60), generator=torch.Generator().manual_seed(1))
 OTHER: Final = torch.randint(3, 250, (1, 40), generator=torch.Generator().manual_seed(2))
-NEW_TOKENS: Final = 16
+NEW_TOKENS: Final = 12
 
 Change = Callable[[Any], None]
 
