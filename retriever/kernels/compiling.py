@@ -103,7 +103,7 @@ def _cache_of(function: Callable[..., Any]) -> Any:
     """Return numba's cache of a kernel, or a no-op cache if no folder is writable."""
     try:
         return _Cache(function)
-    except (RuntimeError, OSError):  # numba found no folder; a limit on open files
+    except (RuntimeError, OSError):  # numba found no folder, or too many files are open
         _not_kept.append(function.__name__)
         return _NoCache()
 
@@ -159,7 +159,7 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
         except Exception as error:  # noqa: BLE001  (unpickling damaged files raises anything)
             _log.debug("a cached kernel cannot be read: %s", type(error).__name__)
             with suppress(OSError):
-                self.flush()  # otherwise nothing could be saved in its place
+                self.flush()  # otherwise no new kernel could be saved in its place
         if kept is None:
             _check_may_compile()
             _count_compiled()
@@ -223,7 +223,7 @@ def _folder_of(made_of: str) -> Path | None:
 @cache
 def _remove_unused(kept: Path) -> None:
     """Remove kernels that were not used for a long time; this runs once per process."""
-    with suppress(OSError):  # it cannot be listed, or another process removes it too
+    with suppress(OSError):  # it cannot be listed, or another process also removes it
         for folder in kept.iterdir():
             if time.time() - folder.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(folder, ignore_errors=True)

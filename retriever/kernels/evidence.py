@@ -93,9 +93,9 @@ def gather(
         tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, _SECOND, known,
         left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
-    for child in range(num_nodes, end):  # most of the candidates: read by `_estimate`
+    for child in range(num_nodes, end):  # these are most candidates; `_estimate` reads their shares
         prefetch(shares, nodes[child].token)
-        prefetch(context.last, nodes[child].token & (context.last.shape[0] - 1))  # by `_date`
+        prefetch(context.last, nodes[child].token & (context.last.shape[0] - 1))  # for `_date`
     left = np.float32(1.0)
     # Usually `last` shows that the token has not occurred in the sequence.
     occurs = context.last[node.token & (context.last.shape[0] - 1)] >= 0

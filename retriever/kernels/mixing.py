@@ -20,7 +20,7 @@ _FAST: Final = {"contract", "reassoc", "nsz"}
 """Optimizations allowed in sums: the compiler vectorizes them and chooses their order. `kernel`
 explains why such functions and their callers are inlined."""
 
-_LEAST_GRADIENT: Final = np.float32(0.002)  # smaller ones are skipped: saves time
+_LEAST_GRADIENT: Final = np.float32(0.002)  # smaller gradients are skipped to save time
 
 # By kind of evidence: the constant added to it, and the shift and scale of its logarithm.
 _LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)

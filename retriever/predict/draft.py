@@ -167,7 +167,7 @@ class Predictor:
         )  # fmt: skip
         step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
         refusal, size, self.num_rows, learned = ANSWER.unpack_from(memory, ANSWER_AT)
-        if refusal:  # perhaps for lack of room, which `step_all` makes
+        if refusal:  # perhaps there is no room; `step_all` makes room
             return self.step_all([(databases, request)])[0]
         databases.pool.learned += learned
         if not is_last:
@@ -212,7 +212,7 @@ class Predictor:
         is_alike = self._ask_all(asked)
         steps = _addresses(asked)
         refused = check_steps(self.bounds, steps)
-        if refused >= 0:  # perhaps for lack of room, which is made now
+        if refused >= 0:  # perhaps there is no room; make room now
             for databases, request in asked[refused:]:
                 databases.context.ensure_room(len(request.new_tokens))
             refused = check_steps(self.bounds, steps)
@@ -350,7 +350,7 @@ class Predictor:
         last = step_sequences(shared, self.scratch.address, steps, turn)
         latest = [last, *(each.result() for each in helping)]
         place = latest.index(len(members) - 1)
-        if place:  # keep the scratch of the last sequence, to learn from
+        if place:  # the scratch of the last sequence stays, to learn from it
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
         self.num_rows = members[-1][0].step.answer()[2]
         return [databases.step.drafted(each.budget_nodes) for databases, each in members]

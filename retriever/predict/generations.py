@@ -69,7 +69,7 @@ of a token is the tokens before it, so they must still exist."""
 _AT_ONCE: Final = 1 << 12
 """Most tokens added in one piece while others wait; this takes a millisecond or two."""
 
-_END_BYTES: Final = 200  # of the entry for an output's end: four small objects
+_END_BYTES: Final = 200  # size of the entry for an output's end: four small objects
 
 POOL_BYTES: Final = 8 << 10
 """Memory of a tenant's pool without its outputs: weights and some forty objects. We measured 7.5 KB
@@ -188,7 +188,7 @@ class Generations:
         if self._is_adding:
             self._coming.extend(outputs)
             return
-        if self._coming:  # the iterator that was to add them was dropped
+        if self._coming:  # the iterator that should have added them was dropped
             outputs = [*self._coming, *outputs]
             self._coming.clear()
         self._expire()
@@ -217,7 +217,7 @@ class Generations:
             return iter(())
         self._coming.append(output)
         if self._is_adding:
-            return iter(())  # the iterator that adds the others adds this one, too
+            return iter(())  # the running iterator adds this output, too
         pieces = self._adding_all(self._epoch)
         self._adder = ref(pieces)
         return pieces
@@ -339,7 +339,7 @@ class Generations:
         kept: deque[Output] = deque()
         num_tokens = 0
         newest_first = [*self.outputs(), *coming][::-1]
-        if newest_first:  # if it is too long, its end is kept
+        if newest_first:  # if it is too long, only its end stays
             newest = newest_first[0]
             newest_first[0] = newest._replace(tokens=newest.tokens[1 - size :])
         for output in newest_first:
@@ -386,7 +386,7 @@ class Generations:
         size = self._affordable(min(self._capacity, wanted))
         if size <= store.capacity or self._store is not store:
             self._settle()
-            return  # no room, or this ring was shrunk to make some: the oldest are overwritten
+            return  # no room, or the ring was shrunk to make room: the oldest is overwritten
         grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
         grown.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
@@ -399,7 +399,7 @@ class Generations:
                 return
             part = tokens[begin : begin + _AT_ONCE]
             add_tokens(grown.address, live, part, first, 0)
-        oldest = store.oldest  # some may have expired meanwhile
+        oldest = store.oldest  # some outputs may have expired meanwhile
         self._take(grown, live)
         self._counted_from = first
         if oldest > first:

@@ -352,7 +352,7 @@ class ListedPhrases:
         shorter = [NO_BEGINNING] * num_beginnings
         for phrase in listed:
             at, beginning = -1, NO_BEGINNING
-            # Of matches with the same end, the longest comes first: the phrase's own beginning.
+            # Of matches with the same end, the phrase's own beginning is longest and comes first.
             for end, number in self._automaton.iter(_symbols(phrase[:-1])):
                 if end != at:
                     at, beginning = end, number
@@ -379,7 +379,7 @@ class PhraseCursor:
             return
         for token in tokens[-self._phrases.longest_beginning :].tolist():
             self._search.set((_HIGH + (token >> _SYMBOL_BITS), token & _LOW))
-            found = list(self._search)  # exhaust it before the next tokens
+            found = list(self._search)  # the iterator must end before the next tokens
             self._longest = found[0][1] if found else NO_BEGINNING
 
     @contextmanager

@@ -95,7 +95,7 @@ class Pool:
 
     def unlogged(self) -> bytes | None:
         """Return the weights for the log and count them as logged; None if it already has them."""
-        learned = self.learned  # an open session may raise it meanwhile
+        learned = self.learned  # another session may increase it meanwhile
         if learned == self.logged:
             return None
         self.logged = learned

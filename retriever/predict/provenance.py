@@ -235,7 +235,7 @@ class _Tracer:
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
-            # A trail's continuation is edited, so the source may have another token.
+            # A trail edits its continuation, so the source may have another token.
             places = _some(places[self._context[places] == path[-1]])
             longest = _longest(self._text(path), (self._context[:place] for place in places))
             return Support(longest, count, places)

@@ -273,7 +273,7 @@ class ChainStore:
     def touched_bytes(self) -> int:
         """Resident memory of the store, in bytes, without unused room for later tokens."""
         if isinstance(self._memory, bytearray):
-            return self.num_bytes  # such memory was used before
+            return self.num_bytes  # this memory was used before
         used = min(self.capacity, len(self) - self._start)
         huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
         block = self.address, self.address + self._plan.num_bytes
