@@ -233,7 +233,7 @@ def _remove_unused(kept: Path) -> None:
 def _tell_no_cache(reason: str) -> None:
     """Log, once for each reason, that kernels cannot be cached."""
     _log.warning(
-        "compiled kernels cannot be kept (%s): each start compiles them again, which takes "
+        "compiled kernels cannot be cached (%s): each start compiles them again, which takes "
         "half a minute; set NUMBA_CACHE_DIR to a folder that this user can write",
         reason,
     )
@@ -245,7 +245,7 @@ def _tell_compiling(*, is_kept: bool) -> None:
 
     It is a warning, so that programs that set up no logging show it too.
     """
-    kept = ", which are then kept" if is_kept else ""
+    kept = ", which are then cached" if is_kept else ""
     _log.warning("compiling kernels for this machine%s: up to a minute of CPU time", kept)
 
 

@@ -142,7 +142,7 @@ def collect_cursor(
         query: int32[q], the sequence's last tokens.
         depth: most tokens to copy for each place.
         rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], written likewise.
+        continuations: int32[max_rows, max_depth], written at the same rows.
         row: first free row.
 
     Returns:

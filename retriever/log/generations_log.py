@@ -326,7 +326,7 @@ class GenerationsLog:
             self._refused = self._is_refusing = True
             self._told_s = time.monotonic()
             _LOGGER.warning(
-                "outputs cannot be kept in %s: %s; drafts continue from memory, but a restart "
+                "outputs cannot be saved in %s: %s; drafts continue from memory, but a restart "
                 "loses these outputs: free space, or repair the disk",
                 self._directory,
                 error,
@@ -337,7 +337,7 @@ class GenerationsLog:
         if self._is_refusing and time.monotonic() - self._told_s > _BETWEEN_TOLD_S:
             lost, self._refused_now, self._is_refusing = self._refused_now, 0, False
             _LOGGER.warning(
-                "outputs are kept in %s again; %d that were refused are only in memory",
+                "outputs are saved in %s again; %d that were refused are only in memory",
                 self._directory,
                 lost,
             )

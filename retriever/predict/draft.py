@@ -143,7 +143,7 @@ class Predictor:
 
         Raises:
             RefusedStepError: the request does not fit; nothing is done.
-            TypeError: a value is not a number; nothing is done. The same holds for `struct.error`.
+            TypeError: a value is not a number; nothing is done. `struct.error` means the same.
         """
         _, tokens, length, budget, min_probability, _ = request
         step, num_tokens = databases.step, len(tokens)

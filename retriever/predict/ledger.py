@@ -211,13 +211,13 @@ class Ledger:
         most = self.max_tenant_bytes if limit == "max_tenant_bytes" else self.max_bytes
         if num_bytes > most:
             return LimitExceededError(
-                f"{num_bytes} bytes are more than there is room for: at most {most} are kept; send "
+                f"{num_bytes} bytes are more than there is room for: the limit is {most}; send "
                 f"fewer tokens ({limit})",
                 limit=limit,
             )
-        whose = "of one tenant" if limit == "max_tenant_bytes" else "of all tenants together"
+        whose = "for one tenant" if limit == "max_tenant_bytes" else "for all tenants together"
         return LimitExceededError(
-            f"there is no room for {num_bytes} more bytes: at most {most} are kept, {whose}; close "
+            f"there is no room for {num_bytes} more bytes: the limit is {most} {whose}; close "
             f"sessions, or try again in {RETRY_S:g} s ({limit})",
             limit=limit,
             retry_after_s=RETRY_S,

@@ -68,7 +68,7 @@ class PhraseReader:
     """Reads phrases.
 
     Attributes:
-        encode: the target model's tokenizer; None if there is none.
+        encode: the target model's tokenizer; None without a tokenizer.
         vocabulary_size: token ids must be below it; None if unknown.
         problems: lines skipped so far; appended to.
     """

@@ -114,7 +114,7 @@ class Predictions:
         return self._store.tokens[self._text_at(position)[1] : position]
 
     def _text_at(self, position: int) -> tuple[int, int]:
-        """Return the text that contains a position of the store, and where it begins."""
+        """Return the text that contains a position of the store, and where it starts."""
         text = int(np.searchsorted(self._starts, position, "right")) - 1
         return text, int(self._starts[text])
 

@@ -395,7 +395,7 @@ def common_vocabulary(
 def _check_phrases(phrases: ListedPhrases, vocabulary: Vocabulary | None) -> None:
     if vocabulary is not None and phrases.highest_token >= vocabulary.size:
         raise InvalidRequestError(
-            f"a listed phrase holds the token id {phrases.highest_token}, which is outside the "
+            f"a listed phrase has the token id {phrases.highest_token}, which is outside the "
             f"vocabulary of {vocabulary.size}: list it as text, or with the index's tokenizer"
         )
 

@@ -126,8 +126,8 @@ class FindingsKeeper(DrafterPlugin):
     @staticmethod
     def _refusal() -> NotPossibleError:
         return NotPossibleError(
-            f"recycled logits are not kept here: they need {_FINDINGS}, which is not part of this "
-            "installation; start the decoder with --recycled-bytes 0"
+            f"recycled logits are not stored here: they need {_FINDINGS}, which is not installed; "
+            "start the decoder with --recycled-bytes 0"
         )
 
 

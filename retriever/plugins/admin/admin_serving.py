@@ -99,7 +99,7 @@ class AdminPlane:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve during the block; yield the address.
+        """Run the server during the block; yield the address.
 
         Raises:
             AddressInUseError: the address is in use or cannot be bound.

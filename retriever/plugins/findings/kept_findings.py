@@ -207,7 +207,7 @@ class KeptFindings(FindingsKeeper):
         check_model(model)
         if not self._bound:
             raise NotPossibleError(
-                "recycled logits are not kept here (recycled_bytes is 0): start the service with "
+                "recycled logits are not stored here (recycled_bytes is 0): start the service with "
                 "--recycled-bytes, or the decoder with --recycled-bytes 0"
             )
 

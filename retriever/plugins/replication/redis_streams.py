@@ -72,7 +72,7 @@ class Streams:
         deletions: key of the stream of deletions.
 
     Raises:
-        ReplicationError: the URL is not that of a Redis server.
+        ReplicationError: the URL is not one of a Redis server.
     """
 
     def __init__(self, options: ReplicationOptions, fingerprint: str) -> None:

@@ -94,7 +94,7 @@ class _Cut(NamedTuple):
 
 @dataclass(slots=True)
 class Learned:
-    """What earlier outputs of a grammar taught us for future drafts.
+    """What was learned from earlier outputs of a grammar, for future drafts.
 
     Attributes:
         habits: the style of the outputs.
