@@ -32,7 +32,7 @@ _MAX_CHECK: Final = 0x7FFF
 
 @kernel()
 def hash_context(tail: NDArray[np.int32], order: int) -> int:
-    """Return 63 hash bits for the last `order` tokens of int32[3]."""
+    """Return 63 hash bits for the last `order` tokens of a tail, int32[3]."""
     key = np.uint64(order)
     for index in range(LONGEST - order, LONGEST):
         key = (key ^ np.uint64(tail[index])) * _MULTIPLIER

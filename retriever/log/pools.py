@@ -214,7 +214,7 @@ class Pools:
     def remember(
         self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
     ) -> Entry | None:
-        """Add int32[n], an output, to a pool; `commit` writes it to the log.
+        """Add an output, int32[n], to a pool; `commit` writes it to the log.
 
         Args:
             pool: pool of the output's tenant.

@@ -36,7 +36,7 @@ class Context:
     """
 
     def __init__(self, prompt: TokenIds, charge: Charge | None = None) -> None:
-        """Start with int32[n]."""
+        """Start with some tokens, int32[n]."""
         self._charge = charge
         self.step = StepRecord()
         self._take(ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT, prompt))
@@ -50,7 +50,7 @@ class Context:
         return len(self._store)
 
     def commit(self, tokens: TokenIds) -> None:
-        """Append int32[n], committed tokens."""
+        """Append committed tokens, int32[n]."""
         if not self._store.has_room(len(tokens)):
             self._grow(len(self) + len(tokens))
         self._store.extend(tokens)
@@ -109,7 +109,7 @@ class Context:
         return self._store.has_room(num_tokens)
 
     def supposing(self, tokens: TokenIds) -> AbstractContextManager[None]:
-        """Append int32[n] tentatively during the block; the caller has checked for room."""
+        """Append tokens, int32[n], for the block only; the caller has checked for room."""
         return self._store.supposing(tokens)
 
     @property

@@ -177,13 +177,13 @@ class Databases:
             self.step.forget_match()
 
     def commit(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the sequence."""
+        """Append tokens, int32[n], to the sequence."""
         if len(tokens):
             self.append(tokens)
             self.lane.commit(tokens)
 
     def append(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the sequence, but not to its lane, unlike `lane.commit`.
+        """Append tokens, int32[n], to the sequence, but not to its lane, unlike `lane.commit`.
 
         Needs no lock if nothing else uses the sequence meanwhile.
         """
@@ -193,7 +193,7 @@ class Databases:
             database.commit(tokens)
 
     def committed(self, tokens: TokenIds) -> None:
-        """Register int32[n] that a kernel has appended to the sequence."""
+        """Register tokens, int32[n], that a kernel has appended to the sequence."""
         if not self.appends:
             for database in self._others:
                 database.commit(tokens)
@@ -206,7 +206,7 @@ class Databases:
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
-        """Make all databases answer as if int32[n] were committed, during the block.
+        """Make all databases answer as if some tokens, int32[n], were committed, during the block.
 
         `can_suppose` must be true. Everything is undone at the end.
         """

@@ -277,19 +277,19 @@ class Predictor:
         return tree
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
-        """Append int32[n]; count the draft's outcome, and learn from it if it was the last one."""
+        """Append tokens, int32[n]; count the draft's outcome, and learn if it was the last."""
         databases.context.ensure_room(len(tokens))
         self._follow(databases, tokens, _COMMIT)
         databases.committed(tokens)
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
-        """Count and learn from int32[n] that follow, like `commit`, but append nothing."""
+        """Count and learn from the next tokens, int32[n], like `commit`, but append nothing."""
         self._follow(databases, tokens, OUTCOME)
 
     def suppose(
         self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
     ) -> DraftTree:
-        """Return the tree after int32[n] that may come; nothing is learned from it."""
+        """Return the tree after tokens that may come, int32[n]; nothing is learned from it."""
         if budget == 0:
             return DraftTree.empty()
         if self._ahead is None:
@@ -368,7 +368,7 @@ class Predictor:
         return step.tree(size, budget)
 
     def _follow(self, databases: Databases, tokens: TokenIds, stages: int) -> None:
-        """Count and learn from int32[n] that follow a sequence."""
+        """Count and learn from the tokens, int32[n], that follow a sequence."""
         rate = 0.0
         if len(tokens) and self.learns_from(databases):
             self._last = None

@@ -173,7 +173,7 @@ class Generations:
         return len(self._store) - self._store.oldest
 
     def add(self, output: TokenIds, time_s: float | None = None) -> None:
-        """Remember int32[n], the output of one sequence.
+        """Remember the output of one sequence, int32[n].
 
         Args:
             output: token ids.
@@ -419,7 +419,7 @@ class Generations:
         return size
 
     def _append(self, tokens: TokenIds) -> None:
-        """Append int32[n], after subtracting the tokens that it overwrites from the counts."""
+        """Append tokens, int32[n]; the tokens that they overwrite are first subtracted."""
         store = self._store
         self._counted_from = add_tokens(
             store.address, self.live, tokens, self._counted_from, _MARGIN
@@ -508,5 +508,5 @@ def generations_bytes(capacity: int, limits: ChainLimits) -> int:
 
 
 def live_table(capacity: int) -> NDArray[np.int64]:
-    """Return int64[sets, WAYS], an empty table with an entry for each token of a ring."""
+    """Return an empty table, int64[sets, WAYS], with an entry for each token of a ring."""
     return aligned_zeros((max(1, capacity // WAYS), WAYS), np.int64)

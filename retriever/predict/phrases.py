@@ -285,7 +285,7 @@ class ListedPhrases:
         yield f"listed phrases: {len(self)} ({size})"
 
     def cursor(self, prompt: TokenIds) -> "PhraseCursor":
-        """Return a cursor after int32[n], a sequence's first tokens."""
+        """Return a cursor after a sequence's first tokens, int32[n]."""
         cursor = PhraseCursor(self)
         cursor.commit(prompt)
         return cursor
@@ -295,7 +295,7 @@ class ListedPhrases:
         return self._automaton.iter(()) if len(self._arrays.lengths) else None
 
     def longest_at_end(self, tokens: TokenIds) -> int:
-        """Return the longest beginning at the end of int32[n], or `NO_BEGINNING`."""
+        """Return the longest beginning at the end of tokens, int32[n], or `NO_BEGINNING`."""
         search = self.search()
         if search is None:
             return NO_BEGINNING
@@ -374,7 +374,7 @@ class PhraseCursor:
         self._longest = NO_BEGINNING
 
     def commit(self, tokens: TokenIds) -> None:
-        """Append int32[n]. Tokens too far from the end to matter are skipped."""
+        """Append tokens, int32[n]; those too far from the end to matter are skipped."""
         if self._search is None:
             return
         for token in tokens[-self._phrases.longest_beginning :].tolist():

@@ -80,7 +80,7 @@ class Predictions:
         self.cursors[: len(earlier)] = earlier.cursors
 
     def commit(self, tokens: TokenIds) -> None:
-        """Move the cursors past int32[n], tokens appended to the sequence."""
+        """Move the cursors past new tokens of the sequence, int32[n]."""
         follow_texts(self._packed, tokens)
 
     @contextmanager
@@ -110,7 +110,7 @@ class Predictions:
         return PredictedPlace(self._labels[text], position - begin)
 
     def before(self, position: int) -> TokenIds:
-        """Return int32[n], a view of the tokens of a position's text before the position."""
+        """Return a view, int32[n]: the tokens before a position in its text."""
         return self._store.tokens[self._text_at(position)[1] : position]
 
     def _text_at(self, position: int) -> tuple[int, int]:

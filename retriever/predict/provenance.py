@@ -249,7 +249,7 @@ class _Tracer:
         return Support(match_length, count)
 
     def _text(self, path: TokenIds) -> TokenIds:
-        """Return int32[n], the context and the path without its last token."""
+        """Return the context and the path without its last token, int32[n]."""
         return np.concatenate([self._context, path[:-1]])
 
 

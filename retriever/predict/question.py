@@ -42,7 +42,7 @@ class Database(Protocol):
         """
 
     def commit(self, tokens: TokenIds) -> None:
-        """Handle int32[n], tokens appended to the sequence; never the prompt.
+        """Handle tokens appended to the sequence, int32[n]; never the prompt.
 
         A database that needs only the last tokens does nothing here, because its question contains
         them.

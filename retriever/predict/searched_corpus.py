@@ -70,7 +70,7 @@ SHORTEST_MATCH: Final = 3
 
 
 def no_outcomes() -> NDArray[np.int64]:
-    """Return int64[2, MAX_SOURCES], counts of nodes and accepted nodes; all zero."""
+    """Return counts of nodes and accepted nodes, int64[2, MAX_SOURCES], all zero."""
     return np.zeros((2, MAX_SOURCES), np.int64)
 
 

@@ -296,11 +296,11 @@ class ChainStore:
         return oldest
 
     def append(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the current document."""
+        """Append tokens, int32[n], to the current document."""
         append_tokens(self.address, tokens)
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append int32[n] to a sequence, and move its cursor."""
+        """Append tokens, int32[n], to a sequence, and move its cursor."""
         extend_sequence(self.address, tokens)
 
     def follow(self, other: "ChainStore") -> None:
@@ -310,7 +310,7 @@ class ChainStore:
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
-        """Append int32[n] tentatively during the block; the caller has checked for room."""
+        """Append tokens, int32[n], for the block only; the caller has checked for room."""
         before = np.empty(len(tokens), np.int64)
         cursor = [array.copy() for array in self.cursor]
         suppose_tokens(self.address, tokens, before)
@@ -330,7 +330,7 @@ class ChainStore:
         self.tokens[:] = 0
 
     def live(self) -> TokenIds:
-        """Return int32[n], a copy of the tokens from `oldest` on."""
+        """Return a copy of the tokens from `oldest` on, int32[n]."""
         first, mask = self.oldest, self.capacity - 1
         return np.take(self.tokens, np.arange(first, len(self)) & mask)
 

@@ -36,7 +36,7 @@ class DrafterPlugin:
         """Handle the tokenizer, once it is known."""
 
     def on_remembered(self, entry: Entry) -> None:
-        """Handle an output that joins the generations; must take no more than a microsecond."""
+        """Handle an output that joins the generations; may take at most a microsecond."""
 
     @contextmanager
     def storing(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class DrafterPlugin:
         yield
 
     def on_deleting(self, scope: Scope) -> None:
-        """Handle that a caller will delete a scope; called with the drafter's lock held."""
+        """Prepare for a caller's deletion of a scope; called with the drafter's lock held."""
 
     def on_deleted(self, scope: Scope) -> None:
         """Delete a scope, without the lock; the drafter has already deleted its own data."""

@@ -428,7 +428,7 @@ class DrafterState:
             yield
 
     def tokens(self, tokens: ArrayLike) -> TokenIds:
-        """Return int32[n], copied unless it is a view of bytes, because the caller may change it.
+        """Return tokens as int32[n]: a copy, unless they are a view of bytes, which cannot change.
 
         Raises:
             InvalidRequestError: they are not a one-dimensional array of token ids.
@@ -441,7 +441,7 @@ class DrafterState:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
     def _are_inside(self, tokens: TokenIds) -> bool:
-        """Return whether all of int32[n] are in the vocabulary."""
+        """Return whether all tokens, int32[n], are in the vocabulary."""
         bound = self.predictor.bounds[BOUNDS.VOCABULARY]
         if len(tokens) > _MANY:  # four times as fast for many tokens, slower for few
             return bool(tokens.view(np.uint32).max() < bound)

@@ -205,7 +205,7 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
 
 
 def _gathered(documents: Iterable[TokenIds], max_tokens: int, report: AutomatonReport) -> TokenIds:
-    """Return int32[n], documents each followed by a separator."""
+    """Return the documents, int32[n], each followed by a separator."""
     kept: list[TokenIds] = []
     for tokens in documents:
         if report.left_out_documents or report.tokens + len(tokens) + 1 > max_tokens:
@@ -239,7 +239,7 @@ def _sections(
 
 
 def _root_table(automaton: FrozenAutomaton, size: int) -> NDArray[np.int32]:
-    """Return int32[size], the target of each token from the root; -1 if there is none."""
+    """Return the target of each token from the root, int32[size]; -1 for none."""
     end = automaton.offsets[1]
     labels, targets = automaton.labels[:end], automaton.targets[:end]
     table = np.full(size, -1, np.int32)

@@ -24,7 +24,7 @@ class ExportForm(StrEnum):
 
 
 def token_documents(index: Index) -> Iterator[TokenIds]:
-    """Yield int32[n] for each document, in order, with one document in memory at a time.
+    """Yield the tokens of each document, int32[n], in order; one document is in memory.
 
     Raises:
         DamagedIndexError: the index lists a document at an impossible place, or holds a token
